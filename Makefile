@@ -1,0 +1,42 @@
+# Every target does its own set-up: all it asks of the machine is Python 3.11 or newer (PYTHON=... to choose one).
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+
+# One thread a rank: the ranks share the cores.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.stamp ## Train a small 3D U-Net cut over 2 ranks next to the one-rank run
+	@$(BIN)/halocline demo
+
+test: .venv/.stamp ## Run the tests
+	@$(BIN)/python -m pytest -q
+
+check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/python tools/size.py
+
+clean: ## Remove all that make and its tools have written, .venv included
+	rm -rf .venv build dist *.egg-info demo-output
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find halocline tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' || { echo "Halocline needs Python 3.11 or newer: set PYTHON=..." >&2; exit 1; }
+	@echo "Setting up .venv (the first time takes a few minutes: PyTorch is large)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,53 @@
+"""Halocline: an unchanged PyTorch network on samples cut over a mesh of ranks, with the answer of one rank."""
+
+from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
+from .geometry import Partition
+from .rules import (
+    WHOLE,
+    Link,
+    Operand,
+    Output,
+    Read,
+    Recipe,
+    composite,
+    follow,
+    from_tile,
+    gather,
+    read_whole,
+    reshard,
+    rule,
+    shard,
+)
+from .tensor import ShardedTensor, Sharding, unwrap
+from .world import Mesh, init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "WHOLE",
+    "HaloclineError",
+    "Link",
+    "Mesh",
+    "MeshError",
+    "NoRule",
+    "Operand",
+    "Output",
+    "Partition",
+    "RankFailure",
+    "Read",
+    "Recipe",
+    "Refused",
+    "ShardedTensor",
+    "Sharding",
+    "ShardingError",
+    "composite",
+    "follow",
+    "from_tile",
+    "gather",
+    "init",
+    "read_whole",
+    "reshard",
+    "rule",
+    "shard",
+    "unwrap",
+]

@@ -1,0 +1,39 @@
+"""The only place where names that torch does not promise are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+#: Inside, torch functions do not come to ``__torch_function__``.
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
+    """A tensor's own grad_fn and requires_grad, past any subclass."""
+    with no_torch_function():
+        return tensor.grad_fn, tensor.requires_grad
+
+
+def default_store() -> dist.Store | None:
+    """The key-value store the ranks met at, if there is one."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass now running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_captured(node: object) -> bool:
+    """Inside a hook: is this leaf's gradient handed out by ``autograd.grad`` instead of being accumulated?"""
+    try:
+        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,37 @@
+"""The library's own errors. Each message says what happened, where, why, and what to do."""
+
+from __future__ import annotations
+
+
+class HaloclineError(Exception):
+    """Base of every error the library raises on purpose."""
+
+
+class MeshError(HaloclineError, ValueError):
+    """A mesh that does not fit its ranks, an unknown axis, or tensors of two meshes in one operation."""
+
+
+class ShardingError(HaloclineError, ValueError):
+    """A sharding that makes no sense: a dim cut twice, an axis used twice, tiles that do not tile the sample."""
+
+
+class Refused(HaloclineError, RuntimeError):
+    """An operation the library will not run on a cut tensor, because the answer could differ from one rank's.
+
+    The message has four parts: which operation, where in the model, why, and what to do.
+    """
+
+    def __init__(self, operation: str, place: str, why: str, remedy: str) -> None:
+        self.operation, self.place, self.why, self.remedy = operation, place, why, remedy
+        super().__init__(f"{operation} in {place}: {why}; {remedy}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.operation, self.place, self.why, self.remedy)
+
+
+class NoRule(Refused):
+    """A torch function for which no rule is registered."""
+
+
+class RankFailure(HaloclineError, RuntimeError):
+    """Another rank died, hung past the deadline, or took another path through the program."""

@@ -1,0 +1,27 @@
+"""Integers only: what is needed, what is owned, and so what must move. No torch here."""
+
+from .access import Access, Adaptive, Blocks, Mirror, Part, Same, Spread, Transposed, Window
+from .interval import Box, Interval, shape_of, slices, whole
+from .partition import Partition
+from .transfer import DimMove, Transfer, plan_transfer
+
+__all__ = [
+    "Access",
+    "Adaptive",
+    "Blocks",
+    "Box",
+    "DimMove",
+    "Interval",
+    "Mirror",
+    "Part",
+    "Partition",
+    "Same",
+    "Spread",
+    "Transfer",
+    "Transposed",
+    "Window",
+    "plan_transfer",
+    "shape_of",
+    "slices",
+    "whole",
+]

@@ -1,0 +1,187 @@
+"""Which input interval does an output interval need? One small class for each answer.
+
+``need(out)`` gives intervals of the input, in the order in which they are laid side by side; they may reach outside
+the input, where padding lies. ``carry(points, out_size)`` says where to cut the output if the input is cut at
+``points``, so that most of what is needed is already there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .interval import Interval
+from .partition import Partition
+
+
+def _monotone(points: Iterable[int], out_size: int) -> tuple[int, ...]:
+    """Interior cut points held inside ``[0, out_size]`` and in order; the ends are the ends of the output."""
+    *interior, _last = list(points)[1:]
+    cuts = [0]
+    for point in interior:
+        cuts.append(min(max(point, cuts[-1]), out_size))
+    return (*cuts, out_size)
+
+
+@dataclass(frozen=True)
+class Access:
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        raise NotImplementedError
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Same(Access):
+    """Output i needs input i."""
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return (out,)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return points
+
+
+@dataclass(frozen=True)
+class Window(Access):
+    """Output i needs ``stride*i - padding + dilation*t`` for t in 0..kernel-1: convolutions, pools, slices."""
+
+    kernel: int = 1
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.kernel - 1)
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        first = self.stride * out.lo - self.padding
+        return (Interval(first, self.stride * (out.hi - 1) - self.padding + self.reach + 1),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        centre = self.reach // 2 - self.padding
+        return _monotone((-((centre - point) // self.stride) for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Transposed(Access):
+    """Input j reaches outputs ``stride*j - padding + dilation*t``: the window read backwards."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.kernel - 1)
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        first = -(-(out.lo + self.padding - self.reach) // self.stride)
+        last = (out.hi - 1 + self.padding) // self.stride
+        return (Interval(first, max(first, last + 1)),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        centre = self.reach // 2 - self.padding
+        return _monotone((self.stride * point + centre for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Adaptive(Access):
+    """Output i of an adaptive pool needs ``[floor(i*n/m), ceil((i+1)*n/m))``."""
+
+    in_size: int
+    out_size: int
+
+    def window(self, index: int) -> Interval:
+        return Interval(index * self.in_size // self.out_size, -(-(index + 1) * self.in_size // self.out_size))
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        return (Interval(self.window(out.lo).lo, self.window(out.hi - 1).hi),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((-(-point * self.out_size // max(1, self.in_size)) for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Mirror(Access):
+    """Padding that reads the sample itself: output i needs input ``source(i)``, by reflection, edge or wrap."""
+
+    in_size: int
+    before: int
+    mode: str
+
+    def source(self, index: int) -> int:
+        position, last = index - self.before, self.in_size - 1
+        if self.mode == "circular":
+            return position % self.in_size
+        if self.mode == "replicate":
+            return min(max(position, 0), last)
+        return abs(position) if position <= last else 2 * last - position
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        """Runs of consecutive sources where padding wraps, their hull where it folds back on itself."""
+        if out.empty:
+            return (Interval(0, 0),)
+        if self.mode != "circular":
+            sources = [self.source(i) for i in range(out.lo, out.hi)]
+            return (Interval(min(sources), max(sources) + 1),)
+        runs, start = [], out.lo
+        while start < out.hi:
+            first = self.source(start)
+            length = min(out.hi - start, self.in_size - first)
+            runs.append(Interval(first, first + length))
+            start += length
+        return tuple(runs)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((point + self.before for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Part(Access):
+    """Input i is output ``offset + i``: one operand of a concatenation. The output is cut evenly."""
+
+    offset: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return (out.shift(-self.offset),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return Partition.even(out_size, len(points) - 1).points
+
+
+@dataclass(frozen=True)
+class Blocks(Access):
+    """Output i needs inputs ``[i*factor, (i+1)*factor)``: the leading dim of a split or a merge, cut on a boundary."""
+
+    factor: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return (Interval(out.lo * self.factor, out.hi * self.factor),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((-(-point // self.factor) for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Spread(Access):
+    """Output i needs input ``i // factor``: the leading dim of a merge, whose output may only be cut on a boundary."""
+
+    factor: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        return (Interval(out.lo // self.factor, (out.hi - 1) // self.factor + 1),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((point * self.factor for point in points), out_size)

@@ -1,0 +1,114 @@
+"""From plain tensors to sharded ones and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MeshError, ShardingError
+from ..geometry import Partition
+from ..tensor import Cut, ShardedTensor, Sharding, here, make_sharding, recut, unwrap, wrap
+from ..world import Label, Mesh
+
+Points = Mapping[int, Sequence[int]]
+
+
+def shard(tensor: Tensor, mesh: Mesh, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1) -> Tensor:
+    """Cut a tensor that every rank holds whole; each keeps its box.
+
+    ``dims`` maps tensor dims to mesh axes. Cuts are as even as can be, at multiples of ``multiple`` (give the total
+    stride of the network, and its joins move nothing), or at ``points[dim]``. Axes of size one cut nothing.
+    """
+    if isinstance(tensor, ShardedTensor):
+        raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
+    return cut_like(tensor, make_sharding(mesh, tuple(tensor.shape), dims, points, multiple))
+
+
+def from_tile(
+    tile: Tensor, mesh: Mesh, dims: Mapping[int, str], *, shape: Sequence[int] | None = None, points: Points | None = None
+) -> Tensor:
+    """Make a sharded tensor of the tile this rank read itself.
+
+    Without ``shape`` the ranks tell each other their tiles' sizes, and the global shape follows. With it, the cuts are
+    those of :func:`shard`, and the tile must fit.
+    """
+    if shape is not None:
+        sharding = make_sharding(mesh, shape, dims, points)
+        if tuple(tile.shape) != sharding.tile_shape:
+            raise ShardingError(
+                f"rank {mesh.rank} brings a tile of {list(tile.shape)}; of {list(shape)} it owns {list(sharding.tile_shape)}"
+            )
+    else:
+        sharding = _agreed_sharding(tile, mesh, dims)
+    return wrap(tile, sharding) if sharding.axes else tile
+
+
+def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Sharding:
+    """Sizes along each axis, told to all ranks and checked: tiles in one slice must agree."""
+    everyone = tuple(range(mesh.size))
+    sizes = torch.zeros(mesh.size, tile.ndim, dtype=torch.int64)
+    sizes[mesh.rank] = torch.tensor(tile.shape)
+    sizes = mesh.world.sum(sizes, everyone, Label("from_tile", here()))
+    named = make_sharding(mesh, tile.shape, dims).dims_by_axis()
+    shape, cuts = list(tile.shape), [None] * tile.ndim
+    for dim in range(tile.ndim):
+        axis = named.get(dim)
+        along = mesh.ranks_along([axis]) if axis else (mesh.rank,)
+        pieces = [int(sizes[rank, dim]) for rank in along]
+        shape[dim] = sum(pieces)
+        cuts[dim] = Cut(axis, Partition.from_sizes(pieces)) if axis else None  # type: ignore[call-overload]
+    _check_agreement(sizes, mesh, named, cuts, shape)
+    return Sharding(mesh, shape, cuts)
+
+
+def _check_agreement(
+    sizes: Tensor, mesh: Mesh, named: Mapping[int, str], cuts: Sequence[Any], shape: Sequence[int]
+) -> None:
+    for rank in range(mesh.size):
+        rest, where = rank, {}
+        for name in reversed(mesh.names):
+            rest, where[name] = divmod(rest, mesh.sizes[name])
+        for dim, cut in enumerate(cuts):
+            expected = cut.partition.piece(where[cut.axis]).size if cut else shape[dim]
+            if int(sizes[rank, dim]) != expected:
+                raise ShardingError(
+                    f"tiles do not fit together: dim {dim} of rank {rank} has {int(sizes[rank, dim])} where its row of "
+                    f"the mesh has {expected}; every rank of a slice must bring the same size"
+                )
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole tensor, plain, on every rank."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    old = tensor.sharding
+    return recut(old, Sharding(old.mesh, old.shape, (None,) * len(old.shape)))(
+        unwrap(tensor), Label("gather", here())
+    )
+
+
+def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1) -> Tensor:
+    """The same tensor, cut otherwise; what must move, moves."""
+    if not isinstance(tensor, ShardedTensor):
+        raise ShardingError("a plain tensor lies on no mesh; use hc.shard(tensor, mesh, dims)")
+    mesh = tensor.sharding.mesh
+    return cut_like(tensor, make_sharding(mesh, tensor.sharding.shape, dims, points, multiple))
+
+
+def cut_like(tensor: Tensor, sharding: Sharding) -> Tensor:
+    """``tensor`` (plain and whole, or sharded) brought to ``sharding``."""
+    if isinstance(tensor, ShardedTensor):
+        old, tile = tensor.sharding, unwrap(tensor)
+    else:
+        old, tile = Sharding(sharding.mesh, tuple(tensor.shape), (None,) * tensor.ndim), tensor
+    if old.mesh != sharding.mesh:
+        raise MeshError(f"a tensor on {old.mesh} cannot be cut over {sharding.mesh}; use one mesh")
+    if old.shape != sharding.shape:
+        raise ShardingError(f"a tensor of global shape {list(old.shape)} cannot take the cut of {list(sharding.shape)}")
+    moved = recut(old, sharding)(tile, Label("reshard", here()))
+    if moved._base is not None:  # a box of a larger tensor: keep the box alone
+        moved = moved.clone(memory_format=torch.contiguous_format)
+    return wrap(moved, sharding) if sharding.axes else moved

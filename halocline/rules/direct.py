@@ -1,0 +1,211 @@
+"""What a sharded tensor answers from its tile and sharding alone: shapes, dtypes, gradients, hooks; and what it won't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_private import no_torch_function
+from ..tensor import ShardedTensor, Sharding, unwrap, wrap
+from .table import direct, refuse
+
+
+def getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+def setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
+@direct(getter("shape"))
+def shape(self: ShardedTensor) -> torch.Size:
+    return torch.Size(self.sharding.shape)
+
+
+@direct(Tensor.size)
+def size(self: ShardedTensor, dim: int | None = None) -> torch.Size | int:
+    return torch.Size(self.sharding.shape) if dim is None else self.sharding.shape[dim]
+
+
+@direct(Tensor.dim, Tensor.ndimension, getter("ndim"))
+def dim(self: ShardedTensor) -> int:
+    return len(self.sharding.shape)
+
+
+@direct(Tensor.numel, Tensor.nelement, torch.numel)
+def numel(self: ShardedTensor) -> int:
+    return torch.Size(self.sharding.shape).numel()
+
+
+@direct(Tensor.__len__)
+def length(self: ShardedTensor) -> int:
+    return self.sharding.shape[0]
+
+
+def _ask_tile(function: Any) -> Callable[..., Any]:
+    def ask(self: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        return function(unwrap(self), *args, **kwargs)
+
+    return ask
+
+
+_SAME_AS_TILE = """
+dtype device is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_complex is_floating_point is_signed is_conj
+is_neg layout requires_grad grad_fn is_leaf element_size is_contiguous is_inference get_device names is_nested
+is_sparse_csr is_xpu is_mps is_ipu is_xla is_vulkan itemsize is_shared is_pinned retains_grad output_nr _version
+has_names
+""".split()
+for _name in _SAME_AS_TILE:
+    _attribute = getattr(Tensor, _name, None)
+    if _attribute is not None:
+        _function = _attribute if callable(_attribute) else _attribute.__get__
+        direct(_function)(_ask_tile(_function))
+direct(torch.is_floating_point)(_ask_tile(torch.is_floating_point))
+direct(torch.is_complex)(_ask_tile(torch.is_complex))
+direct(torch.get_device)(_ask_tile(torch.get_device))
+
+
+@direct(torch.is_tensor)
+def is_tensor(obj: Any) -> bool:
+    return True
+
+
+@direct(torch.is_same_size)
+def is_same_size(self: Tensor, other: Tensor) -> bool:
+    return tuple(self.shape) == tuple(other.shape)
+
+
+@direct(torch.result_type)
+def result_type(*args: Any) -> torch.dtype:
+    return torch.result_type(*(unwrap(a) if isinstance(a, ShardedTensor) else a for a in args))
+
+
+@direct(Tensor.requires_grad_, setter("requires_grad"))
+def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
+    """The tile is the leaf; the shell is marked too, so that a foreign autograd Function is noticed."""
+    self._tile.requires_grad_(requires_grad)
+    with no_torch_function():
+        self.requires_grad_(requires_grad)
+    return self
+
+
+def _wrapped(gradient: Tensor | None, sharding: Sharding) -> Tensor | None:
+    return None if gradient is None else wrap(gradient, sharding)
+
+
+@direct(getter("grad"))
+def grad(self: ShardedTensor) -> Tensor | None:
+    return _wrapped(self._tile.grad, self.sharding)
+
+
+@direct(setter("grad"))
+def set_grad(self: ShardedTensor, value: Any) -> None:
+    if value is not None and (not isinstance(value, ShardedTensor) or value.sharding != self.sharding):
+        raise refuse("Tensor.grad", "a gradient must be cut as its tensor is", "assign None or a tensor cut alike")
+    self._tile.grad = None if value is None else unwrap(value)
+
+
+@direct(getter("data"))
+def data(self: ShardedTensor) -> Tensor:
+    return wrap(self._tile.detach(), self.sharding)
+
+
+@direct(Tensor.retain_grad)
+def retain_grad(self: ShardedTensor) -> None:
+    self._tile.retain_grad()
+
+
+@direct(Tensor.register_hook)
+def register_hook(self: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook sees the gradient as a sharded tensor, and may return one."""
+
+    def on_tile(gradient: Tensor) -> Tensor | None:
+        answer = hook(wrap(gradient, self.sharding))
+        return answer if answer is None else _as_tile(answer, self.sharding)
+
+    return self._tile.register_hook(on_tile)
+
+
+def _as_tile(value: Tensor, sharding: Sharding) -> Tensor:
+    if not isinstance(value, ShardedTensor) or value.sharding != sharding:
+        raise refuse("register_hook", "a hook must return a gradient cut as its tensor is", "keep the sharding")
+    return unwrap(value)
+
+
+@direct(Tensor.backward)
+def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    torch.autograd.backward(self, gradient, *args, **kwargs)
+
+
+def _tiles(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return unwrap(values) if isinstance(values, ShardedTensor) else values
+    return None if values is None else [_tiles(value) for value in values]
+
+
+@direct(torch.autograd.backward)
+def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("inputs") is not None:
+        kwargs["inputs"] = _tiles(kwargs["inputs"])
+    torch.autograd.backward(_tiles(tensors), _seeds(tensors, grad_tensors), *args, **kwargs)
+
+
+@direct(torch.autograd.grad)
+def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    gradients = torch.autograd.grad(_tiles(outputs), _tiles(wanted), _seeds(outputs, grad_outputs), *args, **kwargs)
+    return tuple(
+        _wrapped(g, t.sharding) if isinstance(t, ShardedTensor) else g for g, t in zip(gradients, wanted, strict=True)
+    )
+
+
+def _seeds(outputs: Any, gradients: Any) -> Any:
+    """Seeds of cut outputs must be cut alike: re-cut a whole one, so that a tile never meets a global shape."""
+    if isinstance(outputs, Tensor):
+        if gradients is None and isinstance(outputs, ShardedTensor) and outputs.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if isinstance(gradients, Tensor) and isinstance(outputs, ShardedTensor) | isinstance(gradients, ShardedTensor):
+            return _seed(outputs, gradients)
+        return gradients
+    if gradients is None:
+        return None
+    return [_seeds(o, g) for o, g in zip(outputs, gradients, strict=True)]
+
+
+def _seed(output: Tensor, gradient: Tensor) -> Tensor:
+    from .api import cut_like, gather
+
+    if isinstance(output, ShardedTensor):
+        return unwrap(cut_like(gradient, output.sharding))
+    return gather(gradient)
+
+
+_NEEDS_VALUES = """
+item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __array__ __dlpack__ data_ptr storage
+untyped_storage __cuda_array_interface__ storage_offset stride nonzero unique __contains__ __iter__ __format__
+__reversed__ resize_ set_ share_memory_ pin_memory allclose equal
+""".split()
+
+
+def _refuse_values(name: str) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        raise refuse(
+            name.strip("_"),
+            "it needs the values or the memory of the whole tensor, and this rank holds a tile",
+            "reduce it first (x.sum(), x.mean()), or call it on hc.gather(x)",
+        )
+
+    return answer
+
+
+for _name in _NEEDS_VALUES:
+    _attribute = getattr(Tensor, _name, None)
+    if _attribute is not None:
+        direct(_attribute if callable(_attribute) else _attribute.__get__)(_refuse_values(_name))
+for _function in (torch.nonzero, torch.unique, torch.allclose, torch.equal):
+    direct(_function)(_refuse_values(_function.__name__))
+direct(setter("data"))(_refuse_values("data ="))

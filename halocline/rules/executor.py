@@ -1,0 +1,252 @@
+"""The one executor: align -> move -> local -> wrap. It alone knows the factors of law 3, and plans once per call shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MeshError
+from ..geometry import DimMove, Interval, Partition, whole
+from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, unwrap, wrap
+from ..world import Label, Mesh, Route, Sum
+from .recipe import Operand, Read, Recipe, Slot, Work
+from .table import entry_for, name_of, refuse
+
+_log = logging.getLogger("halocline")
+_plans: dict[Any, Plan] = {}
+_MOST_PLANS = 4096
+
+
+def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function at least one of whose arguments is a sharded tensor."""
+    entry = entry_for(function)
+    if entry.kind != "rule":
+        return entry.run(*args, **kwargs)
+    tensors: list[Tensor] = []
+    key = (function, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an argument that cannot be hashed: plan anew
+        plan, key = None, None
+    if plan is None:
+        plan = _make_plan(function, entry.run, args, kwargs, tensors)
+        if key is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan.run(tensors, args, kwargs)
+
+
+ShardedTensor.dispatcher = staticmethod(dispatch)
+
+
+def _key(value: Any, tensors: list[Tensor]) -> Any:
+    """A hashable picture of the arguments, and their tensors in order. 1, 1.0 and True are told apart."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        if isinstance(value, ShardedTensor):
+            return value.sharding, value._tile.dtype
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple([_key(item, tensors) for item in value])
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    if isinstance(value, dict):
+        return dict, tuple([(name, _key(item, tensors)) for name, item in value.items()])
+    return type(value), value
+
+
+def substitute(value: Any, replacements: Iterator[Any]) -> Any:
+    """The arguments again, with each tensor replaced by the next of ``replacements``."""
+    if isinstance(value, Tensor):
+        return next(replacements)
+    if isinstance(value, (tuple, list)):
+        items = [substitute(item, replacements) for item in value]
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    if isinstance(value, dict):
+        return {name: substitute(item, replacements) for name, item in value.items()}
+    return value
+
+
+@dataclass
+class Plan:
+    """Everything about a call that does not depend on values."""
+
+    name: str
+    mesh: Mesh
+    recipe: Recipe
+    fetches: tuple[Fetch | None, ...]
+    work: Work
+    shardings: tuple[Sharding, ...]
+    sum_axes: frozenset[str]
+
+    def run(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        label = Label(self.name, here())
+        tiles = [unwrap(t) if isinstance(t, ShardedTensor) else t for t in tensors]
+        brought = [fetch(tile, label) if fetch else tile for fetch, tile in zip(self.fetches, tiles, strict=True)]
+        self._count_gathers(tiles, label)
+        results = self._compute(brought, args, kwargs)
+        if self.recipe.inplace:
+            return tensors[0]
+        if self.sum_axes:
+            route = Route(self.mesh.world, self.mesh.ranks_along(self.sum_axes), label)
+            results = [Sum.apply(r, route, (1.0, 1.0 / self.mesh.count(self.sum_axes))) for r in results]
+        wrapped = [wrap(r, s) if s.axes else r for r, s in zip(results, self.shardings, strict=True)]
+        return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+    def _compute(self, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        if not self.recipe.runs_empty and any(interval.empty for interval in self.work.box):
+            return [_nothing(s.tile_shape, brought) for s in self.shardings]
+        tiles = iter(brought)
+        local_args = [substitute(a, tiles) for a in args]
+        result = self.recipe.local(self.work, *local_args, **substitute(kwargs, tiles))
+        return list(result) if isinstance(result, (tuple, list)) else [result]
+
+    def _count_gathers(self, tiles: list[Tensor], label: Label) -> None:
+        """A gather is exact but costs memory: counted always, said once a place."""
+        for fetch, tile in zip(self.fetches, tiles, strict=True):
+            if fetch is None or not fetch.gathers:
+                continue
+            traffic = self.mesh.world.traffic
+            size = fetch.transfer.received_elements * tile.element_size()
+            traffic.gathered_bytes += size
+            traffic.gathers[str(label)] += 1
+            if traffic.gathers[str(label)] == 1 and self.mesh.rank == 0:
+                axes = ", ".join(sorted(fetch.axes - fetch.work_axes))
+                _log.warning("%s: gathers its operand over %s, %d bytes a rank and call", label, axes, size)
+
+
+def _nothing(shape: tuple[int, ...], operands: list[Tensor]) -> Tensor:
+    """An empty result that still hangs on its operands, so that this rank takes part in every backward movement."""
+    dtype = operands[0].dtype
+    device_type = operands[0].device.type
+    if torch.is_autocast_enabled(device_type) and dtype.is_floating_point:
+        dtype = torch.get_autocast_dtype(device_type)
+    result = torch.zeros(shape, dtype=dtype, device=operands[0].device)
+    for operand in operands:
+        if operand.requires_grad:
+            result = result + operand.sum().to(dtype) * 0
+    return result
+
+
+def _make_plan(
+    function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Plan:
+    mesh = _common_mesh(function, tensors)
+    operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
+    described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
+    recipe: Recipe = describe(*described[0], **described[1])
+    shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
+    cuts = _assign(mesh, recipe, shardings)
+    work_axes = frozenset(cut.axis for cut in cuts.values())
+    fetches: list[Fetch | None] = [None] * len(tensors)
+    slots: list[tuple[Slot, ...]] = [()] * len(tensors)
+    for read in recipe.reads:
+        index = read.operand.index
+        fetches[index], slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
+    _check_inplace(function, recipe, tensors, fetches)
+    box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
+    return Plan(
+        name=name_of(function),
+        mesh=mesh,
+        recipe=recipe,
+        fetches=tuple(fetches),
+        work=Work(box, tuple(slots)),
+        shardings=tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs),
+        sum_axes=_sum_axes(function, recipe, cuts),
+    )
+
+
+def _operand(index: int, tensor: Tensor) -> Operand:
+    if isinstance(tensor, ShardedTensor):
+        cut = frozenset(tensor.sharding.dims_by_axis())
+        return Operand(index, tensor.sharding.shape, tensor._tile.dtype, cut)
+    return Operand(index, tuple(tensor.shape), tensor.dtype, frozenset())
+
+
+def _common_mesh(function: Any, tensors: list[Tensor]) -> Mesh:
+    meshes = {t.sharding.mesh for t in tensors if isinstance(t, ShardedTensor)}
+    if len(meshes) != 1:
+        raise MeshError(f"{name_of(function)} in {here()}: its operands lie on different meshes {meshes}; use one mesh")
+    return meshes.pop()
+
+
+def _whole(mesh: Mesh, tensor: Tensor) -> Sharding:
+    return Sharding(mesh, tuple(tensor.shape), (None,) * tensor.ndim)
+
+
+def _piece(mesh: Mesh, cut: Cut | None, size: int) -> Interval:
+    return cut.partition.piece(mesh.coordinates[cut.axis]) if cut else whole(size)
+
+
+def _assign(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
+    """Cut the space as its operands are cut. The first operand that speaks for an axis or a dim decides (in place,
+    only the target speaks).
+    """
+    cuts: dict[int, Cut] = {}
+    taken: set[str] = set()
+    for read in recipe.reads[:1] if recipe.inplace else recipe.reads:
+        for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
+            if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
+                continue
+            points = link.access.carry(cut.partition.points, recipe.space[link.dim])
+            cuts[link.dim] = Cut(cut.axis, Partition(points))
+            taken.add(cut.axis)
+    return cuts
+
+
+def _plan_read(
+    mesh: Mesh, read: Read, sharding: Sharding, cuts: dict[int, Cut], work_axes: frozenset[str]
+) -> tuple[Fetch, tuple[Slot, ...]]:
+    dims, slots, fill = [], [], 0.0
+    for dim, link in enumerate(read.links):
+        own = sharding.cuts[dim]
+        cut = cuts.get(link.dim) if link.dim is not None else None
+        size = sharding.shape[dim]
+        if cut is None:  # the whole dim is needed; torch pads it itself
+            needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)
+        else:
+            needs = tuple(link.access.need(piece) for piece in cut.partition.pieces())
+        fill = link.fill if link.fill is not None else fill
+        move = DimMove(
+            size=size,
+            owner_axis=own.axis if own else None,
+            owned=own.partition.pieces() if own else (whole(size),),
+            need_axis=cut.axis if cut else None,
+            needs=needs,
+            filled=link.fill is not None,
+        )
+        dims.append(move)
+        slots.append(Slot(move.wanted(mesh.coordinates[cut.axis] if cut else 0), cut is None))
+    return Fetch(mesh, tuple(dims), work_axes, fill), tuple(slots)
+
+
+def _out_sharding(mesh: Mesh, shape: tuple[int, ...], dims: tuple[int | None, ...], cuts: dict[int, Cut]) -> Sharding:
+    return Sharding(mesh, shape, [None if dim is None else cuts.get(dim) for dim in dims])
+
+
+def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[str]:
+    """Axes that cut a dim which no output has: the local results are parts of a sum."""
+    kept = {dim for output in recipe.outputs for dim in output.dims}
+    axes = frozenset(cut.axis for dim, cut in cuts.items() if dim not in kept)
+    if axes and not recipe.sums:
+        raise refuse(function, "its rule reduces a cut dim and does not say how to combine the parts", "mend the rule")
+    return axes
+
+
+def _check_inplace(function: Any, recipe: Recipe, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
+    if not recipe.inplace:
+        return
+    target = fetches[0]
+    if not isinstance(tensors[0], ShardedTensor):
+        raise refuse(
+            function, "a whole tensor cannot take in a cut one in place", "write it out of place, or hc.gather the other"
+        )
+    if target is None or not target.untouched or target.adjoint_scale != 1:
+        raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")
+

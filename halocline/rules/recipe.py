@@ -1,0 +1,130 @@
+"""What a rule says about one call: data for the executor, made from global shapes and arguments alone.
+
+An operation runs over a *space* of dims. Each dim of each operand is linked to a dim of the space by an access (which
+interval of it a box of the space needs), or is read whole. Each output lists the dims of the space it is made of; dims
+of the space that no output has are summed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..geometry import Access, Box, Interval, Same
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument as a rule sees it: its global shape, never its values."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cut_dims: frozenset[int]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Link:
+    """An operand's dim, and the dim of the space it follows (None: read whole by every rank).
+
+    ``fill`` says what stands outside the operand; without it the needed interval is clipped to the operand.
+    """
+
+    dim: int | None
+    access: Access = field(default_factory=Same)
+    fill: float | None = None
+
+
+WHOLE = Link(None)
+
+
+@dataclass(frozen=True)
+class Read:
+    operand: Operand
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result: its global shape, and for each dim the dim of the space it is (None: one that is never cut)."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """How one dim of an operand came to this rank: ``needs`` in the operand's own indices, unclipped.
+
+    Where ``native``, neither operand nor work is cut along it: the dim is as on one rank, and torch pads it itself.
+    """
+
+    needs: tuple[Interval, ...]
+    native: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """This rank's share: its box of the space, and how each operand was brought (by operand index)."""
+
+    box: Box
+    slots: tuple[tuple[Slot, ...], ...]
+
+    def native(self, operand: Operand, dim: int) -> bool:
+        return self.slots[operand.index][dim].native
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
+    it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut.
+    """
+
+    space: tuple[int, ...]
+    reads: tuple[Read, ...]
+    outputs: tuple[Output, ...]
+    local: Callable[..., Any]
+    uncut: frozenset[int] = frozenset()
+    inplace: bool = False
+    sums: bool = False
+    runs_empty: bool = False
+    flops: float = 0.0
+
+
+def follow(operand: Operand, *dims: int | None) -> Read:
+    """A read whose dims follow these dims of the space one to one."""
+    return Read(operand, tuple(WHOLE if dim is None else Link(dim) for dim in dims))
+
+
+def read_whole(operand: Operand) -> Read:
+    return Read(operand, (WHOLE,) * operand.ndim)
+
+
+def pair(value: Any, count: int) -> tuple[int, ...]:
+    """torch's way of giving one number for all spatial dims.
+
+    >>> pair(3, 2), pair((1, 2), 2), pair([5], 3)
+    ((3, 3), (1, 2), (5, 5, 5))
+    """
+    if isinstance(value, Sequence):
+        return tuple(int(v) for v in value) if len(value) == count else (int(value[0]),) * count
+    return (int(value),) * count

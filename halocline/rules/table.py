@@ -1,0 +1,82 @@
+"""The one table of rules: torch function -> how it runs on sharded tensors.
+
+A *rule* maps the call (tensors replaced by operands) to a recipe. A *composite* is written with other torch functions.
+A *direct* entry answers from the tile and its sharding alone (shape, dtype, hooks). What is not here is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..errors import NoRule, Refused
+from ..tensor import here
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry:
+    kind: str
+    run: Callable[..., Any]
+    family: str
+
+
+_TABLE: dict[Any, Entry] = {}
+
+
+def _register(kind: str, functions: tuple[Any, ...], family: str | None) -> Callable[[Function], Function]:
+    def keep(run: Function) -> Function:
+        for function in functions:
+            _TABLE[function] = Entry(kind, run, family or run.__module__.rpartition(".")[2])
+        return run
+
+    return keep
+
+
+def rule(*functions: Any, family: str | None = None) -> Callable[[Function], Function]:
+    """Register ``def f(<the torch function's own parameters>) -> Recipe`` for these torch functions."""
+    return _register("rule", functions, family)
+
+
+def composite(*functions: Any, family: str | None = None) -> Callable[[Function], Function]:
+    """Register a Python function of the same signature that is itself made of torch functions."""
+    return _register("composite", functions, family)
+
+
+def direct(*functions: Any) -> Callable[[Function], Function]:
+    return _register("direct", functions, "direct")
+
+
+def forget_rule(function: Any) -> None:
+    _TABLE.pop(function, None)
+
+
+def entry_for(function: Any) -> Entry:
+    entry = _TABLE.get(function)
+    if entry is None:
+        raise NoRule(
+            name_of(function),
+            here(),
+            "no rule says how it acts on a cut tensor",
+            "call it on hc.gather(x), write it with functions that have rules, or add one with @hc.rule",
+        )
+    return entry
+
+
+def entries() -> dict[Any, Entry]:
+    return dict(_TABLE)
+
+
+def name_of(function: Any) -> str:
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{function.__self__.__name__}"
+    return name
+
+
+def refuse(function: Any, why: str, remedy: str) -> Refused:
+    """The four-part error; the caller raises it."""
+    name = function if isinstance(function, str) else name_of(function)
+    return Refused(name, here(), why, remedy)

@@ -1,0 +1,97 @@
+"""Bring an operand's needed box to this rank: the one place where tiles turn into what an operation reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..geometry import DimMove, Transfer, plan_transfer, whole
+from ..world import Label, Mesh, Move, Route, Scale
+from .sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """The needed box of one operand, for every rank. ``work_axes`` are the axes over which the operation is cut."""
+
+    mesh: Mesh
+    dims: tuple[DimMove, ...]
+    work_axes: frozenset[str]
+    fill: float = 0.0
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """The axes over which the operand is cut."""
+        return frozenset(dim.owner_axis for dim in self.dims if dim.owner_axis)
+
+    @cached_property
+    def untouched(self) -> bool:
+        return all(dim.untouched for dim in self.dims)
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Does any rank need what it has not, or its own in several runs (which only a transfer can lay out)?"""
+        return not all(dim.local and all(len(needs) == 1 for needs in dim.needs) for dim in self.dims)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Is some axis given up, so that its ranks all end with the same data?"""
+        return bool(self.axes - self.work_axes)
+
+    @cached_property
+    def adjoint_scale(self) -> float:
+        """Whole to cut counts R times, cut to whole takes the mean: law 3 in one number."""
+        return self.mesh.count(self.work_axes - self.axes) / self.mesh.count(self.axes - self.work_axes)
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        return plan_transfer(self.dims, self.mesh.coordinates, self.mesh.rank_at)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return self.mesh.ranks_along(self.axes)
+
+    def __call__(self, tile: Tensor, label: Label) -> Tensor:
+        if self.communicates:
+            route = Route(self.mesh.world, self.ranks, label)
+            return Move.apply(tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)  # type: ignore[no-any-return]
+        if not self.untouched:
+            tile = self._cut_out(tile)
+        if self.adjoint_scale != 1 and tile.requires_grad:
+            tile = Scale.apply(tile, (1.0, self.adjoint_scale))
+        return tile
+
+    def _cut_out(self, tile: Tensor) -> Tensor:
+        """What is needed lies in this rank's own tile: a view of it, padded where the need leaves the sample."""
+        pads: list[int] = []
+        for place, dim in enumerate(self.dims):
+            (need,) = dim.wanted(self._coordinate(dim.need_axis))
+            held = dim.holds(self._coordinate(dim.owner_axis))
+            inside = need.intersect(whole(dim.size))
+            if inside.size != held.size:
+                tile = tile.narrow(place, min(max(0, inside.lo - held.lo), held.size), inside.size)
+            before = min(max(0, -need.lo), need.size) if inside.size else need.size
+            pads = [before, need.size - before - inside.size, *pads]
+        return F.pad(tile, pads, value=self.fill) if any(pads) else tile
+
+    def _coordinate(self, axis: str | None) -> int:
+        return self.mesh.coordinates[axis] if axis else 0
+
+
+def recut(old: Sharding, new: Sharding) -> Fetch:
+    """From one sharding of a tensor to another."""
+    dims = []
+    for size, before, after in zip(old.shape, old.cuts, new.cuts, strict=True):
+        dims.append(
+            DimMove(
+                size=size,
+                owner_axis=before.axis if before else None,
+                owned=before.partition.pieces() if before else (whole(size),),
+                need_axis=after.axis if after else None,
+                needs=tuple((piece,) for piece in after.partition.pieces()) if after else ((whole(size),),),
+            )
+        )
+    return Fetch(old.mesh, tuple(dims), new.axes)

@@ -1,0 +1,102 @@
+"""How a global tensor lies on a mesh: for each dim, whole or cut along one axis at given points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import ShardingError
+from ..geometry import Box, Interval, Partition, shape_of, whole
+from ..world import Mesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim cut along a mesh axis."""
+
+    axis: str
+    partition: Partition
+
+
+class Sharding:
+    """Immutable. ``cuts[dim]`` is None where every rank of every axis has the dim whole."""
+
+    def __init__(self, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Cut | None]) -> None:
+        self.mesh, self.shape, self.cuts = mesh, tuple(shape), tuple(cuts)
+        self._key = (self.shape, self.cuts, mesh)
+        self._hash = hash(self._key)
+        self._check()
+
+    def _check(self) -> None:
+        for dim, cut in enumerate(self.cuts):
+            if cut is None:
+                continue
+            self.mesh.check_axis(cut.axis)
+            parts, size = self.mesh.sizes[cut.axis], self.shape[dim]
+            if cut.partition.parts != parts or cut.partition.size != size:
+                raise ShardingError(
+                    f"dim {dim} of size {size} is cut at {cut.partition.points}, "
+                    f"which does not fit the {parts} ranks of axis {cut.axis!r}"
+                )
+        used = [cut.axis for cut in self.cuts if cut]
+        if len(set(used)) != len(used):
+            raise ShardingError(f"an axis may cut one dim only; got {used}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sharding) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        cuts = [f"{dim}: {c.axis} at {list(c.partition.points)}" for dim, c in enumerate(self.cuts) if c]
+        return f"Sharding({list(self.shape)}, {{{', '.join(cuts)}}}, {self.mesh})"
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """The axes on which this tensor is cut."""
+        return frozenset(cut.axis for cut in self.cuts if cut)
+
+    @cached_property
+    def box(self) -> Box:
+        """What this rank owns."""
+        return tuple(self.owned(dim) for dim in range(len(self.shape)))
+
+    @cached_property
+    def tile_shape(self) -> tuple[int, ...]:
+        return shape_of(self.box)
+
+    def owned(self, dim: int) -> Interval:
+        cut = self.cuts[dim]
+        return cut.partition.piece(self.mesh.coordinates[cut.axis]) if cut else whole(self.shape[dim])
+
+    def dims_by_axis(self) -> dict[int, str]:
+        return {dim: cut.axis for dim, cut in enumerate(self.cuts) if cut}
+
+
+def make_sharding(
+    mesh: Mesh,
+    shape: Sequence[int],
+    dims: Mapping[int, str],
+    points: Mapping[int, Sequence[int]] | None = None,
+    multiple: int = 1,
+) -> Sharding:
+    """A sharding from ``{dim: axis}``; cuts are even, on multiples of ``multiple``, or at the given ``points``."""
+    cuts: list[Cut | None] = [None] * len(shape)
+    for dim, axis in dims.items():
+        place = _checked_dim(dim, len(shape))
+        if cuts[place] is not None:
+            raise ShardingError(f"dim {place} is cut twice in {dict(dims)}; each dim is cut along one axis")
+        mesh.check_axis(axis)
+        at = (points or {}).get(dim)
+        step = multiple if place > 0 else 1  # the batch has no stride to keep to
+        even = Partition.even(shape[place], mesh.sizes[axis], step)
+        cuts[place] = Cut(axis, even if at is None else Partition(tuple(at)))
+    return Sharding(mesh, shape, [cut if cut and mesh.sizes[cut.axis] > 1 else None for cut in cuts])
+
+
+def _checked_dim(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise ShardingError(f"dim {dim} does not exist in a tensor of {ndim} dims")
+    return dim % ndim

@@ -1,0 +1,1 @@
+"""Tools to test code that runs on several ranks."""

@@ -1,0 +1,161 @@
+"""Compare a cut run with one rank, value and gradient: the proof that comes with every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HaloclineError
+from ..rules import gather, shard
+from ..world import Mesh, run_local
+
+#: Exact means at most this, in float64.
+EXACT = 1e-8
+
+Cuts = Sequence[Mapping[int, str] | None]
+
+
+def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
+    """``max|a-b| / max(max|b|, 1e-6 G)``, G the largest entry of the network's gradients (many true ones are zero)."""
+    if found.shape != true.shape or found.dtype != true.dtype:
+        return float("inf")
+    if true.numel() == 0:
+        return 0.0
+    if not true.dtype.is_floating_point and not true.dtype.is_complex:
+        return 0.0 if torch.equal(found, true) else float("inf")
+    same = (found == true) | (found.isnan() & true.isnan())
+    difference = torch.where(same, torch.zeros_like(true), found - true).abs().max().item()
+    finite = torch.where(true.isfinite(), true.abs(), torch.zeros_like(true.abs()))
+    largest = max(finite.max().item(), 1e-6 * scale)
+    return difference / largest if largest else (0.0 if difference == 0 else float("inf"))
+
+
+@dataclass
+class Comparison:
+    """``verdict``: exact, wrong, refused (by the library), or invalid (torch itself refuses the call on one rank)."""
+
+    verdict: str
+    error: float = 0.0
+    why: str = ""
+    moved_bytes: int = 0
+    gathered_bytes: int = 0
+
+
+def check_rule(
+    function: Callable[..., Any],
+    *inputs: Any,
+    cuts: Cuts,
+    mesh: Mapping[str, int],
+    points: Sequence[Mapping[int, Sequence[int]] | None] | None = None,
+    tolerance: float = EXACT,
+    second_order: bool = False,
+) -> Comparison:
+    """Run ``function(*inputs)`` whole and cut over ranks in one process; compare every output and every gradient.
+
+    ``cuts[i]`` says how input i is cut (None: left whole). Inputs that are not tensors pass through. With
+    ``second_order`` a gradient penalty on the first input is differentiated again.
+    """
+    try:
+        true = _run(function, inputs, lambda i, t: t, second_order)
+    except HaloclineError:
+        raise
+    except Exception as error:
+        return Comparison("invalid", why=str(error))
+
+    def on_rank() -> tuple[list[Tensor], list[Tensor | None], int, int]:
+        layout = Mesh(**dict(mesh))
+
+        def place(index: int, tensor: Tensor) -> Tensor:
+            cut = cuts[index] if index < len(cuts) else None
+            at = points[index] if points else None
+            return shard(tensor, layout, cut, points=at) if cut else tensor
+
+        outputs, gradients = _run(function, inputs, place, second_order)
+        traffic = layout.world.traffic
+        return outputs, gradients, traffic.moved_bytes, traffic.gathered_bytes
+
+    ranks = 1
+    for size in mesh.values():
+        ranks *= size
+    try:
+        found = run_local(ranks, on_rank)
+    except HaloclineError as error:
+        return Comparison("refused", why=str(error))
+    error = _worst(found, *true)
+    moved, gathered = (max(f[k] for f in found) for k in (2, 3))
+    return Comparison("exact" if error <= tolerance else "wrong", error, "", moved, gathered)  # type: ignore[arg-type]
+
+
+def _run(
+    function: Callable[..., Any], inputs: tuple[Any, ...], place: Callable[[int, Tensor], Tensor], second_order: bool
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs (gathered) and the gradients of a fixed random combination of them by every floating input."""
+    leaves: list[Tensor] = []
+    handed: list[Any] = []
+    for index, value in enumerate(inputs):
+        if not isinstance(value, Tensor):
+            handed.append(value)
+            continue
+        leaf = value.detach().clone()
+        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+            leaf.requires_grad_()
+            leaves.append(leaf)
+        handed.append(place(index, leaf))
+    result = function(*handed)
+    outputs = [gather(r) for r in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(r, Tensor)]
+    loss = _combination([o for o in outputs if o.requires_grad])
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    if loss is not None:
+        gradients = list(torch.autograd.grad(loss, leaves, create_graph=second_order, allow_unused=True))
+        if second_order and isinstance(handed[0], Tensor):
+            gradients += _penalty_gradients(function, handed, leaves)
+    return [o.detach() for o in outputs], [None if g is None else g.detach() for g in gradients]
+
+
+def _penalty_gradients(function: Callable[..., Any], handed: list[Any], leaves: list[Tensor]) -> list[Tensor | None]:
+    result = function(*handed)
+    result = result[0] if isinstance(result, (tuple, list)) else result
+    (slope,) = torch.autograd.grad(result.square().sum(), handed[0], create_graph=True)
+    penalty = (slope.square().sum() - 1).square()
+    if not penalty.requires_grad:
+        return []
+    return list(torch.autograd.grad(penalty, leaves, allow_unused=True))
+
+
+def _combination(outputs: list[Tensor]) -> Tensor | None:
+    total: Tensor | None = None
+    generator = torch.Generator().manual_seed(17)
+    for output in outputs:
+        seed = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+        term = (output * seed).sum()
+        term = term.real if term.is_complex() else term
+        total = term if total is None else total + term
+    return total
+
+
+def _worst(found: list[Any], outputs: list[Tensor], gradients: list[Tensor | None]) -> float:
+    """The largest relative error over outputs on every rank, and over gradients averaged over the ranks (law 3)."""
+    scale = max((g.abs().max().item() for g in gradients if g is not None and g.numel()), default=0.0)
+    worst = 0.0
+    for rank_outputs, rank_gradients, *_ in found:
+        if len(rank_outputs) != len(outputs) or len(rank_gradients) != len(gradients):
+            return float("inf")
+        worst = max([worst, *(relative_error(a, b) for a, b in zip(rank_outputs, outputs, strict=True))])
+    for index, true in enumerate(gradients):
+        parts = [rank_gradients[index] for _, rank_gradients, *_ in found]
+        if true is None or any(part is None for part in parts):
+            worst = max(worst, 0.0 if true is None and all(p is None for p in parts) else _unused(true, parts))
+            continue
+        mean = torch.stack(parts).sum(0) / len(parts)
+        worst = max(worst, relative_error(mean, true, scale))
+    return worst
+
+
+def _unused(true: Tensor | None, parts: list[Tensor | None]) -> float:
+    """None and an all-zero gradient mean the same."""
+    present = [t for t in (true, *parts) if t is not None]
+    return 0.0 if all(not t.any() for t in present) else float("inf")

@@ -1,0 +1,380 @@
+"""Rank processes that stay alive from one call to the next, so that a rank test costs milliseconds.
+
+    with RankPool(4) as pool:
+        totals = pool.run(train_one_epoch, "config.json")  # one result per rank
+
+The parent owns the store the ranks met at and one pipe per rank; a rank that dies takes neither with it.
+No wait is without a deadline. After a failure nobody knows which messages are still under way between the
+ranks, so the processes are killed, and the next call starts fresh ones. To expect an error cheaply, catch it
+inside the function and return it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import takewhile
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from halocline.errors import HaloclineError
+
+T = TypeVar("T")
+
+START_DEADLINE = 120.0  # importing torch on a loaded machine takes tens of seconds
+GRACE = 1.0  # between the first failure and the killing: time for the other ranks to say what they saw
+SHARED_POOLS = 2  # a rank holds some 200 MB
+LOOPBACK = "127.0.0.1"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank made of a call. `text` is the traceback, the manner of death, or where the rank was stuck."""
+
+    rank: int
+    kind: Literal["value", "error", "died", "hung"]
+    value: Any = None
+    error: Exception | None = None
+    text: str = ""
+    when: int = 0  # monotonic nanoseconds, comparable between the processes of one machine
+
+    def __str__(self) -> str:
+        what = {"value": "returned", "error": f"raised {type(self.error).__name__}: {self.error}"}
+        return f"rank {self.rank} {what.get(self.kind, self.text)}"
+
+
+class RankError(HaloclineError):
+    """A call failed on some rank. `rank` is the one to look at first, `outcomes` what every rank did."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__(outcomes)
+        self.outcomes = outcomes
+        self.rank = _culprit(outcomes).rank
+
+    def __str__(self) -> str:
+        culprit = _culprit(self.outcomes)
+        trace = [culprit.text.rstrip()] if culprit.kind == "error" else []
+        others = [str(outcome) for outcome in self.outcomes if outcome.rank != culprit.rank]
+        return "\n".join([str(culprit), *trace, *others])
+
+
+def _failed(outcomes: list[Outcome]) -> bool:
+    return any(outcome.kind != "value" for outcome in outcomes)
+
+
+def _culprit(outcomes: list[Outcome]) -> Outcome:
+    # A death makes its neighbours raise, and a raise makes its neighbours wait: look for the cause in that order.
+    severity = {"died": 0, "error": 1, "hung": 2, "value": 3}
+    return min(outcomes, key=lambda outcome: (severity[outcome.kind], outcome.when))
+
+
+class RankPool:
+    """`size` ranks joined by gloo over loopback, one thread each. They start at once; the first call waits for them.
+
+    One call at a time. `collective_timeout` is that of the ranks' default process group.
+    """
+
+    def __init__(self, size: int, *, collective_timeout: float = 60.0) -> None:
+        if size < 1:
+            raise HaloclineError(f"RankPool({size}): a pool needs at least one rank")
+        self.size, self.collective_timeout = size, collective_timeout
+        self._ranks: _Ranks | None = _Ranks(size, collective_timeout)
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        deadline: float = 60.0,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        **kwargs: Any,
+    ) -> list[T]:
+        """Every rank's `fn(*args, *per_rank[rank], **kwargs)`, or RankError. `fn` is found by its import name.
+
+        Torch's random stream starts from the same seed at each call, so no test depends on the ones before it.
+        """
+        outcomes = self.outcomes(fn, *args, deadline=deadline, per_rank=per_rank, grace=GRACE, **kwargs)
+        if _failed(outcomes):
+            raise RankError(outcomes) from _culprit(outcomes).error
+        return [cast(T, outcome.value) for outcome in outcomes]
+
+    def outcomes(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        deadline: float = 60.0,
+        grace: float | None = None,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """What each rank made of the call, whatever that was; `grace` shortens the wait after the first failure."""
+        own = per_rank if per_rank is not None else [()] * self.size
+        if len(own) != self.size:
+            raise HaloclineError(f"per_rank has {len(own)} entries for {self.size} ranks; give one tuple per rank")
+        call = pickle.dumps((fn, args, kwargs))  # once, for args may be large
+        jobs = [pickle.dumps((sys.path, call, mine)) for mine in own]
+        with self._out_of_step_if_interrupted():
+            return self._exchange(self._started(), jobs, deadline, deadline if grace is None else grace)
+
+    def close(self) -> None:
+        """End the processes; a later call starts new ones."""
+        if self._ranks is not None:
+            self._ranks.kill()
+        self._ranks = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _started(self) -> _Ranks:
+        if self._ranks is not None and not self._ranks.all_alive():
+            self.close()  # one died between two calls, or before it joined
+        ranks = self._ranks = self._ranks or _Ranks(self.size, self.collective_timeout)
+        if _failed(joined := ranks.join()):
+            raise RankError(joined) from _culprit(joined).error
+        return ranks
+
+    def _exchange(self, ranks: _Ranks, jobs: list[bytes], deadline: float, grace: float) -> list[Outcome]:
+        ranks.send(jobs)
+        outcomes = ranks.gather(deadline, grace)
+        if _failed(outcomes):
+            self.close()
+        return outcomes
+
+    @contextmanager
+    def _out_of_step_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # a Ctrl-C too leaves replies in the pipes that the next call would take for its own
+            self.close()
+            raise
+
+
+class _Ranks:
+    """One generation of processes. It is used until something goes wrong, then killed; it is never mended."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        context = mp.get_context("spawn")
+        self.stacks = tempfile.TemporaryDirectory(prefix="halocline-ranks-")
+        self.store = _store(0, timeout, serves=True)
+        pipes = [context.Pipe() for _ in range(size)]
+        self.pipes = [ours for ours, _ in pipes]
+        start = partial(_rank_main, size=size, port=self.store.port, timeout=timeout)
+        self.processes: list[BaseProcess] = [
+            context.Process(target=start, args=(rank, theirs, self._stack(rank)), daemon=True, name=f"rank {rank}")
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        # Runs once: when killed, when collected, or at exit, whichever is first.
+        self.kill = weakref.finalize(self, _end, self.processes, self.pipes, self.stacks)
+        with _environment(ENVIRONMENT):
+            for process in self.processes:
+                process.start()
+        for _, theirs in pipes:
+            theirs.close()  # or its end would stay open here, and the rank's death would not read as end of file
+        self.joined: list[Outcome] = []
+
+    def all_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def join(self) -> list[Outcome]:
+        self.joined = self.joined or self.gather(START_DEADLINE, GRACE)
+        return self.joined
+
+    def send(self, jobs: list[bytes]) -> None:
+        for pipe, job in zip(self.pipes, jobs, strict=True):
+            with suppress(OSError):  # that rank is dead, which gather() finds and reports
+                pipe.send_bytes(job)
+
+    def gather(self, deadline: float, grace: float) -> list[Outcome]:
+        """One outcome per rank, in rank order, at the latest after `deadline` or `grace` after the first failure."""
+        found: dict[int, Outcome] = {}
+        started, until = time.monotonic(), time.monotonic() + deadline
+        while len(found) < len(self.pipes) and (left := until - time.monotonic()) > 0:
+            for rank in self._ready(found, left):
+                found[rank] = self._receive(rank)
+                if found[rank].kind != "value":
+                    until = min(until, time.monotonic() + grace)
+        late = [rank for rank in range(len(self.pipes)) if rank not in found]
+        found |= {outcome.rank: outcome for outcome in self._hung(late, time.monotonic() - started)}
+        return [found[rank] for rank in range(len(self.pipes))]
+
+    def _ready(self, found: dict[int, Outcome], timeout: float) -> set[int]:
+        waiting: dict[Any, int] = {}
+        for rank in range(len(self.pipes)):
+            if rank not in found:
+                waiting[self.pipes[rank]] = waiting[self.processes[rank].sentinel] = rank
+        return {waiting[one] for one in wait(list(waiting), timeout)}
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            if self.pipes[rank].poll():
+                return _decoded(rank, self.pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            pass
+        self.processes[rank].join(1.0)  # the pipe closes a moment before the exit status is known
+        return Outcome(rank, "died", text=_manner_of_death(self.processes[rank].exitcode), when=time.monotonic_ns())
+
+    def _hung(self, late: list[int], waited: float) -> list[Outcome]:
+        for rank in late:
+            _ask_for_stack(self.processes[rank])
+        if late:
+            time.sleep(0.1)  # for the signal to be handled
+        text = f"was still running after {waited:.1f} s, at"
+        return [Outcome(rank, "hung", text=f"{text}\n{self._stack_text(rank)}") for rank in late]
+
+    def _stack(self, rank: int) -> str:
+        return str(Path(self.stacks.name) / f"rank{rank}.txt")
+
+    def _stack_text(self, rank: int) -> str:
+        path = Path(self._stack(rank))
+        lines = path.read_text().splitlines()[1:] if path.exists() else []  # the first says "most recent call first"
+        return "\n".join(takewhile(lambda line: not line.endswith("in _call"), lines))
+
+
+def _store(port: int, timeout: float, serves: bool = False) -> Any:
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
+    return store(LOOPBACK, port, is_master=serves, wait_for_workers=False, timeout=limit)
+
+
+def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile.TemporaryDirectory[str]) -> None:
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join(5.0)
+    for pipe in pipes:
+        pipe.close()
+    stacks.cleanup()
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Variables for processes started inside: OpenMP reads them at import, before any code of ours runs there."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _ask_for_stack(process: BaseProcess) -> None:
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, signal.SIGUSR1)
+
+
+def _manner_of_death(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its pipe and did not exit"
+    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with status {exitcode}"
+
+
+def _decoded(rank: int, reply: bytes) -> Outcome:
+    try:
+        return cast(Outcome, pickle.loads(reply))
+    except Exception as error:  # noqa: BLE001 - whatever a result's own unpickling raises
+        return _failure(rank, error)
+
+
+# ---- in the rank processes ----
+
+
+def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with Path(stack).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        pipe.send_bytes(_reply(rank, partial(_join, rank, size, port, timeout)))
+        while job := _next_job(pipe):
+            pipe.send_bytes(_reply(rank, partial(_call, job)))
+
+
+def _die_with_parent() -> None:
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()  # a rank that is stuck in a call would never read the end of its pipe
+        os._exit(1)
+
+
+def _next_job(pipe: Connection) -> bytes:
+    try:
+        return pipe.recv_bytes()
+    except (EOFError, OSError):
+        return b""
+
+
+def _join(rank: int, size: int, port: int, timeout: float) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=_store(port, timeout), timeout=limit)
+
+
+def _call(job: bytes) -> Any:
+    sys.path[:], call, own = pickle.loads(job)  # the path first: it may be what makes the function importable
+    fn, args, kwargs = pickle.loads(call)
+    torch.manual_seed(0)
+    return fn(*args, *own, **kwargs)
+
+
+def _reply(rank: int, call: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps(Outcome(rank, "value", call()))
+    except Exception as error:  # noqa: BLE001 - every error of the function is the rank's answer
+        return pickle.dumps(_failure(rank, error))
+
+
+def _failure(rank: int, error: Exception) -> Outcome:
+    when, text = time.monotonic_ns(), "".join(traceback.format_exception(error))
+    return Outcome(rank, "error", error=_portable(error), text=text, when=when)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself if it survives a pickle both ways (many with an __init__ of their own do not)."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - an error's own pickling may raise anything
+        return HaloclineError(f"{type(error).__name__}: {error}")
+    return error
+
+
+# ---- pools shared by a whole test session ----
+
+_shared: OrderedDict[int, RankPool] = OrderedDict()
+
+
+def shared_pool(size: int) -> RankPool:
+    """The session's pool of `size` ranks. The least recently asked for loses its processes to a new size."""
+    pool = _shared.pop(size, None) or RankPool(size)
+    _shared[size] = pool
+    while len(_shared) > SHARED_POOLS:
+        _shared.popitem(last=False)[1].close()
+    return pool

@@ -1,0 +1,178 @@
+"""What a world can do: exchange messages between ranks, and from that sum, find extremes and agree.
+
+Every message bears a tag made of its place in the sequence, the operation and its size. Ranks that take different
+paths through the program ask for tags that nobody sends, and raise at the deadline instead of mixing up numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Label(NamedTuple):
+    """What a communication is for: named in errors, and part of the tag."""
+
+    operation: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} in {self.place}"
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent and received so far, in payload bytes."""
+
+    messages: int = 0
+    moved_bytes: int = 0
+    gathered_bytes: int = 0
+    summed_bytes: int = 0
+    gathers: Counter[str] = field(default_factory=Counter)
+
+    def clear(self) -> None:
+        self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = 0
+        self.gathers.clear()
+
+
+class Pending(Protocol):
+    """A communication under way: ``wait`` gives the received messages, in the order they were asked for."""
+
+    def wait(self) -> list[Tensor]: ...
+
+
+class Send(NamedTuple):
+    peer: int
+    message: Tensor
+
+
+class Receive(NamedTuple):
+    peer: int
+    elements: int
+
+
+_LARGE = 1 << 18  # bytes from which a ring (the backend's all-reduce) beats recursive doubling
+
+
+class World(ABC):
+    """The ranks of a run as one rank sees them. Subclasses say how a message travels, and nothing else."""
+
+    rank: int
+    size: int
+
+    def __init__(self, rank: int, size: int, deadline: float) -> None:
+        self.rank, self.size, self.deadline = rank, size, deadline
+        self.traffic = Traffic()
+        self._turns: Counter[tuple[int, ...]] = Counter()
+
+    @abstractmethod
+    def post(self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]) -> object:
+        """Start (peer, message, tag) sends and (peer, buffer, tag) receives."""
+
+    @abstractmethod
+    def complete(self, posted: object, label: Label) -> None:
+        """Wait until all of ``posted`` is done, or raise RankFailure at the deadline."""
+
+    @abstractmethod
+    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
+        """Sum a large tensor over ``ranks`` in place, same bits on every rank."""
+
+    @abstractmethod
+    def abandon(self, error: BaseException, label: Label) -> None:
+        """Tell the other ranks, where that is possible, that this one has failed."""
+
+    def begin(
+        self, sends: Sequence[Send], receives: Sequence[Receive], like: Tensor, ranks: tuple[int, ...], label: Label
+    ) -> Exchange:
+        """Start an exchange among ``ranks`` (the same tuple on each of them: it keeps their count of messages)."""
+        self._turns[ranks] += 1
+        turn = self._turns[ranks]
+        outgoing = [(peer, message, _tag(turn, label, message.numel())) for peer, message in sends]
+        buffers = [torch.empty(n, dtype=like.dtype, device=like.device) for _, n in receives]
+        incoming = [(r.peer, b, _tag(turn, label, r.elements)) for r, b in zip(receives, buffers, strict=True)]
+        self.traffic.messages += len(outgoing)
+        return Exchange(self, self.post(outgoing, incoming), buffers, label)
+
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The sum over ``ranks``, same bits on each of them."""
+        if len(ranks) == 1:
+            return tensor
+        self.traffic.summed_bytes += tensor.numel() * tensor.element_size()
+        if tensor.numel() * tensor.element_size() < _LARGE:
+            return self._double(tensor, ranks, torch.add, label)
+        # A ring knows no tags: one small tagged sum first makes sure that all mean the same sum.
+        self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self.ring_sum(result, ranks, label)
+        return result
+
+    def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        return self._double(tensor, ranks, torch.maximum, label)
+
+    def barrier(self, label: Label) -> None:
+        self._double(torch.zeros(1), tuple(range(self.size)), torch.add, label)
+
+    def _double(
+        self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label, detail: str = ""
+    ) -> Tensor:
+        """Recursive doubling: ceil(log2 P) rounds; both partners compute the same a + b, so all end with equal bits."""
+        me, count = ranks.index(self.rank), len(ranks)
+        if count == 1:
+            return tensor
+        label = Label(f"{label.operation}{detail} reduction", label.place)
+        shape, value = tensor.shape, tensor.reshape(-1)
+        power = 1 << (count.bit_length() - 1)
+        extra = count - power
+        if me >= power:  # hand over to a partner inside the power of two, and take its result at the end
+            self._swap(value, ranks, send_to=me - power, label=label)
+            return self._swap(value, ranks, receive_from=me - power, label=label).view(shape)
+        if me < extra:
+            value = combine(value, self._swap(value, ranks, receive_from=me + power, label=label))  # type: ignore[operator]
+        step = 1
+        while step < power:
+            partner = me ^ step
+            other = self._swap(value, ranks, send_to=partner, receive_from=partner, label=label)
+            value = combine(value, other) if me < partner else combine(other, value)  # type: ignore[operator]
+            step *= 2
+        if me < extra:
+            self._swap(value, ranks, send_to=me + power, label=label)
+        return value.view(shape)
+
+    def _swap(
+        self,
+        value: Tensor,
+        ranks: tuple[int, ...],
+        label: Label,
+        send_to: int | None = None,
+        receive_from: int | None = None,
+    ) -> Tensor:
+        sends = [] if send_to is None else [Send(ranks[send_to], value)]
+        receives = [] if receive_from is None else [Receive(ranks[receive_from], value.numel())]
+        # Turns are counted by pair here: partners differ from round to round.
+        pair = tuple(sorted((self.rank, ranks[send_to if send_to is not None else receive_from or 0])))
+        received = self.begin(sends, receives, value, (*pair, -1), label).wait()
+        return received[0] if received else value
+
+
+class Exchange:
+    """An exchange under way."""
+
+    def __init__(self, world: World, posted: object, buffers: list[Tensor], label: Label) -> None:
+        self._world, self._posted, self._buffers, self._label = world, posted, buffers, label
+
+    def wait(self) -> list[Tensor]:
+        self._world.complete(self._posted, self._label)
+        return self._buffers
+
+
+def _tag(turn: int, label: Label, elements: int) -> int:
+    """31 bits: 15 of the operation and size, 16 of the turn."""
+    signature = zlib.crc32(f"{label.operation}|{elements}".encode()) & 0x7FFF
+    return signature << 16 | (turn & 0xFFFF)

@@ -1,0 +1,105 @@
+"""All ranks in one process, a thread each: for tests on CPU, with the same movements as between processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from ..errors import RankFailure
+from .base import Label, World
+
+_current = threading.local()
+Result = TypeVar("Result")
+
+
+class _Board:
+    """Messages left for other ranks, by (from, to, tag)."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: dict[tuple[int, int, int], list[Tensor]] = {}
+        self.failure: str | None = None
+
+    def fail(self, text: str) -> None:
+        with self.changed:
+            self.failure = self.failure or text
+            self.changed.notify_all()
+
+
+class LocalWorld(World):
+    def __init__(self, rank: int, size: int, board: _Board, deadline: float) -> None:
+        super().__init__(rank, size, deadline)
+        self._board = board
+
+    def post(self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]) -> object:
+        with self._board.changed:
+            for peer, message, tag in sends:
+                self._board.messages.setdefault((self.rank, peer, tag), []).append(message.detach().clone())
+            self._board.changed.notify_all()
+        return receives
+
+    def complete(self, posted: object, label: Label) -> None:
+        end = time.monotonic() + self.deadline
+        for peer, buffer, tag in posted:  # type: ignore[attr-defined]
+            buffer.copy_(self._take((peer, self.rank, tag), end, label))
+
+    def _take(self, key: tuple[int, int, int], end: float, label: Label) -> Tensor:
+        board = self._board
+        with board.changed:
+            while not board.messages.get(key):
+                if board.failure:
+                    raise RankFailure(f"rank {self.rank}, {label}: {board.failure}")
+                if not board.changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                    raise RankFailure(
+                        f"rank {self.rank}, {label}: nothing came from rank {key[0]} within {self.deadline:g} s; "
+                        "it has died, hangs, or runs another operation"
+                    )
+            queue = board.messages[key]
+            message = queue.pop(0)
+            if not queue:
+                del board.messages[key]
+            return message
+
+    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
+        import torch
+
+        tensor.copy_(self._double(tensor, ranks, torch.add, label))
+
+    def abandon(self, error: BaseException, label: Label) -> None:
+        self._board.fail(f"rank {self.rank} failed in {label}: {error}")
+
+
+def current_local_world() -> LocalWorld | None:
+    return getattr(_current, "world", None)
+
+
+def run_local(size: int, function: Callable[[], Result], deadline: float = 20.0) -> list[Result]:
+    """Run ``function()`` on ``size`` ranks, a thread each, and return their results; the first error is raised."""
+    board = _Board()
+    results: list[Result | None] = [None] * size
+    errors: list[tuple[float, int, BaseException]] = []
+
+    def body(rank: int) -> None:
+        _current.world = LocalWorld(rank, size, board, deadline)
+        try:
+            results[rank] = function()
+        except BaseException as error:
+            errors.append((time.monotonic(), rank, error))
+            board.fail(f"rank {rank} failed first: {type(error).__name__}: {error}")
+        finally:
+            _current.world = None
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10 * deadline)
+        if thread.is_alive():
+            raise RankFailure(f"ranks in one process: a rank still runs after {10 * deadline:g} s")
+    if errors:
+        raise min(errors, key=lambda item: item[:2])[2]
+    return results  # type: ignore[return-value]

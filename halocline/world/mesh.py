@@ -1,0 +1,121 @@
+"""The mesh: ranks laid out along named axes, the last axis fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property, lru_cache
+from itertools import product
+
+from ..errors import MeshError
+from .base import World
+from .local import current_local_world
+from .process import ProcessWorld, connect
+
+_process_world: list[ProcessWorld] = []
+
+
+def init(deadline: float = 600.0) -> None:
+    """Join the ranks, with the seconds that any wait for another rank may last. ``Mesh`` does it with the default."""
+    if not _process_world and current_local_world() is None:
+        joined = connect(deadline)
+        if joined is not None:
+            _process_world.append(joined)
+
+
+def forget() -> None:
+    """Drop the joined ranks, when the process groups under them are taken down."""
+    _process_world.clear()
+
+
+def this_world() -> World:
+    local = current_local_world()
+    if local is not None:
+        return local
+    init()
+    return _process_world[0] if _process_world else AloneWorld()
+
+
+class AloneWorld(ProcessWorld):
+    """A single rank: nothing to exchange with."""
+
+    def __init__(self) -> None:
+        World.__init__(self, 0, 1, 600.0)
+
+
+class Mesh:
+    """Named axes whose sizes multiply to the number of ranks; one size may be -1.
+
+    ``Mesh(data=2, depth=4)`` on 8 ranks: two samples at a time, each cut in four along depth.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        self.world = this_world()
+        self.sizes: Mapping[str, int] = _resolve(sizes, self.world.size)
+        self.names = tuple(self.sizes)
+        self._key = (self.names, tuple(self.sizes.values()), id(self.world))
+        self._ranks = lru_cache(maxsize=None)(self._ranks_along)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank stands on each axis."""
+        rest, found = self.rank, {}
+        for name in reversed(self.names):
+            rest, found[name] = divmod(rest, self.sizes[name])
+        return {name: found[name] for name in self.names}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for name in self.names:
+            rank = rank * self.sizes[name] + coordinates[name]
+        return rank
+
+    def ranks_along(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one only on ``axes``, itself included."""
+        return self._ranks(frozenset(axes))
+
+    def _ranks_along(self, axes: frozenset[str]) -> tuple[int, ...]:
+        ranges = [range(self.sizes[n]) if n in axes else (self.coordinates[n],) for n in self.names]
+        return tuple(self.rank_at(dict(zip(self.names, where, strict=True))) for where in product(*ranges))
+
+    def count(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def check_axis(self, axis: str) -> None:
+        if axis not in self.sizes:
+            raise MeshError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.names)}")
+
+
+def _resolve(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The sizes with -1 worked out, checked against the number of ranks."""
+    if not sizes:
+        raise MeshError(f"a mesh needs at least one axis, such as Mesh(data={ranks})")
+    bad = [name for name, size in sizes.items() if not isinstance(size, int) or (size < 1 and size != -1)]
+    if bad or list(sizes.values()).count(-1) > 1:
+        raise MeshError(f"axis sizes are whole numbers from 1, at most one of them -1; got {dict(sizes)}")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    resolved = {name: ranks // known if size == -1 else size for name, size in sizes.items()}
+    if math.prod(resolved.values()) != ranks:
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise MeshError(f"a mesh of {shown} does not fit {ranks} ranks; start another number of ranks or use -1")
+    return resolved

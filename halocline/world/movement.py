@@ -1,0 +1,107 @@
+"""Movements as linear maps with their adjoints: the backward of each is the same Function with the pair swapped.
+
+A rank that waits for another does so here; everything above is local computation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry import Transfer, slices
+from .base import Exchange, Label, Receive, Send, World
+
+
+class Route(NamedTuple):
+    """What a movement needs besides numbers: who takes part, and what to call it in errors."""
+
+    world: World
+    ranks: tuple[int, ...]
+    label: Label
+
+
+class Move(torch.autograd.Function):
+    """Carry boxes between ranks: ``target = scale * sum of what arrives``, ``fill`` where nothing does."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, transfer: Transfer, route: Route, scales: tuple[float, float], fill: float):  # type: ignore[no-untyped-def]
+        ctx.transfer, ctx.route, ctx.scales = transfer, route, scales
+        return carry(tile, transfer, route, scales[0], fill)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+        swapped = (ctx.scales[1], ctx.scales[0])
+        return Move.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
+
+
+class Sum(torch.autograd.Function):
+    """Sum over the ranks of a route, times a scale. SUM's adjoint is MEAN, since a whole gradient is a mean."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, route: Route, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
+        ctx.route, ctx.scales = route, scales
+        total = route.world.sum(partial.detach(), route.ranks, route.label)
+        return total * scales[0] if scales[0] != 1 else total.view_as(total) if total is partial else total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+        return Sum.apply(gradient, ctx.route, (ctx.scales[1], ctx.scales[0])), None, None
+
+
+class Scale(torch.autograd.Function):
+    """Identity whose adjoint multiplies: a whole operand that enters a cut operation."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
+        ctx.scales = scales
+        return tensor * scales[0] if scales[0] != 1 else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+        return Scale.apply(gradient, (ctx.scales[1], ctx.scales[0])), None
+
+
+def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:
+    exchange = _begin(tile, transfer, route)
+    target = tile.new_full(transfer.target_shape, fill)
+    for source, box in transfer.own:
+        _place(target, box, tile[slices(source)], transfer.accumulate)
+    for (_, boxes), message in zip(transfer.receives, exchange.wait(), strict=True):
+        _unpack(target, boxes, message, transfer.accumulate)
+    return target.mul_(scale) if scale != 1 else target
+
+
+def _begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:
+    sends = [Send(peer, _pack(tile, boxes)) for peer, boxes in transfer.sends]
+    receives = [Receive(peer, sum(_volume(box) for box in boxes)) for peer, boxes in transfer.receives]
+    route.world.traffic.moved_bytes += sum(r.elements for r in receives) * tile.element_size()
+    return route.world.begin(sends, receives, tile, route.ranks, route.label)
+
+
+def _pack(tile: Tensor, boxes: tuple[Any, ...]) -> Tensor:
+    parts = [tile[slices(box)].reshape(-1) for box in boxes]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+
+def _unpack(target: Tensor, boxes: tuple[Any, ...], message: Tensor, accumulate: bool) -> None:
+    at = 0
+    for box in boxes:
+        view = target[slices(box)]
+        _place(target, box, message[at : at + view.numel()].view(view.shape), accumulate)
+        at += view.numel()
+
+
+def _place(target: Tensor, box: Any, values: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        target[slices(box)] += values
+    else:
+        target[slices(box)] = values
+
+
+def _volume(box: Any) -> int:
+    total = 1
+    for interval in box:
+        total *= interval.size
+    return total

@@ -1,0 +1,176 @@
+"""Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs (never run here on several GPUs)."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch_private import default_store
+from ..errors import MeshError, RankFailure
+from .base import Label, World
+
+_GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
+
+
+class ProcessWorld(World):
+    """Point-to-point messages, reductions and gradients each in a process group of their own."""
+
+    def __init__(self, deadline: float = 600.0) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
+        self._wait = timedelta(seconds=deadline)
+        self._moves = dist.new_group(timeout=self._wait)
+        self._rings: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._on_device = dist.get_backend(self._moves) == "nccl"
+        self._failed: str | None = None
+
+    def post(self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]) -> object:
+        if self._failed:
+            raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
+        jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
+        if self._on_device:
+            return self._post_on_device(sends, receives)
+        for peer, buffer, tag in receives:
+            host = self._host(buffer)
+            jobs.append((peer, dist.irecv(_bytes(host), src=peer, group=self._moves, tag=tag), buffer, host))
+        for peer, message, tag in sends:
+            host = self._host(message, fill=True)
+            jobs.append((peer, dist.isend(_bytes(host), dst=peer, group=self._moves, tag=tag), host, host))
+        return jobs
+
+    def _post_on_device(
+        self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]
+    ) -> object:
+        operations = [dist.P2POp(dist.irecv, _bytes(b), p, self._moves) for p, b, _ in receives]
+        operations += [dist.P2POp(dist.isend, _bytes(m.contiguous()), p, self._moves) for p, m, _ in sends]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        peers = [peer for peer, _, _ in (*receives, *sends)]
+        nothing = torch.empty(0)
+        return [(peer, work, nothing, nothing) for peer, work in zip(peers, works, strict=False)]
+
+    @staticmethod
+    def _host(tensor: Tensor, fill: bool = False) -> Tensor:
+        """The tensor itself on the CPU; pinned host memory for a device tensor, since gloo reads no device memory."""
+        if tensor.device.type == "cpu":
+            return tensor.contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor) if fill else host
+
+    def complete(self, posted: object, label: Label) -> None:
+        for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
+            try:
+                if work is not None:
+                    work.wait(self._wait)
+            except RuntimeError as error:
+                raise self._failure(peer, error, label) from error
+            if host is not buffer:
+                buffer.copy_(host)
+
+    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
+        host = tensor if self._on_device else self._host(tensor, fill=True)
+        real = torch.view_as_real(host) if host.is_complex() else host
+        try:
+            dist.all_reduce(real, group=self._ring(ranks))
+        except RuntimeError as error:
+            raise self._failure(None, error, label) from error
+        if host is not tensor:
+            tensor.copy_(host)
+
+    def _ring(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group for these ranks, made when first needed by its members alone."""
+        if ranks not in self._rings:
+            self._rings[ranks] = dist.new_group(list(ranks), timeout=self._wait, use_local_synchronization=True)
+        return self._rings[ranks]
+
+    def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
+        """Say what this rank saw, hear what the others saw, and name the rank where it began."""
+        if peer is not None:
+            seen = f"nothing came from rank {peer} within the deadline of {self.deadline:g} s"
+            if "closed" in str(error).lower() or "reset" in str(error).lower():
+                seen = f"the connection to rank {peer} closed"
+        else:
+            seen = "a reduction did not complete"
+        self._failed = f"{label}: {seen}"
+        silent = self._silent_ranks(peer, label)
+        blame = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
+        return RankFailure(
+            f"rank {self.rank}, {label}: {seen}{blame}. That rank died, hangs, or runs another operation; "
+            f"look at its own output first ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
+        )
+
+    def _silent_ranks(self, peer: int | None, label: Label) -> list[int]:
+        """Ranks that have reported no failure of their own shortly after ours: where it began."""
+        store = default_store()
+        if store is None:
+            return [] if peer is None else [peer]
+        with suppress(RuntimeError, ValueError):
+            store.set(f"halocline/failed/{self.rank}", str(label))
+            end = time.monotonic() + _GRACE
+            others = [r for r in range(self.size) if r != self.rank]
+            while others and time.monotonic() < end:
+                others = [r for r in others if not store.check([f"halocline/failed/{r}"])]
+                if others:
+                    time.sleep(0.1)
+            return others
+        return [] if peer is None else [peer]
+
+    def abandon(self, error: BaseException, label: Label) -> None:
+        self._failed = f"{label}: {error}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As bytes: gloo sends those for every dtype."""
+    flat = tensor.reshape(-1)
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def connect(deadline: float = 600.0) -> ProcessWorld | None:
+    """Join the ranks that torchrun or Slurm started; None where this process stands alone."""
+    if not dist.is_initialized():
+        if not _adopt_environment():
+            return None
+        backend = "nccl" if torch.cuda.is_available() and _one_gpu_each() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, timeout=timedelta(seconds=deadline))
+    return ProcessWorld(deadline)
+
+
+def _one_gpu_each() -> bool:
+    return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _adopt_environment() -> bool:
+    """torchrun's variables as they are, or made from Slurm's."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" not in os.environ or tasks == 1:
+        return False
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = str(tasks)
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1").split("(")[0])
+    os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_JOB_NODELIST", "localhost")))
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 40000))
+    return True
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu[007-010,12],login1"), first_host("a1,a2")
+    ('gpu007', 'a1')
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodelist)
+    if not match:
+        raise MeshError(f"SLURM_JOB_NODELIST {nodelist!r} names no host; set MASTER_ADDR by hand")
+    prefix, numbers = match.groups()
+    return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "")
