@@ -1,5 +1,6 @@
 """Halocline: an unchanged PyTorch network on samples cut over a mesh of ranks, with the answer of one rank."""
 
+from .distribute import distribute, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .rules import (
@@ -41,10 +42,12 @@ __all__ = [
     "Sharding",
     "ShardingError",
     "composite",
+    "distribute",
     "follow",
     "from_tile",
     "gather",
     "init",
+    "no_sync",
     "read_whole",
     "reshard",
     "rule",

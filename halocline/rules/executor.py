@@ -14,7 +14,7 @@ from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, unwrap, wrap
 from ..world import Label, Mesh, Route, Sum
-from .recipe import Operand, Read, Recipe, Slot, Work
+from .recipe import Operand, Output, Read, Recipe, Slot, Work
 from .table import entry_for, name_of, refuse
 
 _log = logging.getLogger("halocline")
@@ -27,14 +27,19 @@ def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     entry = entry_for(function)
     if entry.kind != "rule":
         return entry.run(*args, **kwargs)
+    return run_rule(function, entry.run, args, kwargs)
+
+
+def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one rule; the plan is kept by the rule, the global shapes and cuts of the tensors, and all other arguments."""
     tensors: list[Tensor] = []
-    key = (function, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
+    key = (function, describe, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that cannot be hashed: plan anew
-        plan, key = None, None
+        plan, key = None, None  # type: ignore[assignment]
     if plan is None:
-        plan = _make_plan(function, entry.run, args, kwargs, tensors)
+        plan = _make_plan(function, describe, args, kwargs, tensors)
         if key is not None:
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
@@ -101,7 +106,8 @@ class Plan:
 
     def _compute(self, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if not self.recipe.runs_empty and any(interval.empty for interval in self.work.box):
-            return [_nothing(s.tile_shape, brought) for s in self.shardings]
+            outputs = zip(self.recipe.outputs, self.shardings, strict=True)
+            return [_nothing(output, sharding, brought) for output, sharding in outputs]
         tiles = iter(brought)
         local_args = [substitute(a, tiles) for a in args]
         result = self.recipe.local(self.work, *local_args, **substitute(kwargs, tiles))
@@ -121,14 +127,14 @@ class Plan:
                 _log.warning("%s: gathers its operand over %s, %d bytes a rank and call", label, axes, size)
 
 
-def _nothing(shape: tuple[int, ...], operands: list[Tensor]) -> Tensor:
+def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:
     """An empty result that still hangs on its operands, so that this rank takes part in every backward movement."""
-    dtype = operands[0].dtype
-    device_type = operands[0].device.type
-    if torch.is_autocast_enabled(device_type) and dtype.is_floating_point:
-        dtype = torch.get_autocast_dtype(device_type)
-    result = torch.zeros(shape, dtype=dtype, device=operands[0].device)
-    for operand in operands:
+    first = operands[0]
+    dtype = output.dtype or first.dtype
+    if torch.is_autocast_enabled(first.device.type) and dtype.is_floating_point and output.dtype is None:
+        dtype = torch.get_autocast_dtype(first.device.type)
+    result = torch.zeros(sharding.tile_shape, dtype=dtype, device=first.device)
+    for operand in operands if not output.constant else ():
         if operand.requires_grad:
             result = result + operand.sum().to(dtype) * 0
     return result

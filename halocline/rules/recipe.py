@@ -65,10 +65,16 @@ class Read:
 
 @dataclass(frozen=True)
 class Output:
-    """A result: its global shape, and for each dim the dim of the space it is (None: one that is never cut)."""
+    """A result: its global shape, and for each dim the dim of the space it is (None: one that is never cut).
+
+    ``constant`` results carry no gradient; ``dtype`` is that of the first operand unless said otherwise. Both matter
+    where a rank has an empty tile and nothing to compute, yet must take part in what follows like all others.
+    """
 
     shape: tuple[int, ...]
     dims: tuple[int | None, ...]
+    constant: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,24 @@
 """Tensor bytes that a piece of code held, from the allocator's own events: temporaries inside operations count too.
 
-On CPU the events come from torch's profiler through the trace it exports, the one public form that has each
-block's address. They tell of the calling thread and of threads torch runs for it (autograd), not of threads
-the code starts itself: the profiler does not see those.
+On CPU each event in the trace of torch's profiler carries the allocator's running total, and that is what is read.
+Events come from the calling thread and from threads torch runs for it (autograd). What other threads take and give
+back is in the total at the next event; a gloo thread, say, is often the last to let go of a tensor it has sent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
 import tempfile
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from halocline.errors import HaloclineError
 
-PROBE = 12_347  # bytes: an allocation of ours that marks the start, and proves that events are being reported
+PROBE = 12_347  # bytes of the allocations that mark start and end, and prove that all is being counted
 FREED = "halocline: freed bytes "
 CPU = 0  # the device type in the trace
+SETTLE = 0.01  # seconds for torch's own threads to let go of what they have just finished with
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def peak_bytes(function: Callable[[], object], device: torch.device | str = "cpu
         return _peak_on_cuda(function, device)
     if device.type != "cpu":
         raise HaloclineError(f"peak_bytes on {device}: only cpu and cuda report what they allocate; use one of these")
-    return _running_total(_changes(_trace(function)))
+    _count_every_thread()
+    return _levels(_trace(function))
 
 
 def _peak_on_cuda(function: Callable[[], object], device: torch.device) -> PeakMemory:
@@ -65,37 +69,28 @@ def _peak_on_cuda(function: Callable[[], object], device: torch.device) -> PeakM
     return PeakMemory(peak - start, end - start)
 
 
-def _trace(function: Callable[[], object]) -> list[dict[str, Any]]:
-    """The profiler's events of one run, in the order of time."""
-    gc.collect()  # or garbage from before could be collected, and counted as freed, inside
-    watches = [_watch(storage) for storage in _live_storages()]
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.empty(PROBE, dtype=torch.uint8)
-        kept = function()
-    del kept, watches
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return sorted((event for event in events if "ts" in event), key=lambda event: event["ts"])
+_from_before: list[weakref.ref[torch.UntypedStorage]] = []
 
 
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Else the profiler writes lines to stderr at each start and stop. It reads the variable once, at its first use."""
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = before or "99"  # 99 is above every level it has
+def _count_every_thread() -> None:
+    """From now on the allocator adds up all threads' blocks; by itself it does so for profiled threads only.
+
+    torch has no public name for this switch. It stays on: blocks taken while it is off would be freed uncounted.
+    Those there are now are watched from Python instead, which can see all but what only C++ has ever held.
+    """
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["KINETO_LOG_LEVEL"]
+        library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
+        switch = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
+    except (StopIteration, OSError, ValueError) as error:
+        raise _cannot_count() from error
+    if not switch.value:
+        _from_before.extend(_watch(storage) for storage in _live_storages())
+        switch.value = True
 
 
-def _live_storages() -> Iterable[torch.UntypedStorage]:
+def _live_storages() -> list[torch.UntypedStorage]:
     """Blocks of the CPU allocator that Python can see, each once.
 
-    The allocator reports no free of a block that is older than the profile, so these are watched from here.
     Subclasses are left out: a tile has its plain tensor beside it, and others keep theirs inside.
     """
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
@@ -115,35 +110,61 @@ def _mark_freed(size: int, _: object) -> None:
         pass
 
 
-def _changes(events: list[dict[str, Any]]) -> Iterator[int]:
-    """By how many bytes each event after the probe changed what is live."""
-    live: dict[int, int] = {}
-    for event in _after_probe(events):
-        size, address = _allocated(event), event.get("args", {}).get("Addr")
+def _trace(function: Callable[[], object]) -> list[dict[str, Any]]:
+    """The profiler's events of one run, in the order of time."""
+    gc.collect()  # or garbage from before could be collected, and counted as freed, inside
+    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _probe_from_another_thread()
+        kept = function()
+        time.sleep(SETTLE)
+        torch.empty(PROBE, dtype=torch.uint8)
+    del kept
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return sorted((event for event in events if "ts" in event), key=lambda event: event["ts"])
+
+
+def _probe_from_another_thread() -> None:
+    """Taken there, given back here: the free is reported only if the other thread's blocks are counted."""
+    held: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: held.append(torch.empty(PROBE, dtype=torch.uint8)))
+    thread.start()
+    thread.join()
+    held.clear()
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Else the profiler writes lines to stderr at each start and stop. It reads the variable once, at its first use."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = before or "99"  # 99 is above every level it has
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+
+
+def _levels(events: list[dict[str, Any]]) -> PeakMemory:
+    """Peak and end of the allocator's total, between the free of the first probe and the taking of the last."""
+    levels, sizes, freed = [], [], 0
+    for event in events:
         if event["name"].startswith(FREED):
-            yield -int(event["name"].removeprefix(FREED))
-        elif size > 0:
-            yield size - live.get(address, 0)  # an address given out twice was freed out of the profiler's sight
-            live[address] = size
-        elif size < 0:
-            yield -live.pop(address, 0)  # not -size: for a block from before, that may be a former tenant's size
+            freed += int(event["name"].removeprefix(FREED))
+        elif event["name"] == "[memory]" and event["args"]["Device Type"] == CPU:
+            levels.append(event["args"]["Total Allocated"] - freed)
+            sizes.append(event["args"]["Bytes"])
+    if -PROBE not in sizes or sizes[-2:] != [PROBE, -PROBE]:
+        raise _cannot_count()
+    first = sizes.index(-PROBE)
+    start, end = levels[first], levels[-1]
+    return PeakMemory(max(start, end, *levels[first:-2]) - start, end - start)
 
 
-def _after_probe(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    rest = dropwhile(lambda event: _allocated(event) != -PROBE, events)
-    if next(rest, None) is None:
-        raise HaloclineError(
-            f"peak_bytes with torch {torch.__version__}: its profiler did not report a known allocation, so no figure "
-            "would be right; is another profiler running, or does this torch write its trace in another form?"
-        )
-    return rest
-
-
-def _allocated(event: dict[str, Any]) -> int:
-    args = event.get("args", {})
-    return int(args["Bytes"]) if event["name"] == "[memory]" and args["Device Type"] == CPU else 0
-
-
-def _running_total(changes: Iterable[int]) -> PeakMemory:
-    totals = list(accumulate(changes, initial=0))
-    return PeakMemory(max(totals), totals[-1])
+def _cannot_count() -> HaloclineError:
+    return HaloclineError(
+        f"peak_bytes with torch {torch.__version__}: a known allocation was not reported, so no figure would be right; "
+        "is another profiler running, or is this a build of torch that counts in another way?"
+    )

@@ -160,8 +160,9 @@ class RankPool:
         return ranks
 
     def _exchange(self, ranks: _Ranks, jobs: list[bytes], deadline: float, grace: float) -> list[Outcome]:
-        ranks.send(jobs)
-        outcomes = ranks.gather(deadline, grace)
+        with ranks.killed_after(deadline + GRACE):
+            ranks.send(jobs)
+            outcomes = ranks.gather(deadline, grace)
         if _failed(outcomes):
             self.close()
         return outcomes
@@ -181,7 +182,7 @@ class _Ranks:
     def __init__(self, size: int, timeout: float) -> None:
         context = mp.get_context("spawn")
         self.stacks = tempfile.TemporaryDirectory(prefix="halocline-ranks-")
-        self.store = _store(0, timeout, serves=True)
+        self.store = _store(0, serves=True)
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pipes]
         start = partial(_rank_main, size=size, port=self.store.port, timeout=timeout)
@@ -204,6 +205,17 @@ class _Ranks:
     def join(self) -> list[Outcome]:
         self.joined = self.joined or self.gather(START_DEADLINE, GRACE)
         return self.joined
+
+    @contextmanager
+    def killed_after(self, seconds: float) -> Iterator[None]:
+        """Ends the one wait that has no deadline of its own: half a message in a pipe whose rank has stopped."""
+        timer = threading.Timer(seconds, _kill, [self.processes])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def send(self, jobs: list[bytes]) -> None:
         for pipe, job in zip(self.pipes, jobs, strict=True):
@@ -256,21 +268,25 @@ class _Ranks:
         return "\n".join(takewhile(lambda line: not line.endswith("in _call"), lines))
 
 
-def _store(port: int, timeout: float, serves: bool = False) -> Any:
-    limit = timedelta(seconds=timeout)
+def _store(port: int, serves: bool = False) -> Any:
+    limit = timedelta(seconds=START_DEADLINE)
     store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
     return store(LOOPBACK, port, is_master=serves, wait_for_workers=False, timeout=limit)
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile.TemporaryDirectory[str]) -> None:
+    _kill(processes)
+    for pipe in pipes:
+        pipe.close()
+    stacks.cleanup()
+
+
+def _kill(processes: list[BaseProcess]) -> None:
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
     for process in started:
         process.join(5.0)
-    for pipe in pipes:
-        pipe.close()
-    stacks.cleanup()
 
 
 @contextmanager
@@ -334,8 +350,10 @@ def _next_job(pipe: Connection) -> bytes:
 
 def _join(rank: int, size: int, port: int, timeout: float) -> None:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=_store(port, timeout), timeout=limit)
+    store, limit = _store(port), timedelta(seconds=timeout)
+    store.set(f"rank {rank}", "here")  # ranks start seconds apart, which `timeout` should not have to allow for
+    store.wait([f"rank {other}" for other in range(size)], timedelta(seconds=START_DEADLINE))
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)
 
 
 def _call(job: bytes) -> Any:

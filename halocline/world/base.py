@@ -116,6 +116,18 @@ class World(ABC):
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         return self._double(tensor, ranks, torch.maximum, label)
 
+    def broadcast(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The first rank's tensor on all ``ranks``, down a binomial tree."""
+        me, step = ranks.index(self.rank), 1
+        value = tensor.reshape(-1)
+        while step < len(ranks):
+            if step <= me < 2 * step:
+                value = self._swap(value, ranks, receive_from=me - step, label=label)
+            elif me < step and me + step < len(ranks):
+                self._swap(value, ranks, send_to=me + step, label=label)
+            step *= 2
+        return value.view(tensor.shape)
+
     def barrier(self, label: Label) -> None:
         self._double(torch.zeros(1), tuple(range(self.size)), torch.add, label)
 

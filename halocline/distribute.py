@@ -1,0 +1,68 @@
+"""Make a model one of the mesh: same weights everywhere, gradients averaged, places known by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from .errors import MeshError
+from .reduction import GradientAverage, same_weights
+from .rules.norm import STATISTICS
+from .tensor import watch
+from .world import Label, Mesh
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global") -> Model:
+    """The same module with the same state_dict, made part of ``mesh``.
+
+    Rank 0's parameters and buffers go to every rank, and after each backward every parameter's gradient is its mean
+    over all ranks. ``batch_statistics``: batch norm over the whole global batch ("global"), or over each data
+    replica's batch as DDP has it ("replica").
+    """
+    if batch_statistics not in ("global", "replica"):
+        raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
+    if "_halocline_average" in model.__dict__:
+        raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    _check_same_model(model, mesh)
+    same_weights([p.detach() for p in model.parameters()] + list(model.buffers()), mesh.world)
+    watch(model)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            setattr(module, STATISTICS, batch_statistics)
+    model.__dict__["_halocline_average"] = GradientAverage(parameters, mesh.world)
+    return model
+
+
+def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank must bring the same parameter and buffer names, shapes and dtypes."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    text = "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)
+    mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32)
+    everyone, label = tuple(range(mesh.size)), Label("model check", "distribute")
+    if not torch.equal(mine, mesh.world.broadcast(mine, everyone, label)):
+        differs = torch.ones(1)
+    else:
+        differs = torch.zeros(1)
+    if mesh.world.maximum(differs, everyone, label).item():
+        raise MeshError(
+            f"rank {mesh.rank}: the ranks bring different {type(model).__name__}s "
+            f"(this one has {len(named)} parameters and buffers); build the same model on every rank"
+        )
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients pile up on each rank unaveraged; the first backward outside averages the pile."""
+    average: GradientAverage | None = model.__dict__.get("_halocline_average")
+    if average is None:
+        raise MeshError("hc.no_sync wants a model that hc.distribute returned")
+    with average.paused():
+        yield

@@ -1,0 +1,123 @@
+"""Parameter gradients averaged over all ranks when backward ends: law 3's last step, behind one small interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_private import after_backward, is_captured
+from ..world import Label, Route, Sum, World
+
+_BUCKET_BYTES = 25 << 20
+
+
+class GradientAverage:
+    """Watches the gradients of a model's parameters; after each backward they are the mean over all ranks.
+
+    ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
+    """
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], world: World) -> None:
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.world, self.everyone = world, tuple(range(world.size))
+        self.active = True
+        self._touched: set[int] = set()
+        for index, parameter in enumerate(self.parameters):
+            self._watch(index, parameter)
+
+    def _watch(self, index: int, parameter: nn.Parameter) -> None:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+
+        def arrived(_: Tensor) -> None:
+            if not self._touched:
+                after_backward(self._finish)
+            self._touched.add(index)
+
+        def handed_out(gradient: Tensor) -> Tensor | None:
+            return self.mean(gradient, self.names[index]) if self.active and is_captured(node) else None
+
+        parameter.register_post_accumulate_grad_hook(arrived)
+        parameter.register_hook(handed_out)
+
+    def mean(self, gradient: Tensor, name: str) -> Tensor:
+        """Differentiable: a sum over ranks (cut to whole) divided by their number."""
+        share = 1.0 / self.world.size
+        route = Route(self.world, self.everyone, Label(f"gradient average of {name}", "autograd.grad"))
+        return Sum.apply(gradient, route, (share, share * share))  # type: ignore[no-any-return]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let gradients pile up on each rank; the next backward outside averages the pile."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def _finish(self) -> None:
+        touched, self._touched = self._touched, set()
+        if not self.active:
+            return
+        for bucket in self._buckets(self._agree(touched)):
+            self._average(bucket)
+
+    def _agree(self, touched: set[int]) -> list[int]:
+        """Parameters that got a gradient on any rank, in one small message."""
+        mine = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        mine[list(touched)] = 1
+        label = Label("which gradients came", "backward")
+        return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()  # type: ignore[no-any-return]
+
+    def _buckets(self, indices: list[int]) -> Iterator[list[nn.Parameter]]:
+        """Consecutive parameters of one dtype and device, up to a size that fills the wire."""
+        bucket: list[nn.Parameter] = []
+        filled = 0
+        for index in indices:
+            parameter = self.parameters[index]
+            other = bucket and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
+            if bucket and (other or filled >= _BUCKET_BYTES):
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(parameter)
+            filled += parameter.numel() * parameter.element_size()
+        if bucket:
+            yield bucket
+
+    def _average(self, bucket: list[nn.Parameter]) -> None:
+        gradients = [_dense(p) for p in bucket]
+        if any(g.requires_grad for g in gradients):  # backward(create_graph=True): the average is part of the graph
+            for parameter, gradient in zip(bucket, gradients, strict=True):
+                parameter.grad = self.mean(gradient, "a parameter")
+            return
+        flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].reshape(-1)
+        total = self.world.sum(flat, self.everyone, Label("gradient average", "backward")) / self.world.size
+        at = 0
+        for parameter, gradient in zip(bucket, gradients, strict=True):
+            gradient.copy_(total[at : at + gradient.numel()].view_as(gradient))
+            parameter.grad = gradient
+            at += gradient.numel()
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
+def same_weights(tensors: list[Tensor], world: World) -> None:
+    """Give every rank the values that rank 0 has."""
+    everyone = tuple(range(world.size))
+    by_kind: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for same in by_kind.values():
+            flat = torch.cat([t.reshape(-1) for t in same])
+            values = world.broadcast(flat, everyone, Label("rank 0's weights", "distribute"))
+            for tensor, part in zip(same, values.split([t.numel() for t in same]), strict=True):
+                tensor.copy_(part.view_as(tensor))

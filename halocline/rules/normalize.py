@@ -1,0 +1,181 @@
+"""Norms over cut tensors: local statistics, one float64 sum over ranks, torch's own kernel to apply them.
+
+All of them are one map: view the tile as [B, K, rest], take statistics of groups of K, scale and shift each k. Batch
+norm has K = channels; instance and group norm K = batch x channels with the batch folded away; layer norm K = rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..world import Route, Scale, Sum
+
+NORMALIZE_DTYPES = (torch.half, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tile is seen by the kernel, and over which ranks its statistics run."""
+
+    view: tuple[int, ...]  # [B, K, rest]
+    groups: int  # K = groups x members
+    count: int  # elements of a group over all ranks
+    route: Route | None
+
+    @property
+    def members(self) -> int:
+        return self.view[1] // self.groups if self.groups else 1
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """Sums over the members of each group, from one value a k in the last dim."""
+        return values.view(*values.shape[:-1], self.groups, self.members).sum(-1)
+
+
+def _total(values: Tensor, route: Route | None) -> Tensor:
+    return values if route is None else route.world.sum(values, route.ranks, route.label)
+
+
+def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Mean and sum of squared deviations of each k, and how many elements it has here."""
+    dims = (0, 2)
+    here = x.shape[0] * x.shape[2]
+    if x.numel() == 0:
+        nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
+        return nothing, nothing, here
+    wide = x.float() if x.dtype in NORMALIZE_DTYPES else x
+    variance, mean = torch.var_mean(wide, dims, correction=0)
+    return mean.double(), variance.double() * here, here
+
+
+def statistics(tile: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of each group, in float64, from one sum over ranks."""
+    mean, squares, here = _channel_moments(tile.reshape(layout.view))
+    first = layout.by_group(mean * here)
+    second = layout.by_group(squares + here * mean * mean)
+    first, second = _total(torch.stack((first, second)), layout.route)
+    centre = first / layout.count
+    return centre, (second / layout.count - centre * centre).clamp_min(0)
+
+
+def _spread(per_group: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """From one value a group to one value a k."""
+    return per_group.repeat_interleave(layout.members).to(dtype) if layout.members > 1 else per_group.to(dtype)
+
+
+def _work_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in NORMALIZE_DTYPES else x.dtype
+
+
+class Normalize(torch.autograd.Function):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` with statistics over groups and ranks.
+
+    Saves the tile and the statistics only. Its backward takes one more sum over ranks; when that backward is itself
+    differentiated, it is composed from differentiable pieces instead.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout):  # type: ignore[no-untyped-def]
+        mean, variance = statistics(x, layout)
+        ctx.save_for_backward(x, weight, bias, mean, variance)
+        ctx.eps, ctx.layout = eps, layout
+        ctx.mark_non_differentiable(mean, variance)
+        return _apply(x, mean, variance, weight, bias, eps, layout), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any):  # type: ignore[no-untyped-def,override]
+        x, weight, bias, mean, variance = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            found = _composed_backward(x, weight, bias, gradient, ctx.eps, ctx.layout, needed)
+        else:
+            found = _fast_backward(x, weight, gradient, mean, variance, ctx.eps, ctx.layout)
+        return *(g if wanted else None for g, wanted in zip(found, needed, strict=True)), None, None
+
+
+def _apply(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout
+) -> Tensor:
+    if x.numel() == 0:
+        return x.clone()
+    dtype = _work_dtype(x)
+    seen = x.reshape(layout.view)
+    moments = _spread(mean, layout, dtype), _spread(variance, layout, dtype)
+    y = F.batch_norm(seen, *moments, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
+    return torch.ops.aten._unsafe_view(y, x.shape)  # a plain reshape is a view, which nothing may change in place
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def _fast_backward(
+    x: Tensor, weight: Tensor | None, gradient: Tensor, mean: Tensor, variance: Tensor, eps: float, layout: Layout
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """torch's kernel gives ``weight * rstd * dy``, sum(dy * xhat) and sum(dy); the means over the group are taken off."""
+    dtype = _work_dtype(x)
+    rstd = (variance + eps).rsqrt()
+    ones = torch.ones(layout.view[1], dtype=dtype, device=x.device)
+    scale = ones if weight is None else weight.to(dtype)
+    if x.numel() == 0:
+        dx, slope, offset = torch.zeros_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
+    else:
+        seen, dy = x.reshape(layout.view), gradient.reshape(layout.view)
+        centre, deviation = _spread(mean, layout, dtype), _spread(variance, layout, dtype)
+        dx, slope, offset = torch.ops.aten.native_batch_norm_backward(
+            dy, seen, scale, centre, deviation, centre, _spread(rstd, layout, dtype), False, eps, [True, True, True]
+        )
+    sums = torch.stack((slope.double() * scale.double(), offset.double() * scale.double()))
+    sums = _total(layout.by_group(sums), layout.route) / layout.count
+    if x.numel():
+        # xhat * mean(dy w xhat) + mean(dy w), times rstd: once more an affine map of x by group.
+        factor, shift = _spread(-sums[0] * rstd, layout, dtype), _spread(-sums[1] * rstd, layout, dtype)
+        dx = dx + F.batch_norm(seen, centre, deviation, factor, shift, False, 0.0, eps)
+    return dx.reshape(x.shape), slope if weight is None else slope.to(weight.dtype), offset
+
+
+def _composed_backward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, gradient: Tensor, eps: float, layout: Layout, needed: Any
+) -> tuple[Tensor | None, ...]:
+    inputs = [x, weight, bias]
+    with torch.enable_grad():
+        wanted = [t for t, flag in zip(inputs, needed, strict=True) if flag]
+        y = composed(x, weight, bias, eps, layout)
+        found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
+    return tuple(next(found) if flag else None for flag in needed)
+
+
+def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout) -> Tensor:
+    """The same map from differentiable pieces: sums over ranks are cut to whole, their use whole to cut."""
+    seen = x.reshape(layout.view)
+    dtype = seen.dtype
+    mean = _spread(_group_mean(seen, layout), layout, dtype).reshape(1, layout.view[1], 1)
+    centred = seen - mean
+    variance = _spread(_group_mean(centred * centred, layout), layout, dtype).reshape(1, layout.view[1], 1)
+    y = centred * (variance + eps).rsqrt()
+    if weight is not None:
+        y = y * weight.reshape(1, layout.view[1], 1)
+    if bias is not None:
+        y = y + bias.reshape(1, layout.view[1], 1)
+    return y.reshape(x.shape)
+
+
+def _group_mean(seen: Tensor, layout: Layout) -> Tensor:
+    """A sum over ranks (cut to whole) whose result is used by cut work again (whole to cut): the factors cancel."""
+    total = layout.by_group(seen.double().sum((0, 2)))
+    if layout.route is not None:
+        ranks = len(layout.route.ranks)
+        total = Scale.apply(Sum.apply(total, layout.route, (1.0, 1.0 / ranks)), (1.0, float(ranks)))
+    return total / layout.count
+
+
+def normalize(
+    tile: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised tile, and mean and biased variance of each group."""
+    return Normalize.apply(tile, weight, bias, eps, layout)  # type: ignore[no-any-return]
+
