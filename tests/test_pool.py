@@ -105,35 +105,10 @@ def test_a_call_is_cheap(pool: RankPool) -> None:
     assert (time.perf_counter() - started) / 20 < 0.1  # some 3 ms on an idle machine
 
 
-def test_an_error_names_its_rank_and_ends_the_wait_of_the_others(pool: RankPool) -> None:
-    started = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*Touchy: this and that.*in rank_1_raises") as caught:
-        pool.run(rank_1_raises, wait=True, deadline=30)
-    assert time.monotonic() - started < 15
-    assert caught.value.rank == 1
-    assert isinstance(caught.value.__cause__, HaloclineError)  # in place of the one that does not unpickle
-    assert [outcome.kind for outcome in caught.value.outcomes] == ["hung", "error"]
-    assert "in barrier" in caught.value.outcomes[0].text
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
 def test_outcomes_give_values_beside_errors_and_the_next_call_has_fresh_ranks(pool: RankPool) -> None:
     before = {pid for pid, *_ in pool.run(facts)}
     assert [outcome.kind for outcome in pool.outcomes(rank_1_raises, wait=False)] == ["value", "error"]
     assert before.isdisjoint(pid for pid, *_ in pool.run(facts))
-
-
-def test_a_death_is_told_from_the_errors_it_causes(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"^rank 1 exited with status 7\nrank 0 raised RuntimeError") as caught:
-        pool.run(rank_1_leaves, deadline=30)
-    assert [outcome.kind for outcome in caught.value.outcomes] == ["error", "died"]
-
-
-def test_a_hang_meets_the_deadline_and_shows_where(pool: RankPool) -> None:
-    stopped, asleep = pool.outcomes(rank_1_sleeps, deadline=1)
-    assert (stopped.kind, type(stopped.error)) == ("error", ValueError)
-    assert asleep.kind == "hung"
-    assert "in rank_1_sleeps" in asleep.text
 
 
 def test_a_rank_lost_between_calls_is_replaced(pool: RankPool) -> None:
@@ -153,6 +128,31 @@ def test_an_interrupted_call_leaves_no_stale_replies(pool: RankPool, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             pool.run(total, 5)
     assert pool.run(total, 1) == [(0, 2.0), (1, 2.0)]
+
+
+def test_an_error_names_its_rank_and_ends_the_wait_of_the_others(pool: RankPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*Touchy: this and that.*in rank_1_raises") as caught:
+        pool.run(rank_1_raises, wait=True, deadline=30)
+    assert time.monotonic() - started < 15
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, HaloclineError)  # in place of the one that does not unpickle
+    assert [outcome.kind for outcome in caught.value.outcomes] == ["hung", "error"]
+    assert "in barrier" in caught.value.outcomes[0].text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_death_is_told_from_the_errors_it_causes(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"^rank 1 exited with status 7\nrank 0 raised RuntimeError") as caught:
+        pool.run(rank_1_leaves, deadline=30)
+    assert [outcome.kind for outcome in caught.value.outcomes] == ["error", "died"]
+
+
+def test_a_hang_meets_the_deadline_and_shows_where(pool: RankPool) -> None:
+    stopped, asleep = pool.outcomes(rank_1_sleeps, deadline=1)
+    assert (stopped.kind, type(stopped.error)) == ("error", ValueError)
+    assert asleep.kind == "hung"
+    assert "in rank_1_sleeps" in asleep.text
 
 
 def test_a_result_that_does_not_pickle_is_an_error(pool: RankPool) -> None:
