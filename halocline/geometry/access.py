@@ -112,17 +112,40 @@ class Adaptive(Access):
 
 
 @dataclass(frozen=True)
+class Pieces(Access):
+    """Output i needs inputs ``[points[i], points[i + 1])``: one value for each tile that holds something."""
+
+    points: tuple[int, ...]
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        return (Interval(self.points[out.lo], self.points[out.hi]),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return tuple(self.points.index(point) for point in points)
+
+
+@dataclass(frozen=True)
 class Mirror(Access):
-    """Padding that reads the sample itself: output i needs input ``source(i)``, by reflection, edge or wrap."""
+    """Padding that reads the sample itself: output i needs input ``source(i)``, by reflection, edge or wrap.
+
+    Negative amounts crop. As in torch, a wrap then goes round what was kept; a reflection sees the whole sample.
+    """
 
     in_size: int
     before: int
     mode: str
+    after: int = 0
+
+    @property
+    def kept(self) -> Interval:
+        return Interval(max(0, -self.before), self.in_size - max(0, -self.after))
 
     def source(self, index: int) -> int:
         position, last = index - self.before, self.in_size - 1
         if self.mode == "circular":
-            return position % self.in_size
+            return self.kept.lo + (position - self.kept.lo) % self.kept.size
         if self.mode == "replicate":
             return min(max(position, 0), last)
         return abs(position) if position <= last else 2 * last - position
@@ -132,12 +155,14 @@ class Mirror(Access):
         if out.empty:
             return (Interval(0, 0),)
         if self.mode != "circular":
-            sources = [self.source(i) for i in range(out.lo, out.hi)]
+            inside = out.intersect(Interval(self.before, self.before + self.in_size))
+            turns = () if inside.empty else (inside.lo, inside.hi - 1)
+            sources = [self.source(i) for i in (out.lo, out.hi - 1, *turns)]
             return (Interval(min(sources), max(sources) + 1),)
         runs, start = [], out.lo
         while start < out.hi:
             first = self.source(start)
-            length = min(out.hi - start, self.in_size - first)
+            length = min(out.hi - start, self.kept.hi - first)
             runs.append(Interval(first, first + length))
             start += length
         return tuple(runs)

@@ -47,7 +47,7 @@ class GradientAverage:
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
         share = 1.0 / self.world.size
-        route = Route(self.world, self.everyone, Label(f"gradient average of {name}", "autograd.grad"))
+        route = Route(self.world, self.everyone, Label(f"gradient average of {name}", "autograd.grad", "gradients"))
         return Sum.apply(gradient, route, (share, share))  # type: ignore[no-any-return]
 
     @contextmanager
@@ -70,7 +70,7 @@ class GradientAverage:
         """Parameters that got a gradient on any rank, in one small message."""
         mine = torch.zeros(len(self.parameters), dtype=torch.uint8)
         mine[list(touched)] = 1
-        label = Label("which gradients came", "backward")
+        label = Label("which gradients came", "backward", "gradients")
         return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()  # type: ignore[no-any-return]
 
     def _buckets(self, indices: list[int]) -> Iterator[list[nn.Parameter]]:
@@ -95,7 +95,8 @@ class GradientAverage:
                 parameter.grad = self.mean(gradient, "a parameter")
             return
         flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].reshape(-1)
-        total = self.world.sum(flat, self.everyone, Label("gradient average", "backward")) / self.world.size
+        label = Label("gradient average", "backward", "gradients")
+        total = self.world.sum(flat, self.everyone, label) / self.world.size
         at = 0
         for parameter, gradient in zip(bucket, gradients, strict=True):
             gradient.copy_(total[at : at + gradient.numel()].view_as(gradient))

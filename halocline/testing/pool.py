@@ -134,8 +134,7 @@ class RankPool:
             raise HaloclineError(f"per_rank has {len(own)} entries for {self.size} ranks; give one tuple per rank")
         call = pickle.dumps((fn, args, kwargs))  # once, for args may be large
         jobs = [pickle.dumps((sys.path, call, mine)) for mine in own]
-        with self._out_of_step_if_interrupted():
-            return self._exchange(self._started(), jobs, deadline, deadline if grace is None else grace)
+        return self._exchange(jobs, deadline, deadline if grace is None else grace)
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""
@@ -159,21 +158,17 @@ class RankPool:
             raise RankError(joined) from _culprit(joined).error
         return ranks
 
-    def _exchange(self, ranks: _Ranks, jobs: list[bytes], deadline: float, grace: float) -> list[Outcome]:
-        with ranks.killed_after(deadline + GRACE):
-            ranks.send(jobs)
-            outcomes = ranks.gather(deadline, grace)
-        if _failed(outcomes):
-            self.close()
-        return outcomes
-
-    @contextmanager
-    def _out_of_step_if_interrupted(self) -> Iterator[None]:
+    def _exchange(self, jobs: list[bytes], deadline: float, grace: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         try:
-            yield
-        except BaseException:  # a Ctrl-C too leaves replies in the pipes that the next call would take for its own
-            self.close()
-            raise
+            ranks = self._started()
+            with ranks.killed_after(deadline + GRACE):
+                ranks.send(jobs)
+                outcomes = ranks.gather(deadline, grace)
+        finally:  # a Ctrl-C, too, leaves replies in the pipes that the next call would take for its own
+            if not outcomes or _failed(outcomes):
+                self.close()
+        return outcomes
 
 
 class _Ranks:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 
 class Label(NamedTuple):
-    """What a communication is for: named in errors, and part of the tag."""
+    """What a communication is for: named in errors, and part of the tag. Channels never wait for each other."""
 
     operation: str
     place: str
+    channel: str = "moves"
 
     def __str__(self) -> str:
         return f"{self.operation} in {self.place}"
@@ -58,6 +59,11 @@ class Receive(NamedTuple):
     elements: int
 
 
+Outgoing = tuple[int, Tensor, int]  # peer, message, tag
+Incoming = tuple[int, Tensor, int]  # peer, buffer, tag
+CHANNELS = ("moves", "control", "gradients")
+
+
 _LARGE = 1 << 18  # bytes from which a ring (the backend's all-reduce) beats recursive doubling
 
 
@@ -73,8 +79,8 @@ class World(ABC):
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     @abstractmethod
-    def post(self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]) -> object:
-        """Start (peer, message, tag) sends and (peer, buffer, tag) receives."""
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
+        """Start the sends and receives."""
 
     @abstractmethod
     def complete(self, posted: object, label: Label) -> None:
@@ -98,7 +104,7 @@ class World(ABC):
         buffers = [torch.empty(n, dtype=like.dtype, device=like.device) for _, n in receives]
         incoming = [(r.peer, b, _tag(turn, label, r.elements)) for r, b in zip(receives, buffers, strict=True)]
         self.traffic.messages += len(outgoing)
-        return Exchange(self, self.post(outgoing, incoming), buffers, label)
+        return Exchange(self, self.post(outgoing, incoming, label.channel), buffers, label)
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The sum over ``ranks``, same bits on each of them."""
@@ -138,7 +144,8 @@ class World(ABC):
         me, count = ranks.index(self.rank), len(ranks)
         if count == 1:
             return tensor
-        label = Label(f"{label.operation}{detail} reduction", label.place)
+        channel = "control" if label.channel == "moves" else label.channel
+        label = Label(f"{label.operation}{detail} reduction", label.place, channel)
         shape, value = tensor.shape, tensor.reshape(-1)
         power = 1 << (count.bit_length() - 1)
         extra = count - power

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Label, World
+from .base import Incoming, Label, Outgoing, World
 
 _current = threading.local()
 Result = TypeVar("Result")
@@ -35,7 +36,7 @@ class LocalWorld(World):
         super().__init__(rank, size, deadline)
         self._board = board
 
-    def post(self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]) -> object:
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
         with self._board.changed:
             for peer, message, tag in sends:
                 self._board.messages.setdefault((self.rank, peer, tag), []).append(message.detach().clone())
@@ -65,8 +66,6 @@ class LocalWorld(World):
             return message
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        import torch
-
         tensor.copy_(self._double(tensor, ranks, torch.add, label))
 
     def abandon(self, error: BaseException, label: Label) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch_private import default_store
 from ..errors import MeshError, RankFailure
-from .base import Label, World
+from .base import CHANNELS, Incoming, Label, Outgoing, World
 
 _GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
 
@@ -26,34 +26,25 @@ class ProcessWorld(World):
     def __init__(self, deadline: float = 600.0) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
         self._wait = timedelta(seconds=deadline)
-        self._moves = dist.new_group(timeout=self._wait)
-        self._rings: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._on_device = dist.get_backend(self._moves) == "nccl"
+        self._groups = {channel: dist.new_group(timeout=self._wait) for channel in CHANNELS}
+        self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._on_device = dist.get_backend(self._groups["moves"]) == "nccl"
         self._failed: str | None = None
 
-    def post(self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]) -> object:
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
         if self._failed:
             raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
-        jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
+        group = self._groups[channel]
         if self._on_device:
-            return self._post_on_device(sends, receives)
+            return _post_on_device(sends, receives, group)
+        jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
         for peer, buffer, tag in receives:
             host = self._host(buffer)
-            jobs.append((peer, dist.irecv(_bytes(host), src=peer, group=self._moves, tag=tag), buffer, host))
+            jobs.append((peer, dist.irecv(_bytes(host), src=peer, group=group, tag=tag), buffer, host))
         for peer, message, tag in sends:
             host = self._host(message, fill=True)
-            jobs.append((peer, dist.isend(_bytes(host), dst=peer, group=self._moves, tag=tag), host, host))
+            jobs.append((peer, dist.isend(_bytes(host), dst=peer, group=group, tag=tag), host, host))
         return jobs
-
-    def _post_on_device(
-        self, sends: Sequence[tuple[int, Tensor, int]], receives: Sequence[tuple[int, Tensor, int]]
-    ) -> object:
-        operations = [dist.P2POp(dist.irecv, _bytes(b), p, self._moves) for p, b, _ in receives]
-        operations += [dist.P2POp(dist.isend, _bytes(m.contiguous()), p, self._moves) for p, m, _ in sends]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        peers = [peer for peer, _, _ in (*receives, *sends)]
-        nothing = torch.empty(0)
-        return [(peer, work, nothing, nothing) for peer, work in zip(peers, works, strict=False)]
 
     @staticmethod
     def _host(tensor: Tensor, fill: bool = False) -> Tensor:
@@ -77,21 +68,22 @@ class ProcessWorld(World):
         host = tensor if self._on_device else self._host(tensor, fill=True)
         real = torch.view_as_real(host) if host.is_complex() else host
         try:
-            dist.all_reduce(real, group=self._ring(ranks))
+            dist.all_reduce(real, group=self._ring(ranks, label.channel))
         except RuntimeError as error:
             raise self._failure(None, error, label) from error
         if host is not tensor:
             tensor.copy_(host)
 
-    def _ring(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _ring(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
         """A group for these ranks, made when first needed by its members alone."""
-        if ranks not in self._rings:
-            self._rings[ranks] = dist.new_group(list(ranks), timeout=self._wait, use_local_synchronization=True)
-        return self._rings[ranks]
+        key = (channel, ranks)
+        if key not in self._rings:
+            self._rings[key] = dist.new_group(list(ranks), timeout=self._wait, use_local_synchronization=True)
+        return self._rings[key]
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
         """Say what this rank saw, hear what the others saw, and name the rank where it began."""
-        if peer is not None:
+        if peer is not None and peer >= 0:
             seen = f"nothing came from rank {peer} within the deadline of {self.deadline:g} s"
             if "closed" in str(error).lower() or "reset" in str(error).lower():
                 seen = f"the connection to rank {peer} closed"
@@ -123,6 +115,15 @@ class ProcessWorld(World):
 
     def abandon(self, error: BaseException, label: Label) -> None:
         self._failed = f"{label}: {error}"
+
+
+def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], group: dist.ProcessGroup) -> object:
+    """NCCL knows no tags: messages of a pair match by order, which all ranks share."""
+    operations = [dist.P2POp(dist.irecv, _bytes(buffer), peer, group) for peer, buffer, _ in receives]
+    operations += [dist.P2POp(dist.isend, _bytes(message.contiguous()), peer, group) for peer, message, _ in sends]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    nothing = torch.empty(0)
+    return [(-1, work, nothing, nothing) for work in works]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
