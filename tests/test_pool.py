@@ -204,7 +204,7 @@ def alive(pid: int) -> bool:
 def test_ranks_go_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
         ranks = [int(pid) for pid in parent.stdout.readline().split()]
@@ -214,3 +214,4 @@ def test_ranks_go_when_their_parent_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert len(ranks) == 2
     assert not any(alive(pid) for pid in ranks)
+    assert list(tmp_path.iterdir()) == [script]

@@ -114,7 +114,7 @@ def meet_fault(kind: str, culprit: int, deadline: float) -> str:
 def test_a_failing_rank_is_named_by_all_others(kind: str) -> None:
     with RankPool(3) as pool:
         started = time.monotonic()
-        outcomes = pool.outcomes(meet_fault, kind, 1, 4.0, deadline=25.0)
+        outcomes = pool.outcomes(meet_fault, kind, 1, 2.0, deadline=14.0)
         assert time.monotonic() - started < 40
     for outcome in outcomes:
         if outcome.rank == 1:

@@ -210,3 +210,66 @@ class Spread(Access):
 
     def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return _monotone((point * self.factor for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Rows(Access):
+    """The same elements in other rows: output row i holds ``made`` elements, input rows hold ``held``.
+
+    It is the leading dim of a reshaped group of dims. Where a cut of the output falls inside an input row, the whole
+    row is read.
+    """
+
+    held: int
+    made: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        return (Interval(out.lo * self.made // self.held, -(-out.hi * self.made // self.held)),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((-(-point * self.held // self.made) for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Reversed(Access):
+    """Output i needs input ``size - 1 - i``. The cuts stay, so that a later join with the input is free."""
+
+    size: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return (Interval(self.size - out.hi, self.size - out.lo),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return points
+
+
+@dataclass(frozen=True)
+class Wrapped(Access):
+    """Output i needs input ``(i - shift) % size``, for any number of rounds: rolled or repeated."""
+
+    size: int
+    shift: int = 0
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        runs, start = [], out.lo
+        while start < out.hi:
+            first = (start - self.shift) % self.size
+            length = min(out.hi - start, self.size - first)
+            runs.append(Interval(first, first + length))
+            start += length
+        return tuple(runs) or (Interval(0, 0),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return points if out_size == self.size else Partition.even(out_size, len(points) - 1).points
+
+
+@dataclass(frozen=True)
+class Only(Access):
+    """One index of a dim that every rank reads: with a link to no dim of the space."""
+
+    index: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return (Interval(self.index, self.index + 1),)

@@ -1,6 +1,6 @@
 """Rules: for each torch function, what it needs and how it computes a box. One table, one executor."""
 
-from . import direct, loss, norm, pointwise, reduce, window
+from . import direct, loss, norm, pad, pointwise, pool, reduce, window
 from .api import cut_like, from_tile, gather, reshard, shard
 from .executor import dispatch
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
@@ -23,7 +23,9 @@ __all__ = [
     "forget_rule",
     "from_tile",
     "gather",
+    "pad",
     "pointwise",
+    "pool",
     "read_whole",
     "reshard",
     "rule",

@@ -151,37 +151,41 @@ def _tiles(values: Any) -> Any:
 def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _tiles(kwargs["inputs"])
-    torch.autograd.backward(_tiles(tensors), _seeds(tensors, grad_tensors), *args, **kwargs)
+    outputs, seeds = _as_lists(tensors, grad_tensors)
+    torch.autograd.backward(_tiles(outputs), _seeds(outputs, seeds), *args, **kwargs)
 
 
 @direct(torch.autograd.grad)
 def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    gradients = torch.autograd.grad(_tiles(outputs), _tiles(wanted), _seeds(outputs, grad_outputs), *args, **kwargs)
+    outputs, seeds = _as_lists(outputs, grad_outputs)
+    gradients = torch.autograd.grad(_tiles(outputs), _tiles(wanted), _seeds(outputs, seeds), *args, **kwargs)
     return tuple(
         _wrapped(g, t.sharding) if isinstance(t, ShardedTensor) else g for g, t in zip(gradients, wanted, strict=True)
     )
 
 
-def _seeds(outputs: Any, gradients: Any) -> Any:
-    """Seeds of cut outputs must be cut alike: re-cut a whole one, so that a tile never meets a global shape."""
-    if isinstance(outputs, Tensor):
-        if gradients is None and isinstance(outputs, ShardedTensor) and outputs.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        if isinstance(gradients, Tensor) and isinstance(outputs, ShardedTensor) | isinstance(gradients, ShardedTensor):
-            return _seed(outputs, gradients)
-        return gradients
-    if gradients is None:
-        return None
-    return [_seeds(o, g) for o, g in zip(outputs, gradients, strict=True)]
+def _as_lists(outputs: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    seeds = [seeds] * len(outputs) if seeds is None or isinstance(seeds, Tensor) else list(seeds)
+    return outputs, seeds
 
 
-def _seed(output: Tensor, gradient: Tensor) -> Tensor:
+def _seeds(outputs: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor | None]:
+    return [_seed(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)]
+
+
+def _seed(output: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A cut output's seed is cut alike: a whole one is re-cut, so that a tile never meets a global shape."""
     from .api import cut_like, gather
 
-    if isinstance(output, ShardedTensor):
-        return unwrap(cut_like(gradient, output.sharding))
-    return gather(gradient)
+    if not isinstance(output, ShardedTensor):
+        return gradient if gradient is None else gather(gradient)
+    if gradient is None:
+        if output.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(unwrap(output))
+    return unwrap(cut_like(gradient, output.sharding))  # type: ignore[arg-type]
 
 
 _NEEDS_VALUES = """

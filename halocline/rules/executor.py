@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
-from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, unwrap, wrap
+from ..tensor import CopyOf, Cut, Fetch, ShardedTensor, Sharding, here, unwrap, wrap
 from ..world import Label, Mesh, Route, Sum
 from .recipe import Operand, Output, Read, Recipe, Slot, Work
 from .table import entry_for, name_of, refuse
@@ -92,6 +92,8 @@ class Plan:
 
     def run(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         label = Label(self.name, here())
+        if self.recipe.inplace:
+            _refuse_write_to_copy(self.name, tensors[0])
         tiles = [unwrap(t) if isinstance(t, ShardedTensor) else t for t in tensors]
         brought = [fetch(tile, label) if fetch else tile for fetch, tile in zip(self.fetches, tiles, strict=True)]
         self._count_gathers(tiles, label)
@@ -102,7 +104,24 @@ class Plan:
             route = Route(self.mesh.world, self.mesh.ranks_along(self.sum_axes), label)
             results = [Sum.apply(r, route, (1.0, 1.0 / self.mesh.count(self.sum_axes))) for r in results]
         wrapped = [wrap(r, s) if s.axes else r for r, s in zip(results, self.shardings, strict=True)]
+        for result in wrapped:
+            self._mark_copy(tensors, result)
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+    def _mark_copy(self, tensors: list[Tensor], result: Tensor) -> None:
+        """Where torch's result would share memory with its operand and ours does not, the result says so."""
+        index = self.recipe.reads[0].operand.index if self.recipe.reads else 0
+        source, fetch = tensors[index], self.fetches[index]
+        if not isinstance(source, ShardedTensor) or not isinstance(result, ShardedTensor):
+            return
+        if not self.recipe.view and source._copy_of is None:
+            return
+        shared = source._tile.untyped_storage().data_ptr() == result._tile.untyped_storage().data_ptr()
+        moved = fetch is not None and fetch.communicates
+        if source._copy_of is not None and (shared or self.recipe.view):
+            result._copy_of = source._copy_of
+        elif self.recipe.view and (moved or not (shared or self.recipe.may_copy)):
+            result._copy_of = CopyOf(source._tile)
 
     def _compute(self, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if not self.recipe.runs_empty and any(interval.empty for interval in self.work.box):
@@ -125,6 +144,15 @@ class Plan:
             if traffic.gathers[str(label)] == 1 and self.mesh.rank == 0:
                 axes = ", ".join(sorted(fetch.axes - fetch.work_axes))
                 _log.warning("%s: gathers its operand over %s, %d bytes a rank and call", label, axes, size)
+
+
+def _refuse_write_to_copy(name: str, target: Tensor) -> None:
+    if isinstance(target, ShardedTensor) and target._copy_of is not None:
+        raise refuse(
+            name,
+            "in place, it would change a copy: torch's result is a view of its base, and here its data had to move",
+            "call .clone() on it first, or write it out of place",
+        )
 
 
 def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:
@@ -214,8 +242,8 @@ def _plan_read(
         own = sharding.cuts[dim]
         cut = cuts.get(link.dim) if link.dim is not None else None
         size = sharding.shape[dim]
-        if cut is None:  # the whole dim is needed; torch pads it itself
-            needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)
+        if cut is None:  # the whole dim is needed, torch pads it itself; or every rank needs the same part of it
+            needs: tuple[tuple[Interval, ...], ...] = (link.access.need(whole(size)) if link.dim is None else (whole(size),),)
         else:
             needs = tuple(link.access.need(piece) for piece in cut.partition.pieces())
         fill = link.fill if link.fill is not None else fill

@@ -28,7 +28,7 @@ def shape_from_torch(function: Callable[..., Tensor], input: Operand, *args: Any
 
 
 @rule(F.pad)
-def pad(input: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Recipe:
+def describe_pad(input: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Recipe:
     shape = shape_from_torch(F.pad, input, pad, mode, value)
     amounts = _by_dim(pad, input.ndim)
     if mode == "constant":
@@ -42,10 +42,7 @@ def pad(input: Operand, pad: Sequence[int], mode: str = "constant", value: float
 
 @rule(torch.constant_pad_nd)
 def constant_pad_nd(input: Operand, pad: Sequence[int], value: float = 0) -> Recipe:
-    return _pad_rule(input, pad, "constant", value)
-
-
-_pad_rule = pad  # in the function above, ``pad`` is an argument
+    return describe_pad(input, pad, "constant", value)
 
 
 def _by_dim(pad: Sequence[int], ndim: int) -> Amounts:

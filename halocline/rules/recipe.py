@@ -44,7 +44,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Link:
-    """An operand's dim, and the dim of the space it follows (None: read whole by every rank).
+    """An operand's dim, and the dim of the space it follows (None: every rank reads the same, all of it or one part).
 
     ``fill`` says what stands outside the operand; without it the needed interval is clipped to the operand.
     """
@@ -102,7 +102,8 @@ class Work:
 @dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
-    it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut.
+    it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
+    torch's result shares memory with the first operand read; ``may_copy``: unless its strides forbid it (reshape).
     """
 
     space: tuple[int, ...]
@@ -113,6 +114,8 @@ class Recipe:
     inplace: bool = False
     sums: bool = False
     runs_empty: bool = False
+    view: bool = False
+    may_copy: bool = False
     flops: float = 0.0
 
 

@@ -2,10 +2,11 @@
 
 from .fetch import Fetch, recut
 from .place import current_module, here, watch
-from .sharded import ShardedTensor, unwrap, wrap
+from .sharded import CopyOf, ShardedTensor, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
 
 __all__ = [
+    "CopyOf",
     "Cut",
     "Fetch",
     "ShardedTensor",

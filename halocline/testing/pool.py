@@ -321,18 +321,22 @@ def _decoded(rank: int, reply: bytes) -> Outcome:
 
 def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(Path(stack),), daemon=True).start()
     with Path(stack).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         pipe.send_bytes(_reply(rank, partial(_join, rank, size, port, timeout)))
         while job := _next_job(pipe):
             pipe.send_bytes(_reply(rank, partial(_call, job)))
+    _die_with_parent(Path(stack))
 
 
-def _die_with_parent() -> None:
-    parent = mp.parent_process()
-    if parent is not None:
-        parent.join()  # a rank that is stuck in a call would never read the end of its pipe
+def _die_with_parent(stack: Path) -> None:
+    """In a thread too, for a rank that is stuck in a call would never read the end of its pipe."""
+    if (parent := mp.parent_process()) is not None:
+        parent.join()
+        stack.unlink(missing_ok=True)
+        with suppress(OSError):  # the last rank finds the folder empty
+            stack.parent.rmdir()
         os._exit(1)
 
 

@@ -83,35 +83,35 @@ class ProcessWorld(World):
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
         """Say what this rank saw, hear what the others saw, and name the rank where it began."""
+        text = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).strip()
+        seen = "a reduction did not complete"
         if peer is not None and peer >= 0:
             seen = f"nothing came from rank {peer} within the deadline of {self.deadline:g} s"
-            if "closed" in str(error).lower() or "reset" in str(error).lower():
+            if "closed" in text.lower() or "reset" in text.lower():
                 seen = f"the connection to rank {peer} closed"
-        else:
-            seen = "a reduction did not complete"
         self._failed = f"{label}: {seen}"
-        silent = self._silent_ranks(peer, label)
-        blame = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
-        return RankFailure(
-            f"rank {self.rank}, {label}: {seen}{blame}. That rank died, hangs, or runs another operation; "
-            f"look at its own output first ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
-        )
+        heard = self._hear_others(label)
+        silent = [str(rank) for rank, words in heard.items() if words is None]
+        parts = [f"rank {self.rank}, {label}: {seen}"]
+        parts += [f"no word from rank {', '.join(silent)}, which died or hangs"] if silent else []
+        parts += [f"rank {rank} stopped at {words}" for rank, words in heard.items() if words is not None]
+        return RankFailure("; ".join(parts) + f". Look at that rank's own output first. ({text.splitlines()[0][:120]})")
 
-    def _silent_ranks(self, peer: int | None, label: Label) -> list[int]:
-        """Ranks that have reported no failure of their own shortly after ours: where it began."""
+    def _hear_others(self, label: Label) -> dict[int, str | None]:
+        """Where each other rank says it stopped; None for one that says nothing within a short grace."""
+        heard: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
         store = default_store()
         if store is None:
-            return [] if peer is None else [peer]
-        with suppress(RuntimeError, ValueError):
+            return {}
+        with suppress(RuntimeError, ValueError):  # the store itself may be gone with the rank that held it
             store.set(f"halocline/failed/{self.rank}", str(label))
             end = time.monotonic() + _GRACE
-            others = [r for r in range(self.size) if r != self.rank]
-            while others and time.monotonic() < end:
-                others = [r for r in others if not store.check([f"halocline/failed/{r}"])]
-                if others:
-                    time.sleep(0.1)
-            return others
-        return [] if peer is None else [peer]
+            while None in heard.values() and time.monotonic() < end:
+                for rank in [r for r, words in heard.items() if words is None]:
+                    if store.check([f"halocline/failed/{rank}"]):
+                        heard[rank] = store.get(f"halocline/failed/{rank}").decode()
+                time.sleep(0.05)
+        return heard
 
     def abandon(self, error: BaseException, label: Label) -> None:
         self._failed = f"{label}: {error}"

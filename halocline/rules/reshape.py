@@ -1,0 +1,140 @@
+"""The same elements under other dims. A cut stays where the cut dim leads its group of dims; else that dim is gathered.
+
+Input and output dims fall into groups of equal product: [N, C, D, H] -> [N, C*D*H] has the groups N -> N and
+C, D, H -> C*D*H, which C leads (or D, where C is one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry.access import Rows
+from .recipe import WHOLE, Link, Operand, Recipe, Work
+from .table import refuse
+from .view import each, local_shape, made_of, normal, on_tile, operands, shape, viewing
+
+
+class Group(NamedTuple):
+    """Dims of the input and of the output that hold the same elements; the first of each leads."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
+    """The smallest groups, from the left; dims of size one are in none.
+
+    >>> list(groups((4, 1, 6, 5), (4, 3, 10)))
+    [Group(before=(0,), after=(0,)), Group(before=(2, 3), after=(1, 2))]
+    """
+    lefts, rights = ([d for d, size in enumerate(sizes) if size != 1] for sizes in (old, new))
+    while lefts and rights:
+        before, after = [lefts.pop(0)], [rights.pop(0)]
+        while (held := prod(old[d] for d in before)) != (made := prod(new[d] for d in after)):
+            short, rest = (before, lefts) if held < made else (after, rights)
+            if not rest:  # nothing is in a tensor of size 0, and no product tells its dims apart
+                return
+            short.append(rest.pop(0))
+        yield Group(tuple(before), tuple(after))
+
+
+class Regroup(NamedTuple):
+    """What a group's rows hold, in elements: before by the input's leading dim, after by the output's."""
+
+    group: Group
+    held: int
+    made: int
+
+    @property
+    def ragged(self) -> bool:
+        """May an output row begin inside an input row?"""
+        return self.held % self.made != 0 and self.made % self.held != 0
+
+
+def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
+    found = []
+    for group in groups(old, new):
+        held, made = prod(old[d] for d in group.before[1:]), prod(new[d] for d in group.after[1:])
+        if held and made:
+            found.append(Regroup(group, held, made))
+    return found
+
+
+def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
+    parts = regroup(input.shape, space)
+    links = [WHOLE] * input.ndim
+    for group, held, made in parts:
+        links[group.before[0]] = Link(group.after[0], Rows(held, made))
+
+    def local(work: Work, tile: Tensor) -> Tensor:
+        if any(part.ragged and not work.native(input, part.group.before[0]) for part in parts):
+            tile = _trimmed(work, tile)
+        return tile.reshape(local_shape(work))
+
+    def _trimmed(work: Work, tile: Tensor) -> Tensor:
+        """Each group as one dim, without the elements of the outermost rows that belong to neighbours."""
+        flat = tile.reshape([prod(tile.shape[d] for d in part.group.before) for part in parts])
+        for place, (group, held, made) in enumerate(parts):
+            (need,), box = work.slots[input.index][group.before[0]].needs, work.box[group.after[0]]
+            flat = flat.narrow(place, box.lo * made - need.lo * held if box.size else 0, box.size * made)
+        return flat
+
+    return viewing(input, space, links, on_tile(local), may_copy=may_copy)
+
+
+@each("view view_as unflatten squeeze unsqueeze")
+def view(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    input = next(operands((args, kwargs)))
+    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        raise refuse("view(dtype)", "it looks at the bytes, and a rank has those of a tile only", "use .to(dtype)")
+    return reshaped(input, shape(function, *args, **kwargs), may_copy=False)
+
+
+@each("reshape reshape_as flatten ravel atleast_1d atleast_2d atleast_3d")
+def reshape(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    input, *others = operands((args, kwargs))
+    if others and function.__name__.startswith("atleast"):
+        raise refuse(function, "it was given several tensors at once", "call it on each of them")
+    return reshaped(input, shape(function, *args, **kwargs), may_copy=True)
+
+
+@made_of("repeat_interleave")
+def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any = None) -> Tensor:
+    """A new dim after ``dim``, stretched and merged into it: the cut leads the merge."""
+    if isinstance(input, int) or isinstance(repeats, Tensor) or repeats is None:
+        raise refuse(
+            "repeat_interleave", "repeats given as a tensor make a shape that depends on values", "give an integer"
+        )
+    if dim is None:
+        input, dim = input.flatten(), 0
+    place = normal(dim, input.ndim) + 1
+    stretched = list(input.shape)
+    stretched.insert(place, repeats)
+    return input.unsqueeze(place).expand(stretched).flatten(place - 1, place)
+
+
+@made_of("pixel_shuffle")
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    """Channels become pixels inside each pixel: rows and columns lead the merge, and keep their cuts."""
+    r, meta = upscale_factor, torch.empty(input.shape, device="meta")
+    *lead, channels, height, width = torch.pixel_shuffle(meta, r).shape
+    split = input.reshape(*lead, channels, r, r, height // r, width // r)
+    return split.permute(*_placed(len(lead), 0, 3, 1, 4, 2)).reshape(*lead, channels, height, width)
+
+
+@made_of("pixel_unshuffle")
+def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    r, meta = downscale_factor, torch.empty(input.shape, device="meta")
+    *lead, channels, height, width = torch.pixel_unshuffle(meta, r).shape
+    split = input.reshape(*lead, channels // (r * r), height, r, width, r)
+    return split.permute(*_placed(len(lead), 0, 2, 4, 1, 3)).reshape(*lead, channels, height, width)
+
+
+def _placed(lead: int, *order: int) -> tuple[int, ...]:
+    """A permutation of the last dims, behind ``lead`` dims that stay."""
+    return (*range(lead), *(lead + dim for dim in order))

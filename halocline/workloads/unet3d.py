@@ -1,0 +1,59 @@
+"""3D U-Net for the segmentation of volumes (Cicek et al. 2016), padded so that the output has the input's size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+DEPTH = 3  # levels above the bottom; each halves the volume
+MULTIPLE = 2**DEPTH
+SHAPES = ((1, 1, 32, 32, 32),)  # small enough to check on a laptop within seconds
+
+
+def fit(shapes: Sequence[Sequence[int]]) -> dict[str, object]:
+    """Arguments of a small network that takes inputs of these shapes."""
+    return {"width": 4, "channels_in": shapes[0][1]}
+
+
+class UNet3d(nn.Module):
+    """Down (w, 2w) (2w, 4w) (4w, 8w), bottom (8w, 16w), up again with skips, and a 1x1x1 convolution to the classes.
+
+    Width 32 with 3 input channels is the published network: 19,069,955 weights and biases, batch norms aside.
+    """
+
+    def __init__(self, width: int = 32, channels_in: int = 1, classes: int = 3) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(DEPTH + 1)]
+        sources = [channels_in, *(2 * w for w in widths)]
+        self.down = nn.ModuleList(block(i, w, 2 * w) for i, w in zip(sources[:-2], widths[:-1], strict=True))
+        self.pool = nn.MaxPool3d(2)
+        self.bottom = block(sources[-2], widths[-1], 2 * widths[-1])
+        self.rise = nn.ModuleList(nn.ConvTranspose3d(4 * w, 4 * w, 2, 2, bias=False) for w in reversed(widths[:-1]))
+        self.up = nn.ModuleList(block(6 * w, 2 * w, 2 * w) for w in reversed(widths[:-1]))
+        self.head = nn.Conv3d(2 * width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any(size % MULTIPLE for size in x.shape[2:]):
+            raise ValueError(f"a volume of {list(x.shape[2:])} does not halve {DEPTH} times; use multiples of {MULTIPLE}")
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = self.pool(x)
+        x = self.bottom(x)
+        for rise, block in zip(self.rise, self.up, strict=True):
+            x = block(torch.cat([skips.pop(), rise(x)], 1))
+        return self.head(x)
+
+
+def block(channels_in: int, middle: int, channels_out: int) -> nn.Sequential:
+    """Two 3x3x3 convolutions, each followed by batch norm and ReLU."""
+    return nn.Sequential(*_convolution(channels_in, middle), *_convolution(middle, channels_out))
+
+
+def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+    # The bias does nothing under a batch norm; it is there because the published network has it.
+    convolution = nn.Conv3d(channels_in, channels_out, 3, padding="same")
+    return convolution, nn.BatchNorm3d(channels_out), nn.ReLU(inplace=True)
