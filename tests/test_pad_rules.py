@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halocline as hc
-from halocline.errors import HaloclineError, ShardingError
+from halocline.errors import ShardingError
 from halocline.geometry import Interval, Mirror
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
@@ -36,18 +35,20 @@ class Setup:
 
     def compare(self, second_order: bool = False) -> Comparison:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        return check_rule(self.call, x, cuts=[self.cuts], mesh=self.mesh, points=[self.points], second_order=second_order)
+        return check_rule(
+            self.call, x, cuts=[self.cuts], mesh=self.mesh, points=[self.points], second_order=second_order
+        )
 
 
 def amounts(random: Random, mode: str, size: int) -> list[int]:
-    """Pads up to what torch takes of this mode, and crops."""
-    most = {"constant": 9, "reflect": size - 1, "replicate": 9, "circular": size}[mode]
+    """Nothing, pads up to what torch takes of this mode, or a crop on one side or both that leaves something."""
     kind = random.random()
     if kind < 0.2:
         return [0, 0]
-    if kind < 0.8:
-        return [random.randint(0, min(most, 9)) for _ in range(2)]
-    return [random.randint(-size // 2, min(most, 9)) for _ in range(2)]
+    crop = 0 if kind < 0.8 else random.randint(0, (size - 1) // 2)
+    most = min(9, {"constant": 9, "reflect": size - 1, "replicate": 9, "circular": size - crop}[mode])
+    other = -random.randint(0, (size - 1) // 2) if kind > 0.95 else random.randint(0, most)
+    return random.sample([-crop if crop else random.randint(0, most), other], 2)
 
 
 def setups(mode: str, count: int, seed: int = 0) -> Iterator[Setup]:
@@ -79,13 +80,9 @@ def place(random: Random, shape: list[int], lead: int) -> tuple[dict[int, str], 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_any_padding_and_any_cut_is_exact(mode: str) -> None:
-    """Torch itself refuses some set-ups on one rank (a crop that leaves nothing); the library refuses none but those."""
-    counts: Counter[str] = Counter()
     for number, setup in enumerate(setups(mode, SETUPS)):
         found = setup.compare(second_order=number % 4 == 0)
-        assert found.verdict in ("exact", "invalid"), (setup, found)
-        counts[found.verdict] += 1
-    assert counts["exact"] > 0.8 * SETUPS, counts
+        assert found.verdict == "exact", (setup, found)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -131,7 +128,9 @@ def test_convolutions_with_every_padding_mode(spatial: int, mode: str) -> None:
     for options in ({"padding": 2}, {"padding": "same", "dilation": 2}, {"padding": 1, "stride": 2}):
         kind: Any = getattr(nn, f"Conv{spatial}d")
         module = kind(2, 3, 3, padding_mode=mode, **options).double()
-        found = check_rule(module, x, cuts=[{2: "a", 1 + spatial: "b"} if spatial > 1 else {2: "a"}], mesh={"a": 3, "b": 2})
+        found = check_rule(
+            module, x, cuts=[{2: "a", 1 + spatial: "b"} if spatial > 1 else {2: "a"}], mesh={"a": 3, "b": 2}
+        )
         assert found.verdict == "exact", (module, found)
 
 
@@ -164,10 +163,17 @@ def test_a_wrap_moves_only_what_wraps_and_an_unpadded_dim_nothing() -> None:
 
 
 def test_dtypes_are_kept() -> None:
-    for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.complex128):
+    """Values are copied bit by bit; gradients add up, and are averaged over the ranks."""
+    for dtype, tolerance in (
+        (torch.int64, 0.0),
+        (torch.float32, 1e-6),
+        (torch.bfloat16, 2e-2),
+        (torch.complex128, 1e-8),
+    ):
         for mode in MODES:
             x = (10 * torch.rand(2, 3, 7)).to(dtype)
-            found = check_rule(partial(F.pad, pad=(3, 2), mode=mode), x, cuts=[{2: "a"}], mesh={"a": 3})
+            call = partial(F.pad, pad=(3, 2), mode=mode)
+            found = check_rule(call, x, cuts=[{2: "a"}], mesh={"a": 3}, tolerance=tolerance)
             assert found.verdict == "exact", (dtype, mode, found)
     flags = torch.rand(2, 3, 7) > 0.5
     assert check_rule(partial(F.pad, pad=(1, 1), value=True), flags, cuts=[{2: "a"}], mesh={"a": 3}).verdict == "exact"
@@ -203,8 +209,9 @@ def test_a_pad_wider_than_a_tile_but_not_than_the_sample_is_allowed() -> None:
 def test_the_result_is_a_copy() -> None:
     """Written in place, a padded tensor must leave the one it came from alone, on inner ranks too."""
 
+    plain = torch.rand(1, 1, 12)
+
     def on_rank() -> None:
-        plain = torch.rand(1, 1, 12)
         x = hc.shard(plain, Mesh(a=3), {2: "a"})
         for mode in MODES:
             for pads in ((1, 1), (0, 0), (-1, 0)):
@@ -216,6 +223,5 @@ def test_the_result_is_a_copy() -> None:
 
 def test_constant_pad_nd() -> None:
     x = torch.rand(3, 7, dtype=torch.float64)
-    found = check_rule(lambda t: torch.constant_pad_nd(t, (2, -1, 1, 0), 3.0), x, cuts=[{0: "a", 1: "b"}], mesh={"a": 2, "b": 2})
-    assert found.verdict == "exact"
-    assert issubclass(ShardingError, HaloclineError)
+    call = partial(torch.constant_pad_nd, pad=(2, -1, 1, 0), value=3.0)
+    assert check_rule(call, x, cuts=[{0: "a", 1: "b"}], mesh={"a": 2, "b": 2}).verdict == "exact"

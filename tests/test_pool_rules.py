@@ -47,7 +47,9 @@ class Setup:
         )
 
 
-def place(random: Random, shape: list[int], dims: list[int]) -> tuple[dict[int, str], dict[str, int], dict[int, list[int]]]:
+def place(
+    random: Random, shape: list[int], dims: list[int]
+) -> tuple[dict[int, str], dict[str, int], dict[int, list[int]]]:
     """One or two of ``dims`` cut over up to five ranks, evenly or anywhere, so that tiles may be empty."""
     chosen = random.sample(dims, min(len(dims), random.choice((1, 1, 2))))
     ranks = [random.randint(1, 5)] if len(chosen) == 1 else [2, random.randint(2, 3)]
@@ -193,7 +195,9 @@ def test_integers_and_narrow_floats() -> None:
             assert found.verdict == "exact", found
 
 
-def traffic(function: Callable[[Tensor], Tensor], x: Tensor, cuts: dict[int, str], **mesh: int) -> list[tuple[int, int]]:
+def traffic(
+    function: Callable[[Tensor], Tensor], x: Tensor, cuts: dict[int, str], **mesh: int
+) -> list[tuple[int, int]]:
     """(bytes moved, bytes gathered) by a call and its backward pass, on each rank."""
 
     def on_rank() -> tuple[int, int]:

@@ -284,7 +284,9 @@ def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
     def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
         shape = shape_from_torch(function, input, sizes)
         windows = _adaptive_windows(input, sizes)
-        return _average_windows(input, shape, windows) if windows else _ragged(function, input, shape, sizes, _mean_along)
+        return (
+            _average_windows(input, shape, windows) if windows else _ragged(function, input, shape, sizes, _mean_along)
+        )
 
     def run(input: Tensor, output_size: Any) -> Tensor:
         sizes = _out_sizes(input, spatial, output_size)
@@ -301,7 +303,9 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
     def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
         shape = shape_from_torch(function, input, sizes)
         windows = _adaptive_windows(input, sizes)
-        recipe = _max_windows(pool, input, shape, windows) if windows else _ragged(function, input, shape, sizes, _max_along)
+        recipe = (
+            _max_windows(pool, input, shape, windows) if windows else _ragged(function, input, shape, sizes, _max_along)
+        )
         return replace(recipe, uncut=frozenset(d for d, m in enumerate(shape) if m == 1 and input.shape[d] > 1))
 
     def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
@@ -334,7 +338,9 @@ def _crowded(input: Tensor, dim: int) -> bool:
 def _tile_maximum(input: Operand, dim: int, points: tuple[int, ...]) -> Recipe:
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         box = work.box[dim]
-        return _max_along(tile, dim, [Interval(points[i], points[i + 1]).shift(-points[box.lo]) for i in range(box.lo, box.hi)])
+        return _max_along(
+            tile, dim, [Interval(points[i], points[i + 1]).shift(-points[box.lo]) for i in range(box.lo, box.hi)]
+        )
 
     shape = (*input.shape[:dim], len(points) - 1, *input.shape[dim + 1 :])
     recipe = _recipe(input, shape, [], local)

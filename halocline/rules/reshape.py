@@ -72,7 +72,7 @@ def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
         links[group.before[0]] = Link(group.after[0], Rows(held, made))
 
     def local(work: Work, tile: Tensor) -> Tensor:
-        if any(part.ragged and not work.native(input, part.group.before[0]) for part in parts):
+        if tile.numel() and any(part.ragged and not work.native(input, part.group.before[0]) for part in parts):
             tile = _trimmed(work, tile)
         return tile.reshape(local_shape(work))
 

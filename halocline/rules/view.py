@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..geometry import Interval, Window, shape_of
+from ..geometry import Window, shape_of
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .table import composite, refuse, rule
 
@@ -90,7 +90,8 @@ def shape(function: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
 
 def _meta(value: Any) -> Any:
     if isinstance(value, Operand):
-        return torch.empty(value.shape, device="meta")
+        real = value.dtype.is_floating_point or value.dtype.is_complex  # autocast would make these agree, but not on meta
+        return torch.empty(value.shape, dtype=torch.float32 if real else value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
         return type(value)([_meta(item) for item in value])
     if isinstance(value, dict):
@@ -190,10 +191,3 @@ def flat_ints(values: Sequence[Any]) -> tuple[int, ...]:
     inner = values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
     return tuple(int(value) for value in inner)
 
-
-def span(length: int, start: int, step: int) -> Window:
-    """Which inputs a slice reads."""
-    return Window(stride=step, padding=-start)
-
-
-__all__ = ["Interval", "as_called", "each", "forms", "made_of", "operands", "shape", "shapes", "viewing"]

@@ -16,6 +16,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -32,7 +33,6 @@ from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -145,9 +145,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _started(self) -> _Ranks:
@@ -177,7 +175,7 @@ class _Ranks:
     def __init__(self, size: int, timeout: float) -> None:
         context = mp.get_context("spawn")
         self.stacks = tempfile.TemporaryDirectory(prefix="halocline-ranks-")
-        self.store = _store(0, serves=True)
+        self.store = _serve_store()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pipes]
         start = partial(_rank_main, size=size, port=self.store.port, timeout=timeout)
@@ -263,10 +261,14 @@ class _Ranks:
         return "\n".join(takewhile(lambda line: not line.endswith("in _call"), lines))
 
 
-def _store(port: int, serves: bool = False) -> Any:
-    limit = timedelta(seconds=START_DEADLINE)
+def _serve_store() -> Any:
+    listener = socket.create_server((LOOPBACK, 0))  # one that the store opens itself listens to the whole network
+    return _store(listener.getsockname()[1], is_master=True, master_listen_fd=listener.detach())
+
+
+def _store(port: int, **options: Any) -> Any:
     store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
-    return store(LOOPBACK, port, is_master=serves, wait_for_workers=False, timeout=limit)
+    return store(LOOPBACK, port, wait_for_workers=False, timeout=timedelta(seconds=START_DEADLINE), **options)
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile.TemporaryDirectory[str]) -> None:
