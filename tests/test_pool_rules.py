@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halocline as hc
-from halocline.errors import NoRule, Refused, ShardingError
+from halocline.errors import NoRule, ShardingError
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
 
-SETUPS = 80
+SETUPS = 60
 
 
 @dataclass
@@ -85,28 +85,29 @@ def windows(random: Random, spatial: int) -> tuple[Any, Any, Any]:
 
 def max_pool(random: Random, spatial: int, shape: list[int]) -> dict[str, Any]:
     kernel, stride, padding = windows(random, spatial)
-    dilation = random.choice((1, numbers(random, spatial, 1, 3)))
-    return dict(kernel_size=kernel, stride=stride, padding=padding, dilation=dilation, ceil_mode=random.random() < 0.5)
+    widest = min(3, *shape[-spatial:])  # a window that steps over the sample is refused: torch corrupts memory there
+    options = {"dilation": numbers(random, spatial, 1, widest), "ceil_mode": random.random() < 0.5}
+    return {"kernel_size": kernel, "stride": stride, "padding": padding, **options}
 
 
 def avg_pool(random: Random, spatial: int, shape: list[int]) -> dict[str, Any]:
     kernel, stride, padding = windows(random, spatial)
-    options = {"ceil_mode": random.random() < 0.5, "count_include_pad": random.random() < 0.5}
+    options: dict[str, Any] = {"ceil_mode": random.random() < 0.5, "count_include_pad": random.random() < 0.5}
     if spatial > 1 and random.random() < 0.2:
         options["divisor_override"] = random.randint(1, 9)
-    return dict(kernel_size=kernel, stride=() if stride is None else stride, padding=padding, **options)
+    return {"kernel_size": kernel, "stride": () if stride is None else stride, "padding": padding, **options}
 
 
 def lp_pool(random: Random, spatial: int, shape: list[int]) -> dict[str, Any]:
     kernel, stride, _ = windows(random, spatial)
     norm = random.choice((2.0, 4.0, float("inf"), float("-inf")))
-    return dict(norm_type=norm, kernel_size=kernel, stride=stride, ceil_mode=random.random() < 0.5)
+    return {"norm_type": norm, "kernel_size": kernel, "stride": stride, "ceil_mode": random.random() < 0.5}
 
 
 def adaptive(random: Random, spatial: int, shape: list[int]) -> dict[str, Any]:
     if spatial == 1 or random.random() < 0.3:
-        return dict(output_size=random.randint(1, 9))
-    return dict(output_size=[random.choice((None, 1, random.randint(1, 9))) for _ in range(spatial)])
+        return {"output_size": random.randint(1, 9)}
+    return {"output_size": [random.choice((None, 1, random.randint(1, 9))) for _ in range(spatial)]}
 
 
 ARGUMENTS = {
@@ -132,8 +133,7 @@ def verdicts(name: str, count: int, seed: int = 0) -> Counter[str]:
     counts: Counter[str] = Counter()
     for number, setup in enumerate(setups(name, count, seed)):
         found = setup.compare(second_order=number % 4 == 0 and not setup.ties)
-        assert found.verdict != "wrong", (setup, found)
-        assert found.verdict != "refused", (setup, found)
+        assert found.verdict in ("exact", "invalid"), (setup, found)
         counts[found.verdict] += 1
     return counts
 
@@ -232,11 +232,12 @@ def test_one_window_over_all_is_a_reduction_not_a_journey() -> None:
 @pytest.mark.parametrize("name", ["max_pool2d", "adaptive_max_pool2d"])
 def test_indices_are_refused(name: str) -> None:
     def on_rank() -> None:
-        x = hc.shard(torch.rand(1, 1, 8, 8), Mesh(a=2), {2: "a"})
+        mesh = Mesh(a=2)
+        x = hc.shard(torch.rand(1, 1, 8, 8), mesh, {2: "a"})
         with pytest.raises(NoRule, match="no rule"):
             getattr(F, name)(x, 2, return_indices=True)
-        with pytest.raises(Refused):
-            torch.max_pool1d_with_indices(x[0], 2)
+        with pytest.raises(NoRule):
+            torch.adaptive_max_pool1d(hc.shard(torch.rand(1, 8), mesh, {1: "a"}), 2)
 
     run_local(2, on_rank)
 
@@ -249,6 +250,9 @@ def test_what_torch_refuses_is_refused_for_the_global_shape() -> None:
         with pytest.raises(ShardingError, match="half of"):
             F.avg_pool2d(x, 3, padding=2)
         with pytest.raises(ShardingError, match="output_size must be 2"):
-            F.adaptive_avg_pool2d(x, (3,))
+            F.adaptive_avg_pool2d(x, (3,))  # type: ignore[arg-type]
+        tiny = hc.shard(torch.rand(1, 2), Mesh(a=2), {1: "a"})
+        with pytest.raises(ShardingError, match="steps over all 2 elements"):
+            F.max_pool1d(tiny, 2, 1, 1, 3)
 
     run_local(2, on_rank)

@@ -1,6 +1,21 @@
 """Rules: for each torch function, what it needs and how it computes a box. One table, one executor."""
 
-from . import direct, loss, norm, pad, pointwise, pool, reduce, window
+from . import (
+    contract,
+    direct,
+    index,
+    join,
+    loss,
+    norm,
+    pad,
+    pointwise,
+    pool,
+    reduce,
+    reshape,
+    view,
+    whole_axis,
+    window,
+)
 from .api import cut_like, from_tile, gather, reshard, shard
 from .executor import dispatch
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
@@ -15,6 +30,7 @@ __all__ = [
     "Recipe",
     "Work",
     "composite",
+    "contract",
     "cut_like",
     "direct",
     "dispatch",
@@ -23,12 +39,17 @@ __all__ = [
     "forget_rule",
     "from_tile",
     "gather",
+    "index",
+    "join",
     "pad",
     "pointwise",
     "pool",
     "read_whole",
+    "reshape",
     "reshard",
     "rule",
     "shard",
+    "view",
+    "whole_axis",
     "window",
 ]

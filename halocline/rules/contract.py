@@ -20,7 +20,7 @@ Labels = Sequence[Hashable]
 def contraction(
     terms: Sequence[tuple[Operand, Labels]], result: Labels, local: Callable[..., Tensor], uncut: Labels = ()
 ) -> Recipe:
-    """Every label is a dim of the space; those the result lacks are summed. A dim of size one is stretched as needed."""
+    """Every label is a dim of the space; those the result lacks are summed. A dim of size one is stretched."""
     sizes: dict[Hashable, int] = {}
     for operand, labels in terms:
         for label, size in zip(labels, operand.shape, strict=True):
@@ -47,22 +47,18 @@ def contraction(
 def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None = None) -> Recipe:
     """Where the features are cut, the rank that holds the first of them adds the bias."""
     result = shape(F.linear, input, weight, bias)
-    rows: Labels = ("out", "in")[2 - weight.ndim :]
-    lead = range(input.ndim - 1)
-    terms = [(input, (*lead, "in")), (weight, rows)]
+    lead, place, features = range(input.ndim - 1), input.ndim - 1, input.shape[-1]
+    terms: list[tuple[Operand, Labels]] = [(input, (*lead, "in")), (weight, ("out", "in")[2 - weight.ndim :])]
     if bias is not None:
         terms.append((bias, ("out",)[1 - bias.ndim :]))
-    features = input.ndim - 1
 
     def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        box = work.box[features]
-        if bias is not None and (box.empty or box.lo > 0) and box.size < weight_in:
-            weight, bias = weight + bias.reshape(-1)[:0].sum(), None  # adds nothing, and takes part in its backward
+        box = work.box[place]
+        if bias is not None and box.size < features and (box.lo > 0 or box.empty):
+            weight, bias = weight + bias.reshape(-1)[:0].sum(), None  # adds nothing, yet takes part in its backward
         return F.linear(input, weight, bias)
 
-    weight_in = weight.shape[-1]
-    out = (*lead, "out")[: len(result)]
-    return contraction(terms, out, local, uncut=() if weight_in else ("in",))
+    return contraction(terms, (*lead, "out")[: len(result)], local, uncut=() if features else ("in",))
 
 
 @each("matmul mm bmm mv dot vdot __matmul__")
@@ -88,13 +84,19 @@ def _plus(input: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
     return scaled + (input if beta == 1 else input * beta)
 
 
-@made_of("addmm addmv baddbmm")
-def add_matmul(input: Tensor, left: Any = None, right: Any = None, *, beta: Any = 1, alpha: Any = 1, **named: Any) -> Tensor:
-    named_left, named_right = (named.pop(a, None) or named.pop(b, None) or named.pop(c, None) for a, b, c in _OPERANDS)
-    return _plus(input, torch.matmul(left if left is not None else named_left, right if right is not None else named_right), beta, alpha)
+@made_of("addmm")
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _plus(input, torch.mm(mat1, mat2), beta, alpha)
 
 
-_OPERANDS = (("mat1", "mat", "batch1"), ("mat2", "vec", "batch2"))
+@made_of("addmv")
+def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _plus(input, torch.mv(mat, vec), beta, alpha)
+
+
+@made_of("baddbmm")
+def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _plus(input, torch.bmm(batch1, batch2), beta, alpha)
 
 
 @made_of("addbmm")
@@ -141,7 +143,9 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
     labels = [_spelled(text, term.ndim) for text, term in zip(given.split(","), terms, strict=True)]
     found = [label for part in labels for label in part]
     out = _spelled(result, None, _dots(found)) if arrow else _implied(found)
-    twice = [label for part in labels for label in part if part.count(label) > 1]  # a diagonal, of what lies on one rank
+    twice = [
+        label for part in labels for label in part if part.count(label) > 1
+    ]  # a diagonal, of what lies on one rank
     return contraction(list(zip(terms, labels, strict=True)), out, as_called(function), uncut=twice)
 
 

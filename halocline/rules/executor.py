@@ -242,9 +242,10 @@ def _plan_read(
         own = sharding.cuts[dim]
         cut = cuts.get(link.dim) if link.dim is not None else None
         size = sharding.shape[dim]
-        if cut is None:  # the whole dim is needed, torch pads it itself; or every rank needs the same part of it
-            needs: tuple[tuple[Interval, ...], ...] = (link.access.need(whole(size)) if link.dim is None else (whole(size),),)
-        else:
+        needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)  # not cut: all of it, and torch pads it itself
+        if link.dim is None:
+            needs = (link.access.need(whole(size)),)
+        elif cut is not None:
             needs = tuple(link.access.need(piece) for piece in cut.partition.pieces())
         fill = link.fill if link.fill is not None else fill
         move = DimMove(

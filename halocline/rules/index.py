@@ -130,7 +130,7 @@ def index_select(function: Any, input: Operand, dim: int, index: Operand) -> Rec
 
 @each("gather")
 def gather_along(function: Any, input: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Recipe:
-    """``out[i][j] = input[index[i][j]][j]``: input whole along ``dim``, elsewhere where the index is (it may be smaller)."""
+    """``out[i][j] = input[index[i][j]][j]``: the input whole along ``dim``, elsewhere what the index has."""
     shape(torch.gather, input, dim, index)
     place = normal(dim, input.ndim)
     links = [WHOLE if d == place else Link(d, Window()) for d in range(input.ndim)]

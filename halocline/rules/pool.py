@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..geometry import Access, Adaptive, Interval, Window
+from ..errors import ShardingError
+from ..geometry import Access, Adaptive, Interval, Same, Window
 from ..geometry.access import Pieces
-from ..tensor import ShardedTensor
+from ..tensor import ShardedTensor, here
 from .executor import run_rule
 from .pad import shape_from_torch
 from .recipe import Link, Operand, Output, Read, Recipe, Work, pair
@@ -70,25 +71,33 @@ def _max_windows(
             tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=_lowest(tile.dtype))
         steps = [w.stride for w in windows], before, [w.dilation for w in windows]
         found = pool(tile, [w.kernel for w in windows], *steps, ceil_mode)
-        for i, interval in enumerate(box):  # padding is the same on both sides: windows past the box are no one's
-            found = found.narrow(first + i, 0, interval.size)
-        return found
+        return _head(found, box)
 
     return _recipe(input, shape, windows, local)
+
+
+def _head(tensor: Tensor, box: tuple[Interval, ...]) -> Tensor:
+    """torch pads both sides alike, which can give windows past the box: they are another rank's, or no one's."""
+    for dim, interval in enumerate(box, tensor.ndim - len(box)):
+        if tensor.shape[dim] != interval.size:
+            tensor = tensor.narrow(dim, 0, interval.size)
+    return tensor
 
 
 def _lowest(dtype: torch.dtype) -> float:
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
+def _max_pool(spatial: int, function: Any) -> Pool:
     adaptive = getattr(F, f"adaptive_max_pool{spatial}d")
 
     def describe(
         input: Operand, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> Recipe:
         shape = shape_from_torch(function, input, kernel, stride, padding, dilation, ceil_mode)
-        return _max_windows(pool, input, shape, _windows(spatial, kernel, stride, padding, dilation), ceil_mode)
+        windows = _windows(spatial, kernel, stride, padding, dilation)
+        _check_not_empty(function, input, windows)
+        return _max_windows(function, input, shape, windows, ceil_mode)
 
     def run(
         input: Tensor,
@@ -106,6 +115,16 @@ def _max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
         return run_rule(function, describe, (input, kernel_size, stride, padding, dilation, ceil_mode), {})
 
     return run
+
+
+def _check_not_empty(function: Any, input: Operand, windows: list[Window]) -> None:
+    """With a dilation wider than the sample a window can step over it; torch then writes past the gradient's end."""
+    for size, w in zip(input.shape[-len(windows) :], windows, strict=True):
+        if any(start % w.dilation >= size for start in range(-w.padding, 0, w.stride)):
+            raise ShardingError(
+                f"{function.__name__} in {here()}: a window of dilation {w.dilation} steps over all {size} elements of a "
+                f"dim of {list(input.shape)} and has no maximum; dilate or pad less"
+            )
 
 
 def _cut(input: Tensor, dim: int) -> bool:
@@ -159,7 +178,7 @@ def _average_windows(
         if all(min(count) == max(count) for count in counts):
             common = math.prod(count[0] for count in counts)
             return _average(tile, windows, padding, ceil_mode, include_pad, common)
-        # Half a precision's worth of digits would be lost, or its range left, in a bare sum.
+        # In half precision a bare sum could leave the range.
         base = math.prod(w.kernel for w in windows) if tile.dtype in _NARROW else 1
         return _divided(_average(tile, windows, padding, ceil_mode, include_pad, base), counts, base)
 
@@ -284,9 +303,9 @@ def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
     def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
         shape = shape_from_torch(function, input, sizes)
         windows = _adaptive_windows(input, sizes)
-        return (
-            _average_windows(input, shape, windows) if windows else _ragged(function, input, shape, sizes, _mean_along)
-        )
+        if windows:
+            return _average_windows(input, shape, windows)
+        return _ragged(function, input, shape, sizes, _mean_along)
 
     def run(input: Tensor, output_size: Any) -> Tensor:
         sizes = _out_sizes(input, spatial, output_size)
@@ -303,9 +322,10 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
     def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
         shape = shape_from_torch(function, input, sizes)
         windows = _adaptive_windows(input, sizes)
-        recipe = (
-            _max_windows(pool, input, shape, windows) if windows else _ragged(function, input, shape, sizes, _max_along)
-        )
+        if windows:
+            recipe = _max_windows(pool, input, shape, windows)
+        else:
+            recipe = _ragged(function, input, shape, sizes, _max_along)
         return replace(recipe, uncut=frozenset(d for d, m in enumerate(shape) if m == 1 and input.shape[d] > 1))
 
     def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
@@ -315,12 +335,13 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
         dims = range(input.ndim - len(sizes), input.ndim)
         if not any(m == 1 and _crowded(input, d) for d, m in zip(dims, sizes, strict=True)):
             return run_rule(function, describe, (input, sizes), {})
+        x = input
         for d, m in reversed(list(zip(dims, sizes, strict=True))):
-            if m == 1 and _crowded(input, d):
-                input = run_rule(function, _tile_maximum, (input, d, _pieces(input, d)), {})
-            if input.shape[d] != m:
-                input = function(input, [m if other == d else input.shape[other] for other in dims])
-        return input
+            if m == 1 and _crowded(x, d):
+                x = run_rule(function, _tile_maximum, (x, d, _pieces(x, d)), {})
+            if x.shape[d] != m:
+                x = function(x, [m if other == d else x.shape[other] for other in dims])
+        return x
 
     return run
 
@@ -338,20 +359,18 @@ def _crowded(input: Tensor, dim: int) -> bool:
 def _tile_maximum(input: Operand, dim: int, points: tuple[int, ...]) -> Recipe:
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         box = work.box[dim]
-        return _max_along(
-            tile, dim, [Interval(points[i], points[i + 1]).shift(-points[box.lo]) for i in range(box.lo, box.hi)]
-        )
+        pieces = [Interval(points[i], points[i + 1]) for i in range(box.lo, box.hi)]
+        return _max_along(tile, dim, [piece.shift(-points[box.lo]) for piece in pieces])
 
     shape = (*input.shape[:dim], len(points) - 1, *input.shape[dim + 1 :])
-    recipe = _recipe(input, shape, [], local)
-    links = [Link(d, Pieces(points)) if d == dim else Link(d) for d in range(input.ndim)]
-    return replace(recipe, reads=(Read(input, tuple(links)),))
+    accesses = [Pieces(points) if d == dim else Same() for d in range(input.ndim)]
+    return _recipe(input, shape, accesses, local)
 
 
 for _spatial in (1, 2, 3):
     _max, _adaptive_max = getattr(torch, f"max_pool{_spatial}d"), getattr(F, f"adaptive_max_pool{_spatial}d")
     _avg, _adaptive_avg = getattr(F, f"avg_pool{_spatial}d"), getattr(F, f"adaptive_avg_pool{_spatial}d")
-    composite(getattr(F, f"max_pool{_spatial}d"), _max, family="pool")(_max_pool(_spatial, _max, _max))
+    composite(getattr(F, f"max_pool{_spatial}d"), _max, family="pool")(_max_pool(_spatial, _max))
     composite(_avg, family="pool")(_avg_pool(_spatial, _avg))
     composite(getattr(F, f"lp_pool{_spatial}d"), family="pool")(_lp_pool(_spatial))
     composite(_adaptive_avg, family="pool")(_adaptive_avg_pool(_spatial, _adaptive_avg))

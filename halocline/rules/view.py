@@ -90,7 +90,9 @@ def shape(function: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
 
 def _meta(value: Any) -> Any:
     if isinstance(value, Operand):
-        real = value.dtype.is_floating_point or value.dtype.is_complex  # autocast would make these agree, but not on meta
+        real = (
+            value.dtype.is_floating_point or value.dtype.is_complex
+        )  # autocast would make these agree, but not on meta
         return torch.empty(value.shape, dtype=torch.float32 if real else value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
         return type(value)([_meta(item) for item in value])
@@ -130,7 +132,7 @@ def permutation(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     """torch says where each dim goes, if no two have the same size."""
     (input,) = operands((args, kwargs))
     first = 2
-    probe = torch.empty(range(first, first + input.ndim), device="meta")
+    probe = torch.empty([first + d for d in range(input.ndim)], device="meta")
     rest = [probe if isinstance(a, Operand) else a for a in args]
     named = {name: probe if isinstance(a, Operand) else a for name, a in kwargs.items()}
     order = [size - first for size in function(*rest, **named).shape]
@@ -149,9 +151,9 @@ def expand(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 
 @made_of("broadcast_tensors")
 def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
-    tensors = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
-    common = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    return tuple(tensor.expand(common) for tensor in tensors)
+    given = list(operands(tensors, Tensor))
+    common = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    return tuple(tensor.expand(common) for tensor in given)
 
 
 @each("view_as_real")
@@ -190,4 +192,3 @@ def flat_ints(values: Sequence[Any]) -> tuple[int, ...]:
     """``f(1, 2)`` and ``f((1, 2))`` mean the same."""
     inner = values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
     return tuple(int(value) for value in inner)
-

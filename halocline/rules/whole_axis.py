@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .executor import run_rule
-from .recipe import WHOLE, Link, Operand, Output, Read, Recipe
-from .table import composite, refuse, rule
-from .view import as_called, each, forms, made_of, normal, shape, shapes
 from .pointwise import broadcast_shape
+from .recipe import WHOLE, Link, Operand, Output, Read, Recipe
+from .table import refuse, rule
+from .view import as_called, each, made_of, normal, shape, shapes
 
 
 def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, **kwargs: Any) -> Recipe:
@@ -55,3 +55,140 @@ def channel_shuffle(function: Any, input: Operand, groups: int) -> Recipe:
 @each("local_response_norm")
 def local_response_norm(function: Any, input: Operand, size: int, *args: Any, **kwargs: Any) -> Recipe:
     return along(function, input, 1, size)
+
+
+@each("normalize")
+def normalize(function: Any, input: Operand, p: float = 2.0, dim: Any = 1, *args: Any, **kwargs: Any) -> Recipe:
+    return along(function, input, dim, p, dim)
+
+
+@each("cosine_similarity")
+def cosine_similarity(function: Any, input: Operand, other: Operand, dim: int = 1, eps: float = 1e-8) -> Recipe:
+    space = broadcast_shape(input.shape, other.shape)
+    place = normal(dim, len(space))
+    return Recipe(
+        space=space,
+        reads=tuple(Read(operand, _stretched(operand.shape, space)) for operand in (input, other)),
+        outputs=(Output(shape(function, input, other, dim), tuple(d for d in range(len(space)) if d != place)),),
+        local=as_called(function),
+        uncut=frozenset({place}),
+        runs_empty=True,
+    )
+
+
+def _stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
+    """Dims aligned from the right; one of size one that is stretched is read whole."""
+    first = len(space) - len(shape)
+    return tuple(Link(first + d) if size == space[first + d] else WHOLE for d, size in enumerate(shape))
+
+
+def _along_last(function: Any) -> Any:
+    """A rule for ``function(input, ..., dim=...)``, called with ``dim`` by name."""
+
+    def describe(input: Operand, *args: Any, dim: int, **kwargs: Any) -> Recipe:
+        return along(function, input, dim, *args, dim=dim, **kwargs)
+
+    return describe
+
+
+_sort_rule, _topk_rule = _along_last(torch.sort), _along_last(torch.topk)
+_argsort_rule = _along_last(torch.argsort)
+_cummax_rule, _cummin_rule = _along_last(torch.cummax), _along_last(torch.cummin)
+
+
+@made_of("sort")
+def sort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
+    named = {"dim": dim, "descending": descending, "stable": bool(stable)}
+    return torch.return_types.sort(run_rule(torch.sort, _sort_rule, (input,), named))
+
+
+@made_of("argsort")
+def argsort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
+    named = {"dim": dim, "descending": descending, "stable": bool(stable)}
+    return run_rule(torch.argsort, _argsort_rule, (input,), named)
+
+
+@made_of("topk")
+def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    named = {"dim": dim, "largest": largest, "sorted": sorted}
+    return torch.return_types.topk(run_rule(torch.topk, _topk_rule, (input, k), named))
+
+
+@made_of("cummax")
+def cummax(input: Tensor, dim: int) -> Any:
+    return torch.return_types.cummax(run_rule(torch.cummax, _cummax_rule, (input,), {"dim": dim}))
+
+
+@made_of("cummin")
+def cummin(input: Tensor, dim: int) -> Any:
+    return torch.return_types.cummin(run_rule(torch.cummin, _cummin_rule, (input,), {"dim": dim}))
+
+
+@rule(F.embedding)
+def embedding(
+    input: Operand,
+    weight: Operand,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Recipe:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise refuse(
+            F.embedding,
+            "max_norm, scale_grad_by_freq and sparse depend on which rows the other ranks look up",
+            "leave them at their defaults",
+        )
+    space = (*input.shape, weight.shape[1])
+    dims = tuple(range(len(space)))
+    return Recipe(
+        space=space,
+        reads=(Read(input, tuple(map(Link, dims[:-1]))), Read(weight, (WHOLE, Link(dims[-1])))),
+        outputs=(Output(space, dims),),
+        local=as_called(F.embedding),
+        runs_empty=True,
+    )
+
+
+@rule(F.one_hot)
+def one_hot(input: Operand, num_classes: int = -1) -> Recipe:
+    if num_classes < 0:
+        raise refuse(F.one_hot, "the number of classes would be that of the values on this rank", "give num_classes")
+    return Recipe(
+        space=input.shape,
+        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
+        outputs=(Output((*input.shape, num_classes), (*range(input.ndim), None)),),
+        local=as_called(F.one_hot),
+        runs_empty=True,
+    )
+
+
+@rule(F.scaled_dot_product_attention)
+def attention(
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: Operand | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Recipe:
+    """Each query needs all keys and values: queries and the dims before them keep their cuts."""
+    if dropout_p > 0:
+        raise refuse(F.scaled_dot_product_attention, "its dropout would differ from one rank's", "use dropout_p=0")
+    space = shape(F.scaled_dot_product_attention, query, key, value, attn_mask, 0.0, is_causal, enable_gqa=enable_gqa)
+    rows = len(space) - 2
+    reads = [Read(query, (*_stretched(query.shape[:-1], space[:-1]), WHOLE))]
+    reads += [Read(x, (*_stretched(x.shape[:-2], space[:-2]), WHOLE, WHOLE)) for x in (key, value)]
+    if attn_mask is not None:
+        reads.append(Read(attn_mask, (*_stretched(attn_mask.shape[:-1], space[:-1]), WHOLE)))
+    uncut = frozenset([rows] * is_causal + [rows - 1] * enable_gqa)  # a causal mask counts rows from the first
+    return Recipe(
+        space=space,
+        reads=tuple(reads),
+        outputs=(Output(space, (*range(rows + 1), None)),),
+        local=as_called(F.scaled_dot_product_attention),
+        uncut=uncut,
+    )

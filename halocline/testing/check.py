@@ -1,66 +1,49 @@
 """Does a network run cut, and is the answer that of one rank? The logic behind ``halocline check``.
 
 One rank is the untouched module on plain tensors in this process. Cut is the same module, from the same seed, on real
-gloo processes. Both sides run the same few lines below; each rank holds its answer against the one-rank answer.
+gloo processes. Both sides run the same few lines (`observe`), and each rank holds what it got against one rank's.
 """
 
 from __future__ import annotations
 
-import importlib
-import math
-import sys
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from sys import float_info
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import HaloclineError, NoRule, Refused
+from ..errors import NoRule, Refused
 from ..rules.table import entries, name_of
-from ..workloads import WORKLOADS
+from ..world import Mesh, Traffic, init
 from .compare import EXACT, relative_error
 from .memory import peak_bytes
+from .observe import Answer, CutSide, Tensors, named, observe, one_rank
 from .pool import RankError, RankPool
+from .task import BadUsage, Task, make_inputs, make_model, make_task
 
-#: In float32 rounding alone sets one rank apart from the true answer, for some tensors far. The cut run may be this
-#: many times as far from one rank as one rank is from its own float64 answer, and is never asked to be nearer than ...
+#: In float32 rounding sets one rank itself apart from the true answer, some tensors far. The cut run may be so many
+#: times as far from one rank as that is from its own float64 answer, and need never be nearer than the second number.
 SLACK_32, FLOOR_32 = 10.0, 1e-5
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
-#: Axes that cut a dim of the volume; spatial ones count from the end.
-DIMS = {"data": 0, "depth": -3, "height": -2, "width": -1}
-RATE, MOMENTUM = 0.01, 0.9  # of the optimizer that --steps trains with
 
+PARTS = ("operation", "place", "why", "remedy")  # of a refusal
+MARK = "_halocline_of_the_inputs"
 
-class BadUsage(HaloclineError, ValueError):
-    """A check that cannot be run as asked. The message says what is allowed."""
+Errors = dict[str, dict[str, float]]  # by kind and name, as Tensors
 
-
-@dataclass(frozen=True)
-class Task:
-    """All that a rank must know."""
-
-    target: str
-    arguments: Mapping[str, Any]
-    shapes: tuple[tuple[int, ...], ...]
-    cut: Mapping[str, int]
-    dtype: str
-    steps: int
-    seed: int
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.cut.values())
+__all__ = ["BadUsage", "Report", "check_network"]
 
 
 @dataclass
 class Report:
-    """What was found. Errors are relative, bytes and messages those of the worst rank in one forward and backward."""
+    """What was found. Errors are relative; bytes and messages are the worst rank's in one forward and backward."""
 
     target: str
     verdict: str
@@ -73,26 +56,27 @@ class Report:
     gathered_bytes: int | None = None
     ranks: int = 1
     cut: dict[str, int] = field(default_factory=dict)
-    # The rest is more than the verdict needs.
+    # What follows is more than the verdict needs.
     buffer_error: float | None = None
     loss_error: float | None = None
-    tolerance: float | None = None  # of the worst parameter
+    tolerance: float | None = None  # for the gradient of the worst parameter
     gradient_zero: bool = False
     peak_bytes: int | None = None
     one_rank_peak_bytes: int | None = None
     messages: int | None = None
-    gathers: dict[str, int] = field(default_factory=dict)
+    gathers: dict[str, int] = field(default_factory=dict)  # operation and place: how often
     without_rule: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float64"
     steps: int = 0
     seed: int = 0
-    shapes: list[list[int]] = field(default_factory=list)
-    arguments: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Only what JSON has: an infinite error becomes the largest float."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        """JSON has no infinity: such an error becomes the largest float."""
+        shown = asdict(self)
+        return {k: min(v, float_info.max) if isinstance(v, float) else v for k, v in shown.items()}
 
 
 def check_network(
@@ -109,156 +93,216 @@ def check_network(
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Run a network on one rank and cut over ``ranks``, and compare outputs, gradients, buffers and loss curves.
+    """Run a network on one rank and cut over ``ranks``; compare outputs, gradients, buffers and loss curves.
 
-    ``target`` names a workload, or a function as ``package.module:factory``. ``cut`` is such as {"depth": 2}.
-    ``deadline``: seconds for the cut run; by default many times what one rank took.
+    ``target`` is a workload's name or ``package.module:factory``, ``cut`` is such as {"depth": 2}. ``deadline`` is in
+    seconds and for the cut run; by default it is many times what one rank took.
     """
     started = time.monotonic()
+    peak_bytes(lambda: None)  # counting starts here: a tensor from before would count as freed by nobody
     task = make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed)
-    build(task)  # or a bad factory would be found only after the ranks have started
-    with pool_of(task.ranks, pool) as ranks_pool:
+    make_model(task)  # what cannot be built should fail before ranks are started
+    with nullcontext(pool) if pool else RankPool(task.ranks) as ready:
         say("one rank: the untouched network")
         true = one_rank(task)
         limit = deadline or 120 + 60 * (time.monotonic() - started)
         say(f"{task.ranks} ranks: {', '.join(f'{axis}={size}' for axis, size in task.cut.items())}")
-        report = _cut_run(task, true, ranks_pool, limit)
+        report = _cut_run(task, true, ready, limit)
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _cut_run(task: Task, true: Truth, pool: RankPool, deadline: float) -> Report:
+def _cut_run(task: Task, true: Answer, pool: RankPool, deadline: float) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "one-rank.pt")
-        torch.save(asdict(true), path)
+        path = Path(folder) / "one-rank.pt"
+        torch.save(true.tensors, path)
         try:
-            found = pool.run(on_rank, task, path, deadline / 2, deadline=deadline)
+            # The library's own deadline is the shorter one, for its error names rank, operation and module.
+            found = pool.run(on_rank, task, str(path), deadline / 2, deadline=deadline)
         except RankError as error:
-            return refused(task, error)
-    return judge(task, true, found)
+            return _refused(task, error)
+    return _judged(task, true, found)
 
 
-# ---- what was asked for ----
-
-
-def make_task(
-    target: str,
-    arguments: Mapping[str, Any] | None,
-    shapes: Sequence[Sequence[int]] | None,
-    ranks: int | None,
-    cut: Mapping[str, int] | None,
-    dtype: str,
-    steps: int,
-    seed: int,
-) -> Task:
-    """Defaults filled in, everything checked that can be checked without running."""
-    known = WORKLOADS.get(target)
-    if not known and ":" not in target:
-        raise BadUsage(f"no network {target!r}; it is {', '.join(WORKLOADS)}, or package.module:factory")
-    if not shapes and not known:
-        raise BadUsage(f"what goes into {target}? Give --shape, such as --shape 1,1,32,32,32, once for each input")
-    sizes = tuple(tuple(shape) for shape in shapes or (known.shapes if known else ()))
-    if any(len(shape) < 1 or min(shape) < 1 for shape in sizes):
-        raise BadUsage(f"a shape is a row of sizes from 1, such as 1,1,32,32,32; got {_list(sizes)}")
-    if known and len(sizes[0]) != len(known.shapes[0]):
-        want = len(known.shapes[0])
-        raise BadUsage(f"{target} takes {want} dims (batch, channels, depth, height, width); got {_list(sizes[0])}")
-    if dtype not in DTYPES:
-        raise BadUsage(f"no dtype {dtype!r} here; it is {' or '.join(DTYPES)}")
-    if steps < 0:
-        raise BadUsage(f"--steps {steps}: it is a number of optimizer steps, from 0")
-    fitted = known.fit(sizes) if known else {}
-    plan = checked_cut(sizes[0], ranks, cut)
-    return Task(target, {**fitted, **(arguments or {})}, sizes, plan, dtype, steps, seed)
-
-
-def checked_cut(volume: Sequence[int], ranks: int | None, cut: Mapping[str, int] | None) -> dict[str, int]:
-    """The cut as asked for, or the volume's first spatial dim cut over all ranks."""
-    allowed = axes_of(volume)
-    plan = dict(cut) if cut else {next(axis for axis in (*allowed[1:], "data")): 2 if ranks is None else ranks}
-    for axis, size in plan.items():
-        if axis not in allowed:
-            raise BadUsage(
-                f"no axis {axis!r} to cut an input of {len(volume)} dims {_list(volume)}; its axes are {', '.join(allowed)}"
-            )
-        if size < 1:
-            raise BadUsage(f"{axis}={size}: a cut is a number of ranks, from 1")
-    product = math.prod(plan.values())
-    if ranks is not None and product != ranks:
-        shown = ",".join(f"{axis}={size}" for axis, size in plan.items())
-        raise BadUsage(f"the cut {shown} makes {product} ranks, not {ranks}; leave out --ranks or make them equal")
-    return plan
-
-
-def axes_of(volume: Sequence[int]) -> list[str]:
-    """Batch and channels come first, so a spatial axis needs a dim behind them."""
-    return [axis for axis, dim in DIMS.items() if axis == "data" or len(volume) + dim >= 2]
-
-
-def input_cut(task: Task, index: int) -> dict[int, str]:
-    """{dim: axis} of one input: as the volume is cut if the spatial size is the same, else whole."""
-    volume, shape = task.shapes[0], task.shapes[index]
-    spatial = volume[2:]
-    if index and (len(shape) < len(spatial) + 1 or shape[len(shape) - len(spatial) :] != spatial or not spatial):
-        return {}
-    same_batch = shape[0] == volume[0]
-    return {DIMS[axis] % len(shape): axis for axis in task.cut if axis != "data" or same_batch}
-
-
-def build(task: Task) -> nn.Module:
-    """The network, from the task's seed. Weights are drawn in float32, so both dtypes have the same ones."""
-    factory = find_factory(task.target)
-    torch.manual_seed(task.seed)
-    try:
-        model = factory(**task.arguments)
-    except TypeError as error:
-        raise BadUsage(f"{task.target} does not take {dict(task.arguments)}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise BadUsage(f"{task.target} gave a {type(model).__name__}; it must return a torch.nn.Module")
-    return model.to(DTYPES[task.dtype])
-
-
-def find_factory(target: str) -> Callable[..., Any]:
-    if target in WORKLOADS:
-        return WORKLOADS[target].factory
-    name, _, attribute = target.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadUsage(f"cannot find {target!r} ({error}); it is looked for from the current folder") from error
-    if not callable(found):
-        raise BadUsage(f"{target} is a {type(found).__name__}; it must be a function that returns a torch.nn.Module")
-    return found
-
-
-def make_inputs(task: Task) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(task.seed + 1)
-    return [torch.randn(shape, generator=generator).to(DTYPES[task.dtype]) for shape in task.shapes]
-
-
-# ---- what both sides do ----
-
-
-class Side(Protocol):
-    """One rank, or one of many: how inputs get into the network and results out of it."""
-
-    model: nn.Module
-    leaves: list[Tensor]
-
-    def place(self, index: int, leaf: Tensor) -> Tensor: ...
-    def paused(self) -> AbstractContextManager[None]: ...
-    def whole(self, output: Tensor) -> Tensor: ...
-    def whole_gradient(self, index: int, gradient: Tensor) -> Tensor: ...
+# ---- on the ranks ----
 
 
 @dataclass
-class Answer:
-    """What a network gave, in whole tensors by name."""
+class Found:
+    """What one rank reports."""
 
-    outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    losses: list[float]
+    errors: Errors
+    peak: int
+    traffic: Traffic
+
+
+def on_rank(task: Task, path: str, deadline: float) -> Found:
+    init(deadline)
+    peak_bytes(lambda: None)  # as in check_network
+    with _quiet():
+        answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)
+    return Found(_errors(answer.tensors, torch.load(path, mmap=True)), answer.peak, answer.traffic)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The report says what was gathered; the log need not."""
+    log = logging.getLogger("halocline")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _errors(found: Tensors, true: Tensors) -> Errors:
+    scale = _largest(true["gradients"])
+    return {
+        kind: {
+            name: _error(found[kind].get(name), true[kind].get(name), scale if kind == "gradients" else 0.0)
+            for name in {**true[kind], **found[kind]}
+        }
+        for kind in true
+    }
+
+
+def _error(found: Tensor | None, true: Tensor | None, scale: float) -> float:
+    """No gradient and one of zeros mean the same."""
+    if found is None or true is None:
+        present = found if true is None else true
+        return 0.0 if present is None or not present.any() else float("inf")
+    error = relative_error(found, true, scale)
+    return error if error == error else float("inf")  # NaN would get lost among maxima
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    return max((t.abs().max().item() for t in tensors.values() if t.numel()), default=0.0)
+
+
+# ---- the verdict ----
+
+
+def _report(task: Task, verdict: str, **found: Any) -> Report:
+    cut, shapes, arguments = dict(task.cut), [list(shape) for shape in task.shapes], dict(task.arguments)
+    asked = {"cut": cut, "shapes": shapes, "arguments": arguments, "dtype": task.dtype, "steps": task.steps}
+    return Report(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **found)  # type: ignore[arg-type]
+
+
+def _judged(task: Task, true: Answer, found: list[Found]) -> Report:
+    errors = {kind: _maximum([one.errors[kind] for one in found]) for kind in found[0].errors}
+    allowed = _allowed(task, true.tensors)
+    worst = {kind: _worst(errors[kind], allowed[kind]) for kind in errors}
+    right = all(one.error <= one.allowed for one in worst.values())
+    peak, gathered = max(one.peak for one in found), max(one.traffic.gathered_bytes for one in found)
+    ratio = peak / true.peak if true.peak else None
+    return _report(
+        task,
+        _verdict(right, gathered, ratio, task.ranks),
+        output_error=worst["outputs"].error,
+        gradient_error=worst["gradients"].error,
+        worst_parameter=worst["gradients"].name,
+        activation_ratio=ratio,
+        moved_bytes=max(one.traffic.moved_bytes for one in found),
+        gathered_bytes=gathered,
+        buffer_error=worst["buffers"].error,
+        loss_error=worst["losses"].error if task.steps else None,
+        tolerance=worst["gradients"].allowed,
+        gradient_zero=not _largest(true.tensors["gradients"]),
+        peak_bytes=peak,
+        one_rank_peak_bytes=true.peak,
+        messages=max(one.traffic.messages for one in found),
+        gathers=dict(found[0].traffic.gathers),
+    )
+
+
+def _verdict(right: bool, gathered: int, ratio: float | None, ranks: int) -> str:
+    if not right:
+        return "wrong"
+    return "gathered" if gathered and (ratio or 0.0) > (0.75 if ranks < 4 else 0.5) else "exact"
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The tensor that is furthest from what is allowed."""
+
+    name: str | None
+    error: float
+    allowed: float
+
+
+def _worst(errors: Mapping[str, float], allowed: Mapping[str, float]) -> Worst:
+    name = max(errors, key=lambda one: errors[one] / allowed[one], default=None)
+    return Worst(name, errors[name], allowed[name]) if name is not None else Worst(None, 0.0, 0.0)
+
+
+def _maximum(errors: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for one in errors for name in one}
+    return {name: max(one.get(name, 0.0) for one in errors) for name in sorted(names)}
+
+
+def _allowed(task: Task, found: Tensors) -> dict[str, Mapping[str, float]]:
+    """float64: the one bound. float32: in proportion to how far one rank in float32 is from one rank in float64."""
+    if task.dtype == "float64":
+        return {kind: _Everywhere(EXACT) for kind in found}
+    exact = one_rank(replace(task, dtype="float64")).tensors
+    raised = {kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in found.items()}
+    return {
+        kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK_32 * error) for name, error in errors.items()})
+        for kind, errors in _errors(raised, exact).items()
+    }
+
+
+class _Everywhere(dict[str, float]):
+    """A dict that has a value for every name."""
+
+    def __init__(self, value: float, known: Mapping[str, float] | None = None) -> None:
+        super().__init__(known or {})
+        self.value = value
+
+    def __missing__(self, name: str) -> float:
+        return self.value
+
+
+def _as_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+
+def _refused(task: Task, error: RankError) -> Report:
+    """A refusal is an answer; whatever else ends a rank is an error."""
+    refusals = {str(one.error): one.error for one in error.outcomes if isinstance(one.error, Refused)}
+    if not refusals:
+        raise error
+    return _report(
+        task,
+        "refused",
+        refusals=[{part: getattr(one, part) for part in PARTS} for one in refusals.values()],
+        without_rule=functions_without_rule(task) if any(isinstance(r, NoRule) for r in refusals.values()) else [],
+    )
+
+
+def functions_without_rule(task: Task) -> list[str]:
+    """Every function that the network calls on something made of its inputs and that no rule covers.
+
+    A run ends at the first of them; this finds the others, by watching the untouched network.
+    """
+    inputs, names = make_inputs(task), _Names()
+    for tensor in inputs:
+        setattr(tensor, MARK, True)
+    with names, torch.no_grad():
+        make_model(task)(*inputs)
+    return list(names.found)
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if any(hasattr(tensor, MARK) for _, tensor in named((args, kwargs or {}))):
+            if function not in entries():
+                self.found[name_of(function)] = None
+            for _, tensor in named(result):
+                setattr(tensor, MARK, True)
+        return result

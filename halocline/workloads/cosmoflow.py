@@ -1,4 +1,4 @@
-"""CosmoFlow (Mathuriya et al. 2018; layers as in Oyama et al. 2020): four cosmological parameters from a cube of matter.
+"""CosmoFlow (Mathuriya et al. 2018; layers as in Oyama et al. 2020): cosmological parameters from a cube of matter.
 
 The channels of a cube are redshifts. The larger the cube, the more convolutions are followed by a pool, so that the
 dense layers see a map of about 2x2x2 whatever the size.

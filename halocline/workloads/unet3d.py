@@ -36,7 +36,9 @@ class UNet3d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if any(size % MULTIPLE for size in x.shape[2:]):
-            raise ValueError(f"a volume of {list(x.shape[2:])} does not halve {DEPTH} times; use multiples of {MULTIPLE}")
+            raise ValueError(
+                f"a volume of {list(x.shape[2:])} does not halve {DEPTH} times; use multiples of {MULTIPLE}"
+            )
         skips = []
         for block in self.down:
             x = block(x)

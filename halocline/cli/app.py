@@ -1,0 +1,48 @@
+"""What ``halocline`` says of itself, and its list of commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .check import check
+from .demo import demo
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app.command()(check)
+app.command()(demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"halocline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def halocline(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Train unchanged PyTorch networks on samples that are cut over ranks, with exactly the answer of one rank.
+
+    A sample too large for one device (a cosmology cube, a CT volume, a climate field) is cut along depth, height and
+    width. Each rank keeps one tile; what a layer needs from the neighbours is fetched as it is needed. Outputs and
+    gradients are those of one rank, to rounding; what cannot be done exactly is refused.
+
+    [bold]Where to begin[/bold]
+
+    [cyan]halocline demo[/cyan]
+    See it work: a small 3D U-Net, cut over two ranks, next to the same training on one. It takes a minute.
+
+    [cyan]halocline check unet3d --cut depth=2,height=2[/cyan]
+    Is the answer the same? A built-in network, cut over 2 x 2 ranks on this machine.
+
+    [cyan]halocline check mypackage.models:make_net --shape 1,1,64,64,64[/cyan]
+    Does [italic]your[/italic] network run cut? Any function that returns a torch.nn.Module, called from its own folder.
+
+    With [cyan]--json[/cyan] every command ends with one JSON object, as the last line of its output.
+    """

@@ -1,0 +1,154 @@
+"""``halocline check``: does a network run cut, and is the answer that of one rank?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from ..testing.check import BadUsage, Report, check_network
+from .output import Debug, Json, clear_errors, fact_table, print_json, size_text, stderr, stdout
+
+STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}
+MEANING = {
+    "exact": "[green]exact[/green]: the cut run gives the answer of one rank, to rounding",
+    "gathered": "[yellow]gathered[/yellow]: the answer is right, but so much was gathered that cutting saves little memory",
+    "wrong": "[red]wrong[/red]: the cut run gives another answer; this should never be, please report it",
+    "refused": "[yellow]refused[/yellow]: the network does something that has no exact cut yet",
+}
+
+Target = Annotated[str, typer.Argument(help="unet3d, cosmoflow, or package.module:factory.", show_default=False)]
+Arguments = Annotated[
+    str, typer.Option("--args", metavar="JSON", help='Arguments of the factory, such as \'{"width": 8}\'.')
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="N,C,D,H,W", help="Shape of an input, once for each; the first is the volume."),
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks; 2 if nothing else says.")]
+Cut = Annotated[
+    str | None,
+    typer.Option("--cut", metavar="AXIS=N,...", help="Ranks along data, depth, height, width; width is the last dim."),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="float64, where exact means 1e-8, or float32.")]
+Steps = Annotated[int, typer.Option("--steps", help="Train so many steps on both sides too, and compare the loss curves.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of weights and inputs, the same on every rank.")]
+Deadline = Annotated[
+    float | None, typer.Option("--deadline", help="Seconds for the cut run; by default many times that of one rank.")
+]
+
+
+def check(
+    target: Target,
+    args: Arguments = "{}",
+    shape: Shapes = None,
+    ranks: Ranks = None,
+    cut: Cut = None,
+    dtype: Dtype = "float64",
+    steps: Steps = 0,
+    seed: Seed = 0,
+    deadline: Deadline = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Does a network run cut, and is the answer the same?
+
+    The untouched network runs on one rank, then cut over real processes on this machine, from the same weights and
+    inputs. Outputs, the gradient of every parameter and input, and batch-norm statistics are compared.
+
+    [cyan]halocline check unet3d[/cyan]
+    A built-in network on 2 ranks, cut in depth.
+
+    [cyan]halocline check cosmoflow --cut depth=2,height=2,width=2 --steps 20[/cyan]
+    On 8 ranks, with the loss curves of 20 optimizer steps.
+
+    [cyan]halocline check mypackage.models:make_net --args '{"classes": 4}' --shape 2,1,48,48,48 --cut data=2,depth=2[/cyan]
+    Your own: any function that returns a torch.nn.Module.
+
+    Exit status: 0 the answer is the same (exact, or gathered: right, but with little memory saved), 1 it is wrong,
+    3 the library refuses the network and says why, 2 the check cannot be run as asked.
+    """
+    with clear_errors("check", debug), stderr().status("starting ranks") as status:
+        report = check_network(
+            target,
+            arguments=parse_arguments(args),
+            shapes=[parse_shape(one) for one in shape or ()],
+            ranks=ranks,
+            cut=parse_cut(cut) if cut is not None else None,
+            dtype=dtype,
+            steps=steps,
+            seed=seed,
+            deadline=deadline,
+            say=status.update,
+        )
+    if as_json:
+        print_json(report.as_json())
+    else:
+        show(report)
+    raise typer.Exit(STATUS[report.verdict])
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise BadUsage(f"--args {text}: this is no JSON ({error}); write it such as '{{\"width\": 8}}'") from error
+    if not isinstance(found, dict):
+        raise BadUsage(f"--args {text}: a JSON object of names and values is needed, such as '{{\"width\": 8}}'")
+    return found
+
+
+def parse_shape(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise BadUsage(f"--shape {text}: a shape is a row of sizes, such as 1,1,32,32,32") from error
+
+
+def parse_cut(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        found = {axis.strip(): int(size) for axis, _, size in pairs}
+    except ValueError as error:
+        raise BadUsage(f"--cut {text}: a cut is axes and numbers of ranks, such as depth=2,height=2") from error
+    if len(found) < len(pairs):
+        raise BadUsage(f"--cut {text}: an axis is named twice; name each once, such as depth=2,height=2")
+    return found
+
+
+def show(report: Report) -> None:
+    console = stdout()
+    cut = ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
+    facts = refused_facts(report) if report.verdict == "refused" else measured_facts(report)
+    console.print(fact_table(f"{report.target} on {report.ranks} ranks ({cut}), {report.dtype}", facts))
+    console.print(f"{MEANING[report.verdict]} ({report.seconds:.0f} s)")
+    if report.gradient_zero:
+        console.print("[yellow]Every gradient of the one-rank run is zero, so the comparison says little.[/yellow]")
+
+
+def measured_facts(report: Report) -> dict[str, str]:
+    facts = {
+        "output error": f"{report.output_error:.1e}",
+        "worst gradient error": f"{report.gradient_error:.1e} ({report.worst_parameter}; allowed {report.tolerance:.0e})",
+        "buffer error": f"{report.buffer_error:.1e}",
+    }
+    if report.loss_error is not None:
+        facts[f"loss curve, {report.steps} steps"] = f"{report.loss_error:.1e} apart"
+    peaks = f"{size_text(report.peak_bytes or 0)} a rank, {size_text(report.one_rank_peak_bytes or 0)} on one"
+    ratio = f" (ratio {report.activation_ratio:.2f})" if report.activation_ratio is not None else ""
+    where = f" ({', '.join(report.gathers)})" if report.gathers else ""
+    facts["peak activations"] = peaks + ratio
+    facts["moved"] = f"{size_text(report.moved_bytes or 0)} in {report.messages} messages a rank and step"
+    facts["gathered"] = escape(f"{size_text(report.gathered_bytes or 0)} a rank and step{where}")
+    facts["operations with no rule"] = "none"
+    return facts
+
+
+def refused_facts(report: Report) -> dict[str, str]:
+    facts = {}
+    for refusal in report.refusals:
+        facts |= {part: escape(text) for part, text in refusal.items()}
+    facts["operations with no rule"] = escape(", ".join(report.without_rule)) or "none"
+    return facts

@@ -1,0 +1,166 @@
+"""Run a network once to measure, once to compare and a few times to train: the same lines on one rank and on many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distribute import distribute, no_sync
+from ..errors import HaloclineError
+from ..rules import from_tile, gather, shard
+from ..tensor import ShardedTensor, unwrap
+from ..world import Label, Mesh, Traffic
+from .memory import peak_bytes
+from .task import BadUsage, Task, make_inputs, make_model
+
+RATE, MOMENTUM = 0.01, 0.9  # of the SGD that loss curves come from
+
+Tensors = dict[str, dict[str, Tensor]]  # by kind (outputs, gradients, buffers, losses) and name
+
+
+class Side:
+    """One rank: plain tensors in, plain tensors out, nothing of the library in between."""
+
+    traffic = Traffic()
+
+    def __init__(self, model: nn.Module, leaves: list[Tensor]) -> None:
+        self.model, self.leaves = model, leaves
+
+    def place(self, index: int, leaf: Tensor) -> Tensor:
+        return leaf
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def whole(self, output: Tensor) -> Tensor:
+        return output
+
+    def whole_gradient(self, index: int, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class CutSide(Side):
+    """One rank of many: each input's tile is the leaf."""
+
+    def __init__(self, task: Task, mesh: Mesh) -> None:
+        self.task, self.mesh, self.traffic = task, mesh, mesh.world.traffic
+        cut = [shard(x, mesh, task.dims(index)) for index, x in enumerate(make_inputs(task))]
+        tiles = [(unwrap(x) if isinstance(x, ShardedTensor) else x).detach() for x in cut]
+        super().__init__(distribute(make_model(task), mesh), tiles)
+
+    def place(self, index: int, leaf: Tensor) -> Tensor:
+        return from_tile(leaf, self.mesh, self.task.dims(index), shape=self.task.shapes[index])
+
+    def paused(self) -> AbstractContextManager[None]:
+        return no_sync(self.model)
+
+    def whole(self, output: Tensor) -> Tensor:
+        return gather(output)
+
+    def whole_gradient(self, index: int, gradient: Tensor) -> Tensor:
+        """Exact on its owner where the input is cut, the mean over the ranks where it is whole."""
+        everyone, label = tuple(range(self.mesh.size)), Label("mean of input gradients", "check")
+        return self.mesh.world.sum(gather(self.place(index, gradient)), everyone, label) / self.mesh.size
+
+
+@dataclass
+class Answer:
+    """What a network gave in whole tensors, and what one forward and backward took."""
+
+    tensors: Tensors
+    peak: int
+    traffic: Traffic
+
+
+def observe(side: Side, steps: int) -> Answer:
+    """One step that allocates the gradients, one to measure, one to compare, and ``steps`` to train.
+
+    Gradients stay allocated and are not averaged while measuring: neither they nor the buckets they travel in are
+    activations. Inputs need none, as in training.
+    """
+    step = partial(_step, side, [leaf.detach().requires_grad_(_is_fixed(side.model)) for leaf in side.leaves])
+    with side.paused():
+        step()
+        side.model.zero_grad(set_to_none=False)
+        side.traffic.clear()
+        peak = peak_bytes(lambda: step() and None).peak
+        traffic = replace(side.traffic, gathers=side.traffic.gathers.copy())
+    side.model.zero_grad(set_to_none=False)
+    leaves = [leaf.requires_grad_() for leaf in side.leaves]
+    outputs = _step(side, leaves)
+    tensors = {
+        "outputs": {name: side.whole(output).detach() for name, output in outputs.items()},
+        "gradients": dict(_gradients(side)),
+        "buffers": {name: buffer.detach().clone() for name, buffer in side.model.named_buffers()},
+        "losses": {"curve": torch.tensor(list(_train(side, steps)), dtype=torch.float64)},
+    }
+    return Answer(tensors, peak, traffic)
+
+
+def _is_fixed(model: nn.Module) -> bool:
+    """Nothing in it to train: then only its inputs have gradients."""
+    return not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _step(side: Side, leaves: list[Tensor]) -> dict[str, Tensor]:
+    outputs = dict(named(side.model(*(side.place(index, leaf) for index, leaf in enumerate(leaves)))))
+    loss_of(outputs).backward()
+    return outputs
+
+
+def named(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an output, however they are packed."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping | tuple | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from named(item, f"{name}[{key}]")
+
+
+def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
+    """A loss for any network: the mean over each output of sqrt(1 + (o + 1)^2), added up.
+
+    Normalised outputs do not make it constant, nothing of the whole size is allocated for it, and since its slope is at
+    most one it runs away in no training.
+    """
+    terms = [(o.abs() if o.is_complex() else o) + 1 for o in outputs.values() if o.requires_grad]
+    if not terms:
+        raise BadUsage("the network returns no tensor that has a gradient, so there is nothing to compare")
+    return sum(((term * term + 1).sqrt().mean() for term in terms[1:]), (terms[0] * terms[0] + 1).sqrt().mean())
+
+
+def _gradients(side: Side) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in side.model.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad.detach().clone()
+    for index, leaf in enumerate(side.leaves):
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        yield f"input {index}", side.whole_gradient(index, gradient)
+
+
+def _train(side: Side, steps: int) -> Iterator[float]:
+    if not steps or _is_fixed(side.model):
+        return
+    optimizer = torch.optim.SGD(side.model.parameters(), RATE, MOMENTUM)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = named(side.model(*(side.place(index, leaf.detach()) for index, leaf in enumerate(side.leaves))))
+        loss = loss_of(dict(outputs))
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+def one_rank(task: Task) -> Answer:
+    try:
+        return observe(Side(make_model(task), make_inputs(task)), task.steps)
+    except HaloclineError:
+        raise
+    except Exception as error:
+        raise BadUsage(f"{task.target} fails on one rank, before any cut: {type(error).__name__}: {error}") from error

@@ -1,0 +1,147 @@
+"""What ``halocline check`` is asked to do: which network, on which inputs, cut how. Everything a rank must know."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HaloclineError
+from ..workloads import WORKLOADS
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+#: Axes and the dims of the volume that they cut; spatial ones count from the end.
+DIMS = {"data": 0, "depth": -3, "height": -2, "width": -1}
+
+
+class BadUsage(HaloclineError, ValueError):
+    """A check that cannot be run as asked. The message says what is allowed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The same on every rank. The first input is the volume."""
+
+    target: str
+    arguments: Mapping[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    cut: Mapping[str, int]
+    dtype: str = "float64"
+    steps: int = 0
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.cut.values())
+
+    def dims(self, index: int) -> dict[int, str]:
+        """{dim: axis} for one input: cut as the volume is if the spatial size is the same, else whole."""
+        volume, shape = self.shapes[0], self.shapes[index]
+        spatial = volume[2:]
+        alike = len(shape) > len(spatial) > 0 and shape[-len(spatial) :] == spatial
+        if index and not alike:
+            return {}
+        axes = [axis for axis in self.cut if axis != "data" or shape[0] == volume[0]]
+        return {DIMS[axis] % len(shape): axis for axis in axes}
+
+
+def make_task(
+    target: str,
+    arguments: Mapping[str, Any] | None = None,
+    shapes: Sequence[Sequence[int]] | None = None,
+    ranks: int | None = None,
+    cut: Mapping[str, int] | None = None,
+    dtype: str = "float64",
+    steps: int = 0,
+    seed: int = 0,
+) -> Task:
+    """Defaults filled in, and everything checked that can be checked without running."""
+    if dtype not in DTYPES:
+        raise BadUsage(f"no dtype {dtype!r} here; it is {' or '.join(DTYPES)}")
+    if steps < 0:
+        raise BadUsage(f"{steps} steps: the number of optimizer steps is 0 or more")
+    sizes = _shapes(target, shapes)
+    fitted = WORKLOADS[target].fit(sizes) if target in WORKLOADS else {}
+    return Task(target, {**fitted, **(arguments or {})}, sizes, _cut(sizes[0], ranks, cut), dtype, steps, seed)
+
+
+def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    known = WORKLOADS.get(target)
+    if known is None and ":" not in target:
+        raise BadUsage(f"no network {target!r}; it is {', '.join(WORKLOADS)}, or package.module:factory")
+    if known is None and not shapes:
+        raise BadUsage(f"what goes into {target}? Give a shape for each input, such as --shape 1,1,32,32,32")
+    sizes = tuple(tuple(shape) for shape in shapes or known.shapes)  # type: ignore[union-attr]
+    if not all(shape and min(shape) > 0 for shape in sizes):
+        raise BadUsage(f"a shape is a row of sizes from 1, such as 1,1,32,32,32; got {_text(*sizes)}")
+    if known and [len(shape) for shape in sizes] != [len(shape) for shape in known.shapes]:
+        raise BadUsage(f"{target} takes one input of 5 dims such as {_text(*known.shapes)}; got {_text(*sizes)}")
+    return sizes
+
+
+def _text(*shapes: Sequence[int]) -> str:
+    return " and ".join(",".join(map(str, shape)) for shape in shapes)
+
+
+def _cut(volume: Sequence[int], ranks: int | None, cut: Mapping[str, int] | None) -> dict[str, int]:
+    """The cut as asked for, or the volume's first spatial dim over all ranks (two, if nobody says)."""
+    allowed = axes_of(volume)
+    plan = dict(cut) if cut else {allowed[min(1, len(allowed) - 1)]: 2 if ranks is None else ranks}
+    unknown = [axis for axis in plan if axis not in allowed]
+    if unknown:
+        axes = ", ".join(allowed)
+        raise BadUsage(f"no axis {unknown[0]!r} to cut an input of {_text(volume)} with; its axes are {axes}")
+    shown = ",".join(f"{axis}={size}" for axis, size in plan.items())
+    if min(plan.values()) < 1:
+        raise BadUsage(f"the cut {shown}: each axis is cut over one rank or more")
+    product = math.prod(plan.values())
+    if ranks is not None and product != ranks:
+        raise BadUsage(f"the cut {shown} makes {product} ranks, not {ranks}; leave out --ranks, or make the two equal")
+    return plan
+
+
+def axes_of(volume: Sequence[int]) -> list[str]:
+    """Batch and channels come first, so a spatial axis needs a dim behind them."""
+    return [axis for axis, dim in DIMS.items() if axis == "data" or len(volume) + dim >= 2]
+
+
+def make_model(task: Task) -> nn.Module:
+    """From the task's seed. Weights are drawn in torch's default dtype, so every dtype has the same ones."""
+    factory = find_factory(task.target)
+    torch.manual_seed(task.seed)
+    try:
+        model = factory(**task.arguments)
+    except TypeError as error:
+        raise BadUsage(f"{task.target} cannot be built with {dict(task.arguments)}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise BadUsage(f"{task.target} gave a {type(model).__name__}; it must return a torch.nn.Module")
+    return model.to(DTYPES[task.dtype])
+
+
+def find_factory(target: str) -> Callable[..., Any]:
+    """A workload's, or that of ``package.module:factory`` (as seen from the current folder)."""
+    if target in WORKLOADS:
+        return WORKLOADS[target].factory
+    name, _, attribute = target.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        found = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadUsage(f"cannot find {target}: {error}; it is package.module:factory, seen from {folder}") from error
+    if not callable(found):
+        raise BadUsage(f"{target} is a {type(found).__name__}; it must be a function that returns a torch.nn.Module")
+    return found
+
+
+def make_inputs(task: Task) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(task.seed + 1)
+    return [torch.randn(shape, generator=generator).to(DTYPES[task.dtype]) for shape in task.shapes]

@@ -1,0 +1,21 @@
+"""The ranges of the random sweep, in one place: what is drawn, and for how many set-ups."""
+
+KERNEL = (1, 7)
+STRIDE = (1, 4)
+DILATION = (1, 3)
+PADDING = (0, 7)
+SIZE = (1, 40)
+SECOND_SIZE = (1, 9)  # further spatial dims are short: they only have to be there, and may be cut as well
+RANKS = (1, 5)
+CHANNELS = (1, 4)
+BATCH = (1, 3)
+PAD = (-3, 9)
+
+#: Set-ups of each family; half in float64, half in float32.
+EXAMPLES = {"convolution": 700, "transposed": 600, "pool": 600, "adaptive pool": 250, "pad": 500, "norm": 400}
+
+#: float32 results are compared with float32 on one rank: sums in another order differ by rounding.
+TOLERANCE = {"float64": 1e-8, "float32": 2e-4}
+
+#: At least this share of the set-ups torch itself accepts must be exact, the rest refused; never wrong.
+EXACT_SHARE = {"convolution": 0.99, "transposed": 0.99, "pool": 0.99, "adaptive pool": 0.99, "pad": 0.95, "norm": 0.95}

@@ -1,0 +1,48 @@
+"""The random sweep: thousands of set-ups against one rank, exact or refused, none wrong."""
+
+from collections import Counter
+
+import pytest
+import ranges
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from setups import FAMILIES, Setup
+
+from halocline.testing import check_rule
+
+COUNTS: dict[str, Counter[str]] = {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sweep(family: str) -> None:
+    counts = COUNTS[family] = Counter()
+    refusals: Counter[str] = Counter()
+
+    @given(FAMILIES[family](), st.sampled_from(["float64", "float32"]))
+    @settings(
+        max_examples=ranges.EXAMPLES[family],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    def one(setup: Setup, precision: str) -> None:
+        found = check_rule(
+            setup.function,
+            *setup.tensors(getattr(torch, precision)),
+            cuts=[setup.cuts],
+            points=[setup.points, *[None] * (len(setup.shapes) - 1)],
+            mesh=setup.mesh,
+            tolerance=ranges.TOLERANCE[precision],
+        )
+        counts[found.verdict] += 1
+        if found.verdict == "refused":
+            refusals[found.why] += 1
+        assert found.verdict != "wrong", f"{setup.words} in {precision}: error {found.error:.2e}"
+
+    one()
+    accepted = counts["exact"] + counts["refused"]
+    share = counts["exact"] / accepted
+    assert share >= ranges.EXACT_SHARE[family], f"{share:.1%} exact of {accepted}; refused: {refusals.most_common(3)}"
