@@ -21,7 +21,7 @@ MEANING = {
 
 Target = Annotated[str, typer.Argument(help="unet3d, cosmoflow, or package.module:factory.", show_default=False)]
 Arguments = Annotated[
-    str, typer.Option("--args", metavar="JSON", help='Arguments of the factory, such as \'{"width": 8}\'.')
+    str, typer.Option("--args", metavar="JSON", help="Arguments of the factory, such as '{\"width\": 8}'.")
 ]
 Shapes = Annotated[
     list[str] | None,
@@ -33,7 +33,9 @@ Cut = Annotated[
     typer.Option("--cut", metavar="AXIS=N,...", help="Ranks along data, depth, height, width; width is the last dim."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float64, where exact means 1e-8, or float32.")]
-Steps = Annotated[int, typer.Option("--steps", help="Train so many steps on both sides too, and compare the loss curves.")]
+Steps = Annotated[
+    int, typer.Option("--steps", help="Train so many steps on both sides too, and compare the loss curves.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of weights and inputs, the same on every rank.")]
 Deadline = Annotated[
     float | None, typer.Option("--deadline", help="Seconds for the cut run; by default many times that of one rank.")

@@ -122,8 +122,8 @@ def _check_not_empty(function: Any, input: Operand, windows: list[Window]) -> No
     for size, w in zip(input.shape[-len(windows) :], windows, strict=True):
         if any(start % w.dilation >= size for start in range(-w.padding, 0, w.stride)):
             raise ShardingError(
-                f"{function.__name__} in {here()}: a window of dilation {w.dilation} steps over all {size} elements of a "
-                f"dim of {list(input.shape)} and has no maximum; dilate or pad less"
+                f"{function.__name__} in {here()}: a window of dilation {w.dilation} steps over all {size} elements "
+                f"of a dim of {list(input.shape)} and has no maximum; dilate or pad less"
             )
 
 

@@ -43,7 +43,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             (n + b + a - d * (k - 1) - 1) // s + 1
             for n, k, s, d, b, a in zip(sizes, kernel, strides, dilations, before, after, strict=True)
         )
-        _check_sizes(name, input, out)
+        _check_sizes(name, input, out, 1)
         space = (*input.shape[:lead], weight.shape[0], *out)
         windows = [
             Link(lead + 1 + i, Window(kernel[i], strides[i], dilations[i], before[i]), 0.0) for i in range(spatial)
@@ -82,9 +82,9 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     return both, both
 
 
-def _check_sizes(name: str, input: Operand, out: tuple[int, ...]) -> None:
-    if any(size < 1 for size in out):
-        raise ShardingError(f"{name} in {here()}: the kernel is larger than the padded input {list(input.shape)}")
+def _check_sizes(name: str, input: Operand, out: tuple[int, ...], least: int) -> None:
+    if any(size < least for size in out):
+        raise ShardingError(f"{name} in {here()}: an input of {list(input.shape)} leaves an output of {list(out)}")
 
 
 def _product(values: tuple[int, ...]) -> int:
@@ -116,7 +116,7 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
                 input.shape[lead + 1 :], strides, pads, dilations, kernel, extra, strict=True
             )
         )
-        _check_sizes(name, input, out)
+        _check_sizes(name, input, out, 0)  # torch allows an empty result here
         space = (*input.shape[:lead], weight.shape[1] * groups, *out)
         accesses = [Transposed(kernel[i], strides[i], dilations[i], pads[i]) for i in range(spatial)]
         windows = [Link(lead + 1 + i, access) for i, access in enumerate(accesses)]
