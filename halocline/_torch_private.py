@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
         return tensor.grad_fn, tensor.requires_grad
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Any:
     """The key-value store the ranks met at, if there is one."""
     try:
         return dist.distributed_c10d._get_default_store()
@@ -27,13 +28,13 @@ def default_store() -> dist.Store | None:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass now running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_captured(node: object) -> bool:
     """Inside a hook: is this leaf's gradient handed out by ``autograd.grad`` instead of being accumulated?"""
     try:
-        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
     except RuntimeError:
         return True
     return False

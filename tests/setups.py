@@ -130,7 +130,7 @@ def adaptive_pool(draw: st.DrawFn) -> Setup:
 
 @st.composite
 def pad(draw: st.DrawFn) -> Setup:
-    spatial, _, shape = sample(draw)
+    _, _, shape = sample(draw)
     mode = draw(st.sampled_from(["constant", "reflect", "replicate", "circular"]))
     lowest = ranges.PAD[0] if mode == "constant" else 0
     amounts = []

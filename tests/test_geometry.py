@@ -165,5 +165,6 @@ def expected_target(dims, where):
             offset += run.size
         lines.append(line)
     return {
-        tuple(t for t, _ in choice): tuple(i for _, i in choice) for choice in product(*(line.items() for line in lines))
+        tuple(t for t, _ in choice): tuple(i for _, i in choice)
+        for choice in product(*(line.items() for line in lines))
     }

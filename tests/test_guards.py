@@ -168,7 +168,10 @@ BAD_INPUT = {
         hc.ShardingError,
         lambda mesh, x: hc.shard(torch.zeros(4, 4), hc.Mesh(a=2, b=1), {0: "a", -2: "b"}),
     ),
-    "axis cuts two dims": (hc.ShardingError, lambda mesh, x: hc.shard(torch.zeros(4, 4), mesh, {0: "height", 1: "height"})),
+    "axis cuts two dims": (
+        hc.ShardingError,
+        lambda mesh, x: hc.shard(torch.zeros(4, 4), mesh, {0: "height", 1: "height"}),
+    ),
     "two meshes": (hc.MeshError, lambda mesh, x: x + hc.shard(torch.zeros(1, 2, 8, 4), hc.Mesh(other=2), {2: "other"})),
     "a tile where a whole is meant": (hc.ShardingError, lambda mesh, x: x + torch.zeros(1, 2, 4, 4)),
     "a target tile": (
@@ -176,13 +179,22 @@ BAD_INPUT = {
         lambda mesh, x: F.cross_entropy(x, torch.zeros(1, 4, 4, dtype=torch.long)),
     ),
     "sharded twice": (hc.ShardingError, lambda mesh, x: hc.shard(x, mesh, DIMS)),
-    "tile of the wrong size": (hc.ShardingError, lambda mesh, x: hc.from_tile(torch.zeros(3), mesh, {0: "height"}, shape=[8])),
+    "tile of the wrong size": (
+        hc.ShardingError,
+        lambda mesh, x: hc.from_tile(torch.zeros(3), mesh, {0: "height"}, shape=[8]),
+    ),
     "tiles that do not fit": (
         hc.ShardingError,
         lambda mesh, x: hc.from_tile(torch.zeros(3, 4 + mesh.rank), mesh, {0: "height"}),
     ),
-    "cut points of another size": (hc.ShardingError, lambda mesh, x: hc.shard(torch.zeros(8), mesh, {0: "height"}, points={0: [0, 3, 9]})),
-    "falling cut points": (hc.ShardingError, lambda mesh, x: hc.shard(torch.zeros(8), mesh, {0: "height"}, points={0: [0, 9, 8]})),
+    "cut points of another size": (
+        hc.ShardingError,
+        lambda mesh, x: hc.shard(torch.zeros(8), mesh, {0: "height"}, points={0: [0, 3, 9]}),
+    ),
+    "falling cut points": (
+        hc.ShardingError,
+        lambda mesh, x: hc.shard(torch.zeros(8), mesh, {0: "height"}, points={0: [0, 9, 8]}),
+    ),
     "statistics": (hc.MeshError, lambda mesh, x: hc.distribute(nn.Linear(1, 1), mesh, batch_statistics="mine")),
     "distributed twice": (hc.MeshError, lambda mesh, x: hc.distribute(hc.distribute(nn.Linear(1, 1), mesh), mesh)),
 }

@@ -110,14 +110,20 @@ PATTERNS: dict[str, Run] = {
     "loss / n": lambda m, x, y: m(x).square().sum() / x.shape[0] / x.numel(),
     "dense head": lambda m, x, y: F.mse_loss(m.classify(x), torch.ones(x.shape[0], 2, dtype=torch.float64)),
     "dense head and volume": lambda m, x, y: m.classify(x).square().sum() + F.cross_entropy(m(x), y),
-    "weight decay by hand": lambda m, x, y: F.cross_entropy(m(x), y) + 1e-2 * sum(p.square().sum() for p in m.parameters()),
+    "weight decay by hand": lambda m, x, y: (
+        F.cross_entropy(m(x), y) + 1e-2 * sum(p.square().sum() for p in m.parameters())
+    ),
     "ratio of sums": lambda m, x, y: m(x).exp().sum() / m(x).square().sum(),
     "log of a mean": lambda m, x, y: m(x).square().mean().log() * 3,
     "max": lambda m, x, y: m(x).amax((2, 3, 4)).square().sum(),
     "global mean fed back": lambda m, x, y: m(x - m(x).mean(1, keepdim=True).mean()).square().mean(),
-    "per-sample scale": lambda m, x, y: (m(x) / (1 + torch.linalg.vector_norm(m(x), dim=(1, 2, 3, 4), keepdim=True))).pow(3).sum(),
+    "per-sample scale": lambda m, x, y: (
+        (m(x) / (1 + torch.linalg.vector_norm(m(x), dim=(1, 2, 3, 4), keepdim=True))).pow(3).sum()
+    ),
     "two losses, one graph": lambda m, x, y: (lambda out: F.cross_entropy(out, y) * out.square().mean())(m(x)),
-    "branch on the loss": lambda m, x, y: (lambda l: l * 2 if l.item() > 0 else -l)(F.cross_entropy(m(x), y)),
+    "branch on the loss": lambda m, x, y: (lambda loss: loss * 2 if loss.item() > 0 else -loss)(
+        F.cross_entropy(m(x), y)
+    ),
     "scaled and unscaled": lambda m, x, y: F.cross_entropy(m(x), y) * 1024.0 / 1024.0,
     "gradient penalty": penalty,
     "penalty on weight gradients": weight_penalty,
@@ -127,7 +133,9 @@ PATTERNS: dict[str, Run] = {
     "checkpointing": checkpointed,
     "unused parameters": unused,
     "input gradient": lambda m, x, y: F.cross_entropy(m(x.requires_grad_() * 1.5), y),
-    "flips and slices": lambda m, x, y: m(x)[:, :, 2:9:2, 1:, :-1].square().mean() + m(x).permute(0, 2, 3, 4, 1)[..., 0].sum(),
+    "flips and slices": lambda m, x, y: (
+        m(x)[:, :, 2:9:2, 1:, :-1].square().mean() + m(x).permute(0, 2, 3, 4, 1)[..., 0].sum()
+    ),
     "crop by half": lambda m, x, y: F.cross_entropy(m(x)[:, :, :5], y[:, :5]),
     "sum of chunks": lambda m, x, y: sum(c.square().mean() for c in m(x).chunk(3, 1)),
 }

@@ -48,7 +48,7 @@ class GradientAverage:
         """Differentiable: the mean of whole values is its own adjoint."""
         share = 1.0 / self.world.size
         route = Route(self.world, self.everyone, Label(f"gradient average of {name}", "autograd.grad", "gradients"))
-        return Sum.apply(gradient, route, (share, share))  # type: ignore[no-any-return]
+        return Sum.apply(gradient, route, (share, share))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ class GradientAverage:
         mine = torch.zeros(len(self.parameters), dtype=torch.uint8)
         mine[list(touched)] = 1
         label = Label("which gradients came", "backward", "gradients")
-        return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()  # type: ignore[no-any-return]
+        return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()
 
     def _buckets(self, indices: list[int]) -> Iterator[list[nn.Parameter]]:
         """Consecutive parameters of one dtype and device, up to a size that fills the wire."""

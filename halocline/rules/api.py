@@ -16,7 +16,9 @@ from ..world import Label, Mesh
 Points = Mapping[int, Sequence[int]]
 
 
-def shard(tensor: Tensor, mesh: Mesh, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1) -> Tensor:
+def shard(
+    tensor: Tensor, mesh: Mesh, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1
+) -> Tensor:
     """Cut a tensor that every rank holds whole; each keeps its box.
 
     ``dims`` maps tensor dims to mesh axes. Cuts are as even as can be, at multiples of ``multiple`` (give the total
@@ -28,7 +30,12 @@ def shard(tensor: Tensor, mesh: Mesh, dims: Mapping[int, str], *, points: Points
 
 
 def from_tile(
-    tile: Tensor, mesh: Mesh, dims: Mapping[int, str], *, shape: Sequence[int] | None = None, points: Points | None = None
+    tile: Tensor,
+    mesh: Mesh,
+    dims: Mapping[int, str],
+    *,
+    shape: Sequence[int] | None = None,
+    points: Points | None = None,
 ) -> Tensor:
     """Make a sharded tensor of the tile this rank read itself.
 
@@ -39,7 +46,8 @@ def from_tile(
         sharding = make_sharding(mesh, shape, dims, points)
         if tuple(tile.shape) != sharding.tile_shape:
             raise ShardingError(
-                f"rank {mesh.rank} brings a tile of {list(tile.shape)}; of {list(shape)} it owns {list(sharding.tile_shape)}"
+                f"rank {mesh.rank} brings a tile of {list(tile.shape)}; "
+                f"of {list(shape)} it owns {list(sharding.tile_shape)}"
             )
     else:
         sharding = _agreed_sharding(tile, mesh, dims)
@@ -53,13 +61,14 @@ def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Shard
     sizes[mesh.rank] = torch.tensor(tile.shape)
     sizes = mesh.world.sum(sizes, everyone, Label("from_tile", here()))
     named = make_sharding(mesh, tile.shape, dims).dims_by_axis()
-    shape, cuts = list(tile.shape), [None] * tile.ndim
+    shape = list(tile.shape)
+    cuts: list[Cut | None] = [None] * tile.ndim
     for dim in range(tile.ndim):
         axis = named.get(dim)
         along = mesh.ranks_along([axis]) if axis else (mesh.rank,)
         pieces = [int(sizes[rank, dim]) for rank in along]
         shape[dim] = sum(pieces)
-        cuts[dim] = Cut(axis, Partition.from_sizes(pieces)) if axis else None  # type: ignore[call-overload]
+        cuts[dim] = Cut(axis, Partition.from_sizes(pieces)) if axis else None
     _check_agreement(sizes, mesh, named, cuts, shape)
     return Sharding(mesh, shape, cuts)
 
@@ -85,9 +94,7 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     old = tensor.sharding
-    return recut(old, Sharding(old.mesh, old.shape, (None,) * len(old.shape)))(
-        unwrap(tensor), Label("gather", here())
-    )
+    return recut(old, Sharding(old.mesh, old.shape, (None,) * len(old.shape)))(unwrap(tensor), Label("gather", here()))
 
 
 def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a sharded tensor answers from its tile and sharding alone: shapes, dtypes, gradients, hooks; and what it won't."""
+"""What a sharded tensor answers from tile and sharding alone: shapes, dtypes, gradients, hooks; and what it won't."""
 
 from __future__ import annotations
 

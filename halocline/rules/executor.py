@@ -1,4 +1,4 @@
-"""The one executor: align -> move -> local -> wrap. It alone knows the factors of law 3, and plans once per call shape."""
+"""The one executor: align -> move -> local -> wrap. It alone knows the factors of law 3; it plans once per shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one rule; the plan is kept by the rule, the global shapes and cuts of the tensors, and all other arguments."""
+    """Run one rule; its plan is kept by the global shapes and cuts of the tensors and all other arguments."""
     tensors: list[Tensor] = []
     key = (function, describe, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
     try:
@@ -280,8 +280,9 @@ def _check_inplace(function: Any, recipe: Recipe, tensors: list[Tensor], fetches
     target = fetches[0]
     if not isinstance(tensors[0], ShardedTensor):
         raise refuse(
-            function, "a whole tensor cannot take in a cut one in place", "write it out of place, or hc.gather the other"
+            function,
+            "a whole tensor cannot take in a cut one in place",
+            "write it out of place, or hc.gather the other",
         )
     if target is None or not target.untouched or target.adjoint_scale != 1:
         raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")
-

@@ -43,7 +43,7 @@ def _voxelwise(function: Callable[..., Tensor]) -> None:
         _no_legacy(function, size_average, reduce, args)
         values = run_rule(function, describe, (input, target), {**kwargs, "reduction": "none"})
         if reduction == "batchmean":
-            return values.sum() / input.shape[0]  # type: ignore[no-any-return]
+            return values.sum() / input.shape[0]
         return _reduce(values, reduction)
 
     composite(function, family="loss")(loss)
@@ -122,7 +122,9 @@ def _class_dim(input: Operand) -> int:
 def _class_rule(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
     """Loss of each voxel over its classes, and the weight that its class has in the average."""
 
-    def describe(input: Operand, target: Operand, weight: Operand | None, ignore_index: int, smoothing: float) -> Recipe:
+    def describe(
+        input: Operand, target: Operand, weight: Operand | None, ignore_index: int, smoothing: float
+    ) -> Recipe:
         classes = _class_dim(input)
         space = tuple(n for d, n in enumerate(input.shape) if d != classes)
         if target.shape != space:
@@ -162,7 +164,7 @@ _nll_rule = _class_rule(F.nll_loss)
 def _class_loss(function: Any, describe: Any, reduction: str, *call: Any) -> Tensor:
     values, weights = run_rule(function, describe, call, {})
     if reduction == "mean":
-        return values.sum() / weights.sum()  # type: ignore[no-any-return]
+        return values.sum() / weights.sum()
     return _reduce(values, reduction)
 
 

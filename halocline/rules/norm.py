@@ -34,7 +34,7 @@ def _entering(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or not parameter.requires_grad:
         return parameter
     sharding = input.sharding
-    return Scale.apply(parameter, (1.0, float(sharding.mesh.count(sharding.axes))))  # type: ignore[no-any-return]
+    return Scale.apply(parameter, (1.0, float(sharding.mesh.count(sharding.axes))))
 
 
 def _check(function: Any, input: Any, channel_dim: int | None = 1) -> None:
@@ -59,7 +59,7 @@ def _channel_affine(input: Operand, *parameters: Operand | None, **options: Any)
 
 
 def _given(input: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> Tensor:
-    return run_rule(F.batch_norm, _channel_affine, (input, mean, var, weight, bias, eps), {})  # type: ignore[no-any-return]
+    return run_rule(F.batch_norm, _channel_affine, (input, mean, var, weight, bias, eps), {})
 
 
 @composite(F.batch_norm, torch.batch_norm)
@@ -207,7 +207,7 @@ def layer_norm(
     first = input.ndim - len(shape)
     dims = tuple(range(first, input.ndim))
     if not _axes_of(input, dims):
-        return run_rule(F.layer_norm, _layer_rule, (input, shape, weight, bias, eps), {})  # type: ignore[no-any-return]
+        return run_rule(F.layer_norm, _layer_rule, (input, shape, weight, bias, eps), {})
     if tuple(input.shape[first:]) != shape:
         raise RuntimeError(f"Given normalized_shape={list(shape)}, expected input to end so, got {list(input.shape)}")
     sharding, tile = input.sharding, unwrap(input)

@@ -87,7 +87,7 @@ class Normalize(torch.autograd.Function):
         return _apply(x, mean, variance, weight, bias, eps, layout), mean, variance
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any):  # type: ignore[no-untyped-def,override]
+    def backward(ctx: Any, gradient: Tensor, *_: Any):  # type: ignore[no-untyped-def]
         x, weight, bias, mean, variance = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
@@ -116,7 +116,7 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _fast_backward(
     x: Tensor, weight: Tensor | None, gradient: Tensor, mean: Tensor, variance: Tensor, eps: float, layout: Layout
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """torch's kernel gives ``weight * rstd * dy``, sum(dy * xhat) and sum(dy); the means over the group are taken off."""
+    """torch's kernel gives ``weight * rstd * dy``, sum(dy * xhat) and sum(dy); the group's means are taken off."""
     dtype = _work_dtype(x)
     rstd = (variance + eps).rsqrt()
     ones = torch.ones(layout.view[1], dtype=dtype, device=x.device)
@@ -143,7 +143,7 @@ def _composed_backward(
 ) -> tuple[Tensor | None, ...]:
     inputs = [x, weight, bias]
     with torch.enable_grad():
-        wanted = [t for t, flag in zip(inputs, needed, strict=True) if flag]
+        wanted = [t for t, flag in zip(inputs, needed, strict=True) if flag and t is not None]
         y = composed(x, weight, bias, eps, layout)
         found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
     return tuple(next(found) if flag else None for flag in needed)
@@ -177,5 +177,4 @@ def normalize(
     tile: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The normalised tile, and mean and biased variance of each group."""
-    return Normalize.apply(tile, weight, bias, eps, layout)  # type: ignore[no-any-return]
-
+    return Normalize.apply(tile, weight, bias, eps, layout)

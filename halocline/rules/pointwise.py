@@ -61,17 +61,15 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
         raise ShardingError(
-            f"shapes {', '.join(str(list(s)) for s in shapes)} in {here()} do not broadcast: sharded tensors show their "
-            "global shape and a plain tensor is whole; make a tile of your own into hc.from_tile(...)"
+            f"shapes {', '.join(str(list(s)) for s in shapes)} in {here()} do not broadcast: sharded tensors show "
+            "their global shape and a plain tensor is whole; make a tile of your own into hc.from_tile(...)"
         ) from error
 
 
 def _links(shape: tuple[int, ...], space: tuple[int, ...]) -> tuple[Link, ...]:
     """Dims aligned from the right; a dim of size one that is stretched is needed whole."""
     first = len(space) - len(shape)
-    return tuple(
-        WHOLE if size == 1 and space[first + d] != 1 else Link(first + d) for d, size in enumerate(shape)
-    )
+    return tuple(WHOLE if size == 1 and space[first + d] != 1 else Link(first + d) for d, size in enumerate(shape))
 
 
 def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inplace: bool) -> Recipe:

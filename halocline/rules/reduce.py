@@ -47,11 +47,13 @@ def _sum_rule(input: Operand, dim: Dims = None, keepdim: bool = False, *, dtype:
 
 
 @composite(torch.sum, Tensor.sum)
-def sum_(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Tensor:
+def sum_(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+) -> Tensor:
     dim = dim if axis is None else axis
     if dtype is None and input.dtype in (torch.half, torch.bfloat16):  # parts are added in float32, rounded once
         return sum_(input, dim, keepdim, dtype=torch.float32).to(input.dtype)
-    return run_rule(torch.sum, _sum_rule, (input, dim, keepdim), {"dtype": dtype})  # type: ignore[no-any-return]
+    return run_rule(torch.sum, _sum_rule, (input, dim, keepdim), {"dtype": dtype})
 
 
 def count(input: Tensor, dim: Dims) -> int:
@@ -62,7 +64,9 @@ def count(input: Tensor, dim: Dims) -> int:
 
 
 @composite(torch.mean, Tensor.mean)
-def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Tensor:
+def mean(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+) -> Tensor:
     dim = dim if axis is None else axis
     target = dtype or input.dtype
     if not (target.is_floating_point or target.is_complex):
@@ -245,7 +249,7 @@ def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
 def _argmax(function: Any, input: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     if dim is None:
         raise refuse(function, "the position in the flattened tensor needs the whole of it", "call it on hc.gather(x)")
-    return _along(function, input, dim, keepdim)  # type: ignore[no-any-return]
+    return _along(function, input, dim, keepdim)
 
 
 @composite(torch.logsumexp, Tensor.logsumexp)
@@ -261,9 +265,9 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
 def vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     size = (x if dtype is None else x.to(dtype)).abs()
     if ord == float("inf"):
-        return size.amax(() if dim is None else dim, keepdim)
+        return size.amax(normal_dims(dim, x.ndim), keepdim)
     if ord == float("-inf"):
-        return size.amin(() if dim is None else dim, keepdim)
+        return size.amin(normal_dims(dim, x.ndim), keepdim)
     if ord == 0:
         return sum_((size != 0).to(size.dtype), dim, keepdim)
     if ord == 1:
@@ -288,6 +292,7 @@ def norm(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False,
 
 @composite(torch.linalg.norm)
 def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if ord is not None and (dim is None and A.ndim != 1 or isinstance(dim, (tuple, list)) and len(dim) > 1):
+    several = A.ndim != 1 if dim is None else isinstance(dim, (tuple, list)) and len(dim) > 1
+    if ord is not None and several:
         raise refuse(torch.linalg.norm, "a matrix norm of a cut matrix", "use torch.linalg.vector_norm or hc.gather(x)")
     return vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)

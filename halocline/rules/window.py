@@ -19,7 +19,9 @@ from .table import rule
 def _batched(input: Operand, spatial: int, name: str) -> int:
     """How many dims stand before the channels: 1 with a batch, 0 without."""
     if input.ndim not in (spatial + 1, spatial + 2):
-        raise ShardingError(f"{name} in {here()}: expected {spatial + 1} or {spatial + 2} dims, got {list(input.shape)}")
+        raise ShardingError(
+            f"{name} in {here()}: expected {spatial + 1} or {spatial + 2} dims, got {list(input.shape)}"
+        )
     return input.ndim - spatial - 1
 
 
@@ -112,9 +114,7 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
         pads, extra = pair(padding, spatial), pair(output_padding, spatial)
         out = tuple(
             (n - 1) * s - 2 * p + d * (k - 1) + e + 1
-            for n, s, p, d, k, e in zip(
-                input.shape[lead + 1 :], strides, pads, dilations, kernel, extra, strict=True
-            )
+            for n, s, p, d, k, e in zip(input.shape[lead + 1 :], strides, pads, dilations, kernel, extra, strict=True)
         )
         _check_sizes(name, input, out, 0)  # torch allows an empty result here
         space = (*input.shape[:lead], weight.shape[1] * groups, *out)

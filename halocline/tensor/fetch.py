@@ -57,7 +57,7 @@ class Fetch:
     def __call__(self, tile: Tensor, label: Label) -> Tensor:
         if self.communicates:
             route = Route(self.mesh.world, self.ranks, label)
-            return Move.apply(tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)  # type: ignore[no-any-return]
+            return Move.apply(tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
         if not self.untouched:
             tile = self._cut_out(tile)
         if self.adjoint_scale != 1 and tile.requires_grad:

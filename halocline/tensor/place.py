@@ -13,7 +13,7 @@ _stack = threading.local()
 def _entries() -> list[tuple[str, nn.Module]]:
     if not hasattr(_stack, "entries"):
         _stack.entries = []
-    return _stack.entries  # type: ignore[no-any-return]
+    return _stack.entries
 
 
 def here() -> str:
@@ -32,7 +32,7 @@ def watch(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "_halocline_watched", False):
             continue
-        module._halocline_watched = True  # type: ignore[assignment]
+        module._halocline_watched = True
         path = name or type(model).__name__
 
         def enter(module: nn.Module, args: Any, path: str = path) -> None:

@@ -52,7 +52,7 @@ class ShardedTensor(Tensor):
         return ShardedTensor.dispatcher(function, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise Refused(
             str(function),
             here(),
@@ -61,7 +61,7 @@ class ShardedTensor(Tensor):
             "call it on hc.gather(x), or write it with ordinary torch functions",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(tile {list(self._tile.shape)} of {self.sharding}, dtype={self._tile.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -99,5 +99,7 @@ def unwrap(tensor: ShardedTensor) -> Tensor:
             "take the view after the change, or call .clone() on it before",
         )
     if requires_grad and not tile.requires_grad:
-        raise Refused("requires_grad", here(), "the shell asks for a gradient and its tile does not", "use hc.from_tile")
+        raise Refused(
+            "requires_grad", here(), "the shell asks for a gradient and its tile does not", "use hc.from_tile"
+        )
     return tile

@@ -86,7 +86,7 @@ def run_local(size: int, function: Callable[[], Result], deadline: float = 20.0)
         _current.world = LocalWorld(rank, size, board, deadline)
         try:
             results[rank] = function()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  handed to the caller below
             errors.append((time.monotonic(), rank, error))
             board.fail(f"rank {rank} failed first: {type(error).__name__}: {error}")
         finally:

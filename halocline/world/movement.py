@@ -31,7 +31,7 @@ class Move(torch.autograd.Function):
         return carry(tile, transfer, route, scales[0], fill)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         swapped = (ctx.scales[1], ctx.scales[0])
         return Move.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
 
@@ -46,7 +46,7 @@ class Sum(torch.autograd.Function):
         return total * scales[0] if scales[0] != 1 else total.view_as(total) if total is partial else total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         return Sum.apply(gradient, ctx.route, (ctx.scales[1], ctx.scales[0])), None, None
 
 
@@ -59,7 +59,7 @@ class Scale(torch.autograd.Function):
         return tensor * scales[0] if scales[0] != 1 else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         return Scale.apply(gradient, (ctx.scales[1], ctx.scales[0])), None
 
 
