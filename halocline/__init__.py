@@ -1,5 +1,8 @@
 """Halocline: an unchanged PyTorch network on samples cut over a mesh of ranks, with the answer of one rank."""
 
+from importlib import import_module
+from types import ModuleType
+
 from .distribute import distribute, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
@@ -23,6 +26,14 @@ from .tensor import ShardedTensor, Sharding, unwrap
 from .world import Mesh, init
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``hc.testing`` on first use: training runs need none of it."""
+    if name == "testing":
+        return import_module(".testing", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "WHOLE",

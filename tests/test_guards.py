@@ -58,7 +58,6 @@ WAYS_AROUND = {
     "bool": lambda x: bool((x > 0).any(1)),
     "set data": lambda x: setattr(x, "data", torch.zeros(1, 2, 8, 4)),
     "numpy": lambda x: x.numpy(),
-    "iterate": lambda x: list(iter(x)),
     "no rule": lambda x: torch.linalg.svd(x),
     "in place into whole": lambda x: torch.zeros(1, 2, 8, 4, dtype=torch.float64).add_(x),
     "out=": lambda x: torch.add(x, 1, out=torch.empty(1, 2, 8, 4)),

@@ -10,7 +10,7 @@ from .. import __version__
 from .check import check
 from .demo import demo
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command()(check)
 app.command()(demo)
 
@@ -33,16 +33,15 @@ def halocline(
     width. Each rank keeps one tile; what a layer needs from the neighbours is fetched as it is needed. Outputs and
     gradients are those of one rank, to rounding; what cannot be done exactly is refused.
 
-    [bold]Where to begin[/bold]
+    **Where to begin**
 
-    [cyan]halocline demo[/cyan]
-    See it work: a small 3D U-Net, cut over two ranks, next to the same training on one. It takes a minute.
+    - `halocline demo`: see it work. A small 3D U-Net, cut over two ranks, next to the same on one rank, in a minute.
 
-    [cyan]halocline check unet3d --cut depth=2,height=2[/cyan]
-    Is the answer the same? A built-in network, cut over 2 x 2 ranks on this machine.
+    - `halocline check unet3d --cut depth=2,height=2`: is the answer the same? A built-in network, cut over 2 x 2 ranks
+      on this machine.
 
-    [cyan]halocline check mypackage.models:make_net --shape 1,1,64,64,64[/cyan]
-    Does [italic]your[/italic] network run cut? Any function that returns a torch.nn.Module, called from its own folder.
+    - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: does *your* network run cut? Any function that
+      returns a torch.nn.Module, called from the folder it is in.
 
-    With [cyan]--json[/cyan] every command ends with one JSON object, as the last line of its output.
+    With `--json` every command ends with one JSON object, as the last line of its output.
     """

@@ -9,12 +9,12 @@ import typer
 from rich.markup import escape
 
 from ..testing.check import BadUsage, Report, check_network
-from .output import Debug, Json, clear_errors, fact_table, print_json, size_text, stderr, stdout
+from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 
 STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}
 MEANING = {
     "exact": "[green]exact[/green]: the cut run gives the answer of one rank, to rounding",
-    "gathered": "[yellow]gathered[/yellow]: the answer is right, but so much was gathered that cutting saves little memory",
+    "gathered": "[yellow]gathered[/yellow]: the answer is right, but so much is gathered that cutting saves little",
     "wrong": "[red]wrong[/red]: the cut run gives another answer; this should never be, please report it",
     "refused": "[yellow]refused[/yellow]: the network does something that has no exact cut yet",
 }
@@ -60,16 +60,17 @@ def check(
     The untouched network runs on one rank, then cut over real processes on this machine, from the same weights and
     inputs. Outputs, the gradient of every parameter and input, and batch-norm statistics are compared.
 
-    [cyan]halocline check unet3d[/cyan]
-    A built-in network on 2 ranks, cut in depth.
+    **Examples**
 
-    [cyan]halocline check cosmoflow --cut depth=2,height=2,width=2 --steps 20[/cyan]
-    On 8 ranks, with the loss curves of 20 optimizer steps.
+    - `halocline check unet3d`: a built-in network on 2 ranks, cut in depth.
 
-    [cyan]halocline check mypackage.models:make_net --args '{"classes": 4}' --shape 2,1,48,48,48 --cut data=2,depth=2[/cyan]
-    Your own: any function that returns a torch.nn.Module.
+    - `halocline check cosmoflow --cut depth=2,height=2,width=2 --steps 20`: on 8 ranks, with the loss curves of 20
+      optimizer steps.
 
-    Exit status: 0 the answer is the same (exact, or gathered: right, but with little memory saved), 1 it is wrong,
+    - `halocline check mypackage.models:make_net --shape 2,1,48,48,48 --cut data=2,depth=2`: your own network, made by
+      any function that returns a torch.nn.Module.
+
+    **Exit status**: 0 the answer is the same (exact; or gathered: right, but with little memory saved), 1 it is wrong,
     3 the library refuses the network and says why, 2 the check cannot be run as asked.
     """
     with clear_errors("check", debug), stderr().status("starting ranks") as status:
@@ -125,15 +126,16 @@ def show(report: Report) -> None:
     cut = ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
     facts = refused_facts(report) if report.verdict == "refused" else measured_facts(report)
     console.print(fact_table(f"{report.target} on {report.ranks} ranks ({cut}), {report.dtype}", facts))
-    console.print(f"{MEANING[report.verdict]} ({report.seconds:.0f} s)")
+    say(console, f"{MEANING[report.verdict]} ({report.seconds:.0f} s)")
     if report.gradient_zero:
-        console.print("[yellow]Every gradient of the one-rank run is zero, so the comparison says little.[/yellow]")
+        say(console, "[yellow]Every gradient of the one-rank run is zero, so the comparison says little.[/yellow]")
 
 
 def measured_facts(report: Report) -> dict[str, str]:
+    worst = f"{report.worst_parameter}; allowed {report.tolerance:.0e}"
     facts = {
         "output error": f"{report.output_error:.1e}",
-        "worst gradient error": f"{report.gradient_error:.1e} ({report.worst_parameter}; allowed {report.tolerance:.0e})",
+        "worst gradient error": escape(f"{report.gradient_error:.1e} ({worst})"),
         "buffer error": f"{report.buffer_error:.1e}",
     }
     if report.loss_error is not None:
@@ -149,7 +151,7 @@ def measured_facts(report: Report) -> dict[str, str]:
 
 
 def refused_facts(report: Report) -> dict[str, str]:
-    facts = {}
+    facts: dict[str, str] = {}
     for refusal in report.refusals:
         facts |= {part: escape(text) for part, text in refusal.items()}
     facts["operations with no rule"] = escape(", ".join(report.without_rule)) or "none"

@@ -28,6 +28,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(console: Console, text: str) -> None:
+    """A line of text, left to the terminal to wrap: a pipe should get it whole."""
+    console.print(text, soft_wrap=True)
+
+
 def print_json(result: Mapping[str, Any]) -> None:
     print(json.dumps(result, allow_nan=False), flush=True)
 

@@ -36,12 +36,12 @@ def draw(
     at = int((labels > 0).sum((0, 1)).argmax())
     images[0].imshow(volume[:, :, at], cmap="gray")
     for axes, classified in zip(images[1:], (labels, predicted), strict=True):
-        axes.imshow(classified[:, :, at], cmap=COLOURS, vmin=0, vmax=len(COLOURS.colors) - 1, interpolation="nearest")
+        axes.imshow(classified[:, :, at], cmap=COLOURS, vmin=0, vmax=len(classes) - 1, interpolation="nearest")
     titles = ("a volume not trained on (one slice)", "true classes", "predicted by the cut run")
     for axes, title in zip(images, titles, strict=True):
         _finish_image(axes, title, volume.shape[0], ranks)
     patches = [Patch(color=COLOURS(index), label=name) for index, name in enumerate(classes)]
-    images[2].legend(handles=patches, loc="lower right", fontsize=8)
+    figure.legend(handles=patches, loc="outside lower right", ncols=len(classes), fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -62,4 +62,5 @@ def _finish_image(axes: Any, title: str, depth: int, ranks: int) -> None:
         top = depth * rank / ranks - 0.5
         if rank:
             axes.axhline(top, color=CUT, linewidth=2, linestyle="--")
-        axes.text(0, top + 1, f"rank {rank}", color="white", fontsize=9, va="top", fontweight="bold")
+        box = {"facecolor": "black", "alpha": 0.6, "edgecolor": "none", "pad": 2}
+        axes.text(0.2, top + 0.9, f"rank {rank}", color="white", fontsize=8, va="top", bbox=box)

@@ -12,7 +12,20 @@ from torch import Tensor
 
 from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
-from ..tensor import CopyOf, Cut, Fetch, ShardedTensor, Sharding, here, unwrap, wrap
+from ..tensor import (
+    CopyOf,
+    Cut,
+    Fetch,
+    ShardedTensor,
+    Sharding,
+    here,
+    plain,
+    refuse_write,
+    same_memory,
+    unwrap,
+    whole_copy,
+    wrap,
+)
 from ..world import Label, Mesh, Route, Sum
 from .recipe import Operand, Output, Read, Recipe, Slot, Work
 from .table import entry_for, name_of, refuse
@@ -92,9 +105,9 @@ class Plan:
 
     def run(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         label = Label(self.name, here())
-        if self.recipe.inplace:
-            _refuse_write_to_copy(self.name, tensors[0])
-        tiles = [unwrap(t) if isinstance(t, ShardedTensor) else t for t in tensors]
+        if self.recipe.inplace and getattr(tensors[0], "_copy_of", None) is not None:
+            raise refuse_write(self.name)
+        tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
         brought = [fetch(tile, label) if fetch else tile for fetch, tile in zip(self.fetches, tiles, strict=True)]
         self._count_gathers(tiles, label)
         results = self._compute(brought, args, kwargs)
@@ -103,25 +116,22 @@ class Plan:
         if self.sum_axes:
             route = Route(self.mesh.world, self.mesh.ranks_along(self.sum_axes), label)
             results = [Sum.apply(r, route, (1.0, 1.0 / self.mesh.count(self.sum_axes))) for r in results]
-        wrapped = [wrap(r, s) if s.axes else r for r, s in zip(results, self.shardings, strict=True)]
-        for result in wrapped:
-            self._mark_copy(tensors, result)
+        marks = [self._mark(tensors, tiles, r) for r in results]
+        wrapped = [_wrapped(*result) for result in zip(results, self.shardings, marks, strict=True)]
         return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
-    def _mark_copy(self, tensors: list[Tensor], result: Tensor) -> None:
+    def _mark(self, tensors: list[Tensor], tiles: list[Tensor], result: Tensor) -> CopyOf | None:
         """Where torch's result would share memory with its operand and ours does not, the result says so."""
         index = self.recipe.reads[0].operand.index if self.recipe.reads else 0
-        source, fetch = tensors[index], self.fetches[index]
-        if not isinstance(source, ShardedTensor) or not isinstance(result, ShardedTensor):
-            return
-        if not self.recipe.view and source._copy_of is None:
-            return
-        shared = source._tile.untyped_storage().data_ptr() == result._tile.untyped_storage().data_ptr()
+        mark: CopyOf | None = getattr(tensors[index], "_copy_of", None)
+        if mark is None and not self.recipe.view:
+            return None
+        shared = same_memory(tiles[index], result)
+        if mark is not None:
+            return mark if shared or self.recipe.view else None
+        fetch = self.fetches[index]
         moved = fetch is not None and fetch.communicates
-        if source._copy_of is not None and (shared or self.recipe.view):
-            result._copy_of = source._copy_of
-        elif self.recipe.view and (moved or not (shared or self.recipe.may_copy)):
-            result._copy_of = CopyOf(source._tile)
+        return CopyOf(tiles[index]) if moved or not (shared or self.recipe.may_copy) else None
 
     def _compute(self, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if not self.recipe.runs_empty and any(interval.empty for interval in self.work.box):
@@ -146,13 +156,12 @@ class Plan:
                 _log.warning("%s: gathers its operand over %s, %d bytes a rank and call", label, axes, size)
 
 
-def _refuse_write_to_copy(name: str, target: Tensor) -> None:
-    if isinstance(target, ShardedTensor) and target._copy_of is not None:
-        raise refuse(
-            name,
-            "in place, it would change a copy: torch's result is a view of its base, and here its data had to move",
-            "call .clone() on it first, or write it out of place",
-        )
+def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None) -> Tensor:
+    if not sharding.axes:
+        return result if mark is None else whole_copy(result, mark)
+    shell = wrap(result, sharding)
+    shell._copy_of = mark
+    return shell
 
 
 def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:

@@ -39,7 +39,12 @@ def cat(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
         links = [Link(d, Part(offset)) if d == place else Link(d) for d in range(len(space))]
         reads.append(Read(tensor, tuple(links)))
         offset += tensor.shape[place]
-    return _joined(function, space, reads)
+    return _joined(function if len(space) > 1 else _cat_rows, space, reads)
+
+
+def _cat_rows(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """torch's cat passes over empty 1D tensors, and its backward forgets them: ranks' graphs would differ."""
+    return torch.cat([tensor.unsqueeze(1) for tensor in tensors]).squeeze(1)
 
 
 @each("stack")

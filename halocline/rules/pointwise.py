@@ -24,7 +24,7 @@ logical_and logical_not logical_or logical_xor logit lt masked_fill maximum mini
 neg negative nextafter not_equal polygamma positive pow rad2deg real reciprocal relu remainder resolve_conj resolve_neg
 round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh threshold true_divide trunc
 where xlogy clone detach contiguous nan_to_num zeros_like ones_like full_like double float half bfloat16 int long short
-char bool byte requires_copy_ zero_ fill_ cfloat cdouble complex polar
+char bool byte zero_ fill_ cfloat cdouble complex polar
 """.split()
 _ACTIVATIONS = """
 relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish gelu softplus softsign logsigmoid
@@ -42,7 +42,7 @@ def _functions() -> dict[Any, bool]:
     for name in _NAMES:
         for home in (torch, Tensor, torch.special):
             for variant in (name, f"{name}_") if not name.endswith("_") else (name,):
-                if hasattr(home, variant):
+                if callable(getattr(home, variant, None)):  # torch.float and its kind are dtypes
                     found[getattr(home, variant)] = variant.endswith("_")
     for name in _ACTIVATIONS:
         for variant in (name, f"{name}_"):
@@ -75,6 +75,8 @@ def _links(shape: tuple[int, ...], space: tuple[int, ...]) -> tuple[Link, ...]:
 def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inplace: bool) -> Recipe:
     if kwargs.get("out") is not None:
         raise refuse(function, "out= writes into a tensor of its own sharding", "assign the result instead")
+    if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
+        raise refuse(function, "with a condition alone it lists positions, whose number no shape tells", "use hc.gather")
     operands = [v for v in _leaves((args, kwargs)) if isinstance(v, Operand)]
     space = broadcast_shape(*(operand.shape for operand in operands))
     if inplace and space != operands[0].shape:

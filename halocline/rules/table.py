@@ -72,7 +72,8 @@ def entries() -> dict[Any, Entry]:
 def name_of(function: Any) -> str:
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
-        return f"Tensor.{function.__self__.__name__}"
+        owner = function.__self__
+        return f"Tensor.{getattr(owner, '__name__', None) or owner.fget.__name__}"
     return name
 
 

@@ -14,28 +14,11 @@ from torch import Tensor
 
 from .._torch_private import autograd_state
 from ..errors import Refused
+from .copy import CopyOf
 from .place import here
 from .sharding import Sharding
 
 _OURS = ("AliasBackward0", "AsStridedBackward0")
-
-
-class CopyOf:
-    """Marks a tensor that torch would have made a view, and that is a copy because its data had to move.
-
-    It counts the writes to the tile it came from: ``_counter`` shares that tile's version, and none of its memory.
-    """
-
-    def __init__(self, tile: Tensor) -> None:
-        self._counter: Tensor | None = None
-        if not tile.is_inference():  # which have no version
-            self._counter = tile.detach()
-            self._counter.data = tile.new_empty(0)
-            self._version = self._counter._version
-
-    @property
-    def stale(self) -> bool:
-        return self._counter is not None and self._counter._version != self._version
 
 
 class ShardedTensor(Tensor):
@@ -91,13 +74,8 @@ def unwrap(tensor: ShardedTensor) -> Tensor:
             "write it with torch functions, or give it a rule with @hc.rule",
         )
     tile = tensor._tile
-    if tensor._copy_of is not None and tensor._copy_of.stale:
-        raise Refused(
-            "a view",
-            here(),
-            "its base was changed in place after its data had been moved, so that it no longer shows it",
-            "take the view after the change, or call .clone() on it before",
-        )
+    if tensor._copy_of is not None:
+        tensor._copy_of.check()
     if requires_grad and not tile.requires_grad:
         raise Refused(
             "requires_grad", here(), "the shell asks for a gradient and its tile does not", "use hc.from_tile"

@@ -96,8 +96,15 @@ def _live_storages() -> list[torch.UntypedStorage]:
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     plain = [one for one in tensors if one.device.type == "cpu" and one.layout is torch.strided]
-    storages = {storage.data_ptr(): storage for storage in (one.untyped_storage() for one in plain)}
+    storages = {storage.data_ptr(): storage for storage in map(_storage_of, plain) if storage is not None}
     return [storage for storage in storages.values() if storage.resizable()]  # not a view of numpy's memory, say
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # what vmap and its kin leave behind has none
+        return None
 
 
 def _watch(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 CHANNELS = (1, 2, 4, 8, 16, 16, 16)  # of the seven convolutions, in units of the width
+SLOPE = 0.01  # of LeakyReLU below zero
 STRIDED = 3  # the fourth convolution halves the cube by itself
 SHAPES = ((1, 4, 32, 32, 32),)
 
@@ -51,6 +52,7 @@ class CosmoFlow(nn.Module):
             *_dense(128 * width, 16 * width, dropout),
             nn.Linear(16 * width, parameters),
         )
+        self.apply(_initialise)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -71,11 +73,17 @@ def _stage(channels_in: int, channels_out: int, strided: bool, pooled: bool, bat
     layers: list[nn.Module] = [nn.Conv3d(channels_in, channels_out, 3, 2 if strided else 1, 1, bias=False)]
     if batch_norm:
         layers.append(nn.BatchNorm3d(channels_out))
-    layers.append(nn.LeakyReLU())
+    layers.append(nn.LeakyReLU(SLOPE))
     if pooled:
         layers.append(nn.AvgPool3d(3, 2, 1))
     return nn.Sequential(*layers)
 
 
+def _initialise(module: nn.Module) -> None:
+    """For LeakyReLU. With torch's own start and no batch norm, nothing of the cube would reach the dense layers."""
+    if isinstance(module, nn.Conv3d | nn.Linear):
+        nn.init.kaiming_normal_(module.weight, SLOPE)
+
+
 def _dense(inputs: int, outputs: int, dropout: float) -> list[nn.Module]:
-    return [nn.Linear(inputs, outputs), nn.LeakyReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+    return [nn.Linear(inputs, outputs), nn.LeakyReLU(SLOPE), *([nn.Dropout(dropout)] if dropout else [])]

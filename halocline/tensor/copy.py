@@ -1,0 +1,105 @@
+"""Results that torch would have made views, and that are copies here because their data had to move.
+
+A write to one would be lost on its base, and a write to the base would not show in it. Both are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import Refused
+from .place import here
+
+
+class CopyOf:
+    """The mark of such a copy. It counts the writes to the tile it came from, and keeps none of that tile's memory."""
+
+    def __init__(self, tile: Tensor) -> None:
+        self._counter: Tensor | None = None
+        if not tile.is_inference():  # those have no version to share
+            self._counter = tile.detach()
+            self._counter.data = tile.new_empty(0)
+            self._version = self._counter._version
+
+    def check(self) -> None:
+        """Raise if the base was written to since."""
+        if self._counter is not None and self._counter._version != self._version:
+            raise Refused(
+                "a view",
+                here(),
+                "its base was changed in place after its data had been moved, so that it no longer shows it",
+                "take the view after the change, or call .clone() on it before",
+            )
+
+
+def refuse_write(operation: str) -> Refused:
+    return Refused(
+        operation,
+        here(),
+        "in place, it would change a copy: torch's result is a view of its base, and here its data had to move",
+        "call .clone() on it first, or write it out of place",
+    )
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class WholeCopy(Tensor):
+    """Such a copy that every rank has whole: a plain tensor in all but this, that a write to it is noticed.
+
+    What is computed from it is plain; what shares its memory is marked alike.
+    """
+
+    _plain: Tensor
+    _copy_of: CopyOf
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies: list[WholeCopy] = []
+        plain_args, plain_kwargs = _stripped(args, copies), _stripped(kwargs or {}, copies)
+        versions = [_version(copy) for copy in copies]
+        result = function(*plain_args, **plain_kwargs)
+        if [_version(copy) for copy in copies] != versions:
+            raise refuse_write(getattr(function, "__name__", str(function)))
+        return _marked_like(copies, result)
+
+
+def whole_copy(tensor: Tensor, mark: CopyOf) -> WholeCopy:
+    shell = tensor.as_subclass(WholeCopy)
+    shell._plain, shell._copy_of = tensor, mark
+    return shell
+
+
+def plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, WholeCopy):
+        tensor._copy_of.check()
+        return tensor._plain
+    return tensor
+
+
+def _version(copy: WholeCopy) -> int:
+    return 0 if copy._plain.is_inference() else copy._plain._version
+
+
+def _stripped(value: Any, copies: list[WholeCopy]) -> Any:
+    if isinstance(value, WholeCopy):
+        copies.append(value)
+        return plain(value)
+    if type(value) in (tuple, list):
+        return type(value)(_stripped(item, copies) for item in value)
+    if type(value) is dict:
+        return {name: _stripped(item, copies) for name, item in value.items()}
+    return value
+
+
+def _marked_like(copies: list[WholeCopy], result: Any) -> Any:
+    if type(result) in (tuple, list):
+        return type(result)(_marked_like(copies, item) for item in result)
+    if type(result) is Tensor:
+        for copy in copies:
+            if same_memory(copy._plain, result):
+                return whole_copy(result, copy._copy_of)
+    return result
