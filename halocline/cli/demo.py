@@ -54,7 +54,7 @@ class Result:
         return {"agree": self.agree, "ranks": run.RANKS, "loss_difference": self.loss_difference, **shown}
 
 
-def demo(steps: Steps = 28, out: Out = Path("demo-output"), as_json: Json = False, debug: Debug = False) -> None:
+def demo(steps: Steps = 30, out: Out = Path("demo-output"), as_json: Json = False, debug: Debug = False) -> None:
     """See it work: train a small 3D U-Net on one rank and cut over two, side by side.
 
     Synthetic volumes of balls and shells are segmented. The second run has each volume cut in two along depth, and

@@ -20,8 +20,8 @@ SIZE, WIDTH = 32, 6
 ATTEMPTS = 24  # at placing an object; a third or so succeed
 RANKS = 2
 CLASSES = ("background", "ball", "shell")
-NOISE, RATE, MOMENTUM = 0.2, 0.05, 0.9
-UNSEEN = 10_087  # number of a volume that no training step uses; a ball and a shell in it cross the cut
+NOISE, RATE, MOMENTUM = 0.2, 0.07, 0.9
+UNSEEN = 10_150  # number of a volume that no training step uses; a ball and a shell in it cross the cut
 
 
 def make_volume(number: int, size: int = SIZE) -> tuple[Tensor, Tensor]:

@@ -39,10 +39,10 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 @contextmanager
 def clear_errors(command: str, debug: bool) -> Iterator[None]:
-    """An error of the library's own becomes one line on stderr and exit status 2."""
+    """An error of the library's own, or of the file system, becomes one line on stderr and exit status 2."""
     try:
         yield
-    except HaloclineError as error:
+    except (HaloclineError, OSError) as error:
         if debug:
             raise
         hint = " (--debug shows where)" if isinstance(error, RankError) else ""

@@ -128,7 +128,7 @@ class Plan:
             return None
         shared = same_memory(tiles[index], result)
         if mark is not None:
-            return mark if shared or self.recipe.view else None
+            return mark if self.recipe.view or (shared and result.numel()) else None
         fetch = self.fetches[index]
         moved = fetch is not None and fetch.communicates
         return CopyOf(tiles[index]) if moved or not (shared or self.recipe.may_copy) else None

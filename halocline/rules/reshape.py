@@ -68,6 +68,8 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
 def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
     parts = regroup(input.shape, space)
     links = [WHOLE] * input.ndim
+    for one, other in _ones(input, space):
+        links[one] = Link(other)
     for group, held, made in parts:
         links[group.before[0]] = Link(group.after[0], Rows(held, made))
 
@@ -85,6 +87,13 @@ def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
         return flat
 
     return viewing(input, space, links, on_tile(local), may_copy=may_copy)
+
+
+def _ones(input: Operand, space: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """A dim of size one may be cut too: one rank has it all. Any other of size one can take its place."""
+    old = sorted((d for d, size in enumerate(input.shape) if size == 1), key=lambda d: d not in input.cut_dims)
+    new = (d for d, size in enumerate(space) if size == 1)
+    return zip(old, new, strict=False)
 
 
 @each("view view_as unflatten squeeze unsqueeze")

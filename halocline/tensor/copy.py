@@ -44,6 +44,7 @@ def refuse_write(operation: str) -> Refused:
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Of empty tensors and those without data it holds always."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
@@ -100,6 +101,6 @@ def _marked_like(copies: list[WholeCopy], result: Any) -> Any:
         return type(result)(_marked_like(copies, item) for item in result)
     if type(result) is Tensor:
         for copy in copies:
-            if same_memory(copy._plain, result):
+            if result.numel() and same_memory(copy._plain, result):
                 return whole_copy(result, copy._copy_of)
     return result
