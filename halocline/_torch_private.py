@@ -26,6 +26,10 @@ def default_store() -> Any:
         return None
 
 
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass now running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

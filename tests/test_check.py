@@ -216,5 +216,5 @@ def test_inputs_are_cut_as_the_volume_where_they_have_its_size() -> None:
         {0: "data", 1: "depth", 3: "width"},
         {2: "depth", 4: "width"},
         {},
-        {},
+        {0: "depth", 2: "width"},
     ]

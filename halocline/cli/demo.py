@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..testing.compare import EXACT, relative_error
+from ..testing.memory import peak_bytes
 from ..testing.pool import RankPool
 from . import demo_run as run
 from .output import Debug, Json, clear_errors, print_json, say, size_text, stderr, stdout
@@ -73,6 +74,7 @@ def demo(steps: Steps = 30, out: Out = Path("demo-output"), as_json: Json = Fals
 
 
 def play(steps: int, out: Path, console: Console, progress: Console) -> Result:
+    peak_bytes(lambda: None)  # counting starts before the first tensor that is counted
     with RankPool(run.RANKS) as pool:
         say(console, f"[bold]A 3D U-Net on volumes of {run.SIZE} cubed, cut in depth over {run.RANKS} ranks[/bold]")
         with progress.status("starting two ranks, and comparing gradients in float64"):
@@ -84,14 +86,14 @@ def play(steps: int, out: Path, console: Console, progress: Console) -> Result:
             predicted = pool.run(run.predict_on_rank, deadline=DEADLINE)[0]
     with progress.status("drawing"):
         picture = draw_picture(out, losses, cut, predicted)
-    right = (predicted == run.make_volume(run.UNSEEN)[1]).double().mean().item()
+    right = (predicted == run.make_volume(run.UNSEEN, run.SIZE)[1]).double().mean().item()
     return Result(losses, cut, error, held, held_by_one, right, picture)
 
 
 def compare_gradients(pool: RankPool) -> tuple[float, str]:
     """The largest error of a parameter's gradient in the demo's own network and loss, and the parameter."""
-    pool.run(run.start_on_rank, torch.float64, deadline=DEADLINE)
-    true = run.Training(dtype=torch.float64).gradients()
+    pool.run(run.start_on_rank, run.SIZE, run.WIDTH, torch.float64, deadline=DEADLINE)
+    true = run.Training(run.SIZE, run.WIDTH, torch.float64).gradients()
     found = pool.run(run.gradients_on_rank, deadline=DEADLINE)
     scale = max(gradient.abs().max().item() for gradient in true.values())
     errors = {name: max(relative_error(f[name], true[name], scale) for f in found) for name in true}
@@ -103,8 +105,8 @@ def train(
     pool: RankPool, steps: int, console: Console, progress: Console
 ) -> tuple[run.Training, list[float], list[float]]:
     """Both runs, step by step; the one-rank training is returned for more."""
-    pool.run(run.start_on_rank, torch.float32, deadline=DEADLINE)
-    one, losses, cut = run.Training(), [], []
+    pool.run(run.start_on_rank, run.SIZE, run.WIDTH, torch.float32, deadline=DEADLINE)
+    one, losses, cut = run.Training(run.SIZE, run.WIDTH, torch.float32), [], []
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress, transient=True) as bar:
         for number in bar.track(range(steps)):
@@ -118,9 +120,10 @@ def train(
 def draw_picture(out: Path, losses: list[float], cut: list[float], predicted: Tensor) -> Path:
     from .picture import draw  # matplotlib takes a second to import
 
-    volume, labels = run.make_volume(run.UNSEEN)
+    volume, labels = run.make_volume(run.UNSEEN, run.SIZE)
     path = out / "demo.png"
-    draw(path, losses, cut, volume[0, 0], labels[0], predicted[0], run.CLASSES, run.RANKS)
+    volumes = [tensor.squeeze().numpy() for tensor in (volume, labels, predicted)]
+    draw(path, losses, cut, volumes, run.CLASSES, run.RANKS)
     return path
 
 

@@ -24,7 +24,7 @@ NOISE, RATE, MOMENTUM = 0.2, 0.07, 0.9
 UNSEEN = 10_150  # number of a volume that no training step uses; a ball and a shell in it cross the cut
 
 
-def make_volume(number: int, size: int = SIZE) -> tuple[Tensor, Tensor]:
+def make_volume(number: int, size: int) -> tuple[Tensor, Tensor]:
     """A noisy volume [1, 1, D, H, W] of solid balls and hollow shells, and the class of each voxel [1, D, H, W]."""
     generator = torch.Generator().manual_seed(number)
     labels = torch.zeros(size, size, size, dtype=torch.int64)
@@ -44,15 +44,15 @@ def make_volume(number: int, size: int = SIZE) -> tuple[Tensor, Tensor]:
 class Training:
     """With a mesh the sample is cut over it; without, nothing of the library is in the way."""
 
-    def __init__(self, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, size: int, width: int, dtype: torch.dtype, mesh: Mesh | None = None) -> None:
         torch.manual_seed(0)
-        model = UNet3d(WIDTH, 1, len(CLASSES)).to(dtype)
-        self.mesh, self.dtype = mesh, dtype
+        model = UNet3d(width, 1, len(CLASSES)).to(dtype)
+        self.size, self.dtype, self.mesh = size, dtype, mesh
         self.model = model if mesh is None else distribute(model, mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM)
 
     def sample(self, number: int) -> tuple[Tensor, Tensor]:
-        volume, labels = make_volume(number)
+        volume, labels = make_volume(number, self.size)
         volume = volume.to(self.dtype)
         if self.mesh is None:
             return volume, labels
@@ -112,9 +112,9 @@ def measure(training: Training, number: int) -> Held:
 _kept: list[Training] = []
 
 
-def start_on_rank(dtype: torch.dtype) -> None:
+def start_on_rank(size: int, width: int, dtype: torch.dtype) -> None:
     peak_bytes(lambda: None)  # counting starts before the first tensor that is counted
-    _kept[:] = [Training(Mesh(depth=RANKS), dtype)]
+    _kept[:] = [Training(size, width, dtype, Mesh(depth=RANKS))]
 
 
 def step_on_rank(number: int) -> float:

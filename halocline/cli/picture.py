@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from numpy.typing import NDArray
 
 mpl.use("Agg")
 
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import Tensor
 
 ONE, CUT = "#7a8ca5", "#d1495b"  # the two runs
 COLOURS = ListedColormap(["#16202c", "#edae49", "#30a5bf"])  # a class each
@@ -23,17 +23,16 @@ def draw(
     path: Path,
     one_rank: Sequence[float],
     cut: Sequence[float],
-    volume: Tensor,
-    labels: Tensor,
-    predicted: Tensor,
+    volumes: Sequence[NDArray[Any]],
     classes: Sequence[str],
     ranks: int,
 ) -> None:
-    """``volume``, ``labels`` and ``predicted`` are [depth, height, width]; the slice shown is the fullest in width."""
+    """``volumes``: the sample, true classes, predicted classes, [depth, height, width]; the fullest slice is shown."""
+    volume, labels, predicted = volumes
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     curves, *images = figure.subplots(1, 4, width_ratios=[1.35, 1, 1, 1])
     _draw_curves(curves, one_rank, cut, ranks)
-    at = int((labels > 0).sum((0, 1)).argmax())
+    at = int((labels > 0).sum(axis=(0, 1)).argmax())
     images[0].imshow(volume[:, :, at], cmap="gray")
     for axes, classified in zip(images[1:], (labels, predicted), strict=True):
         axes.imshow(classified[:, :, at], cmap=COLOURS, vmin=0, vmax=len(classes) - 1, interpolation="nearest")

@@ -273,3 +273,36 @@ class Only(Access):
 
     def need(self, out: Interval) -> tuple[Interval, ...]:
         return (Interval(self.index, self.index + 1),)
+
+
+@dataclass(frozen=True)
+class Resample(Access):
+    """Output i needs inputs ``first[i]`` to ``last[i]``: an interpolation, whose positions are rounded as torch does.
+
+    The output is cut in proportion. Where it is a multiple of the input, no output needs more than its neighbours.
+    """
+
+    in_size: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        return (Interval(min(self.first[out.lo : out.hi]), max(self.last[out.lo : out.hi]) + 1),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((-(-point * out_size // max(1, self.in_size)) for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Everything(Access):
+    """Any output may need any input, by values not yet known. The output is cut in proportion, and so stays cut."""
+
+    in_size: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return (Interval(0, 0 if out.empty else self.in_size),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone((-(-point * out_size // max(1, self.in_size)) for point in points), out_size)

@@ -11,13 +11,14 @@ from . import (  # noqa: F401  each registers its rules when imported
     pointwise,
     pool,
     reduce,
+    resample,
     reshape,
     view,
     whole_axis,
     window,
 )
 from .api import cut_like, from_tile, gather, reshard, shard
-from .executor import dispatch
+from .executor import dispatch, planning
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
 from .table import composite, entries, forget_rule, rule
 
@@ -37,6 +38,7 @@ __all__ = [
     "forget_rule",
     "from_tile",
     "gather",
+    "planning",
     "read_whole",
     "reshard",
     "rule",

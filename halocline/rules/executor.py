@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +54,30 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     except TypeError:  # an argument that cannot be hashed: plan anew
         plan, key = None, None  # type: ignore[assignment]
     if plan is None:
-        plan = _make_plan(function, describe, args, kwargs, tensors)
+        with _planned():
+            plan = _make_plan(function, describe, args, kwargs, tensors)
         if key is not None:
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
             _plans[key] = plan
     return plan.run(tensors, args, kwargs)
+
+
+_now = threading.local()
+
+
+def planning() -> bool:
+    """Is a plan being made? Rules may then ask torch about shapes, which is no part of the program."""
+    return getattr(_now, "planning", False)
+
+
+@contextmanager
+def _planned() -> Iterator[None]:
+    before, _now.planning = planning(), True
+    try:
+        yield
+    finally:
+        _now.planning = before
 
 
 ShardedTensor.dispatcher = staticmethod(dispatch)
@@ -168,8 +188,9 @@ def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tens
     """An empty result that still hangs on its operands, so that this rank takes part in every backward movement."""
     first = operands[0]
     dtype = output.dtype or first.dtype
-    if torch.is_autocast_enabled(first.device.type) and dtype.is_floating_point and output.dtype is None:
-        dtype = torch.get_autocast_dtype(first.device.type)
+    kind = first.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and dtype.is_floating_point and output.dtype is None:
+        dtype = torch.get_autocast_dtype(kind)
     result = torch.zeros(sharding.tile_shape, dtype=dtype, device=first.device)
     for operand in operands if not output.constant else ():
         if operand.requires_grad:

@@ -89,7 +89,7 @@ def observe(side: Side, steps: int) -> Answer:
         step()
         side.model.zero_grad(set_to_none=False)
         side.traffic.clear()
-        peak = peak_bytes(lambda: step() and None).peak
+        peak = peak_bytes(step).peak
         traffic = replace(side.traffic, gathers=side.traffic.gathers.copy())
     side.model.zero_grad(set_to_none=False)
     leaves = [leaf.requires_grad_() for leaf in side.leaves]
@@ -129,10 +129,10 @@ def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
     Normalised outputs do not make it constant, nothing of the whole size is allocated for it, and since its slope is at
     most one it runs away in no training.
     """
-    terms = [(o.abs() if o.is_complex() else o) + 1 for o in outputs.values() if o.requires_grad]
-    if not terms:
+    shifted = [(o.abs() if o.is_complex() else o) + 1 for o in outputs.values() if o.requires_grad]
+    if not shifted:
         raise BadUsage("the network returns no tensor that has a gradient, so there is nothing to compare")
-    return sum(((term * term + 1).sqrt().mean() for term in terms[1:]), (terms[0] * terms[0] + 1).sqrt().mean())
+    return torch.stack([(o * o + 1).sqrt().mean() for o in shifted]).sum()
 
 
 def _gradients(side: Side) -> Iterator[tuple[str, Tensor]]:

@@ -45,10 +45,10 @@ class Task:
         """{dim: axis} for one input: cut as the volume is if the spatial size is the same, else whole."""
         volume, shape = self.shapes[0], self.shapes[index]
         spatial = volume[2:]
-        alike = len(shape) > len(spatial) > 0 and shape[-len(spatial) :] == spatial
-        if index and not alike:
+        if index and not (spatial and shape[-len(spatial) :] == spatial):
             return {}
-        axes = [axis for axis in self.cut if axis != "data" or shape[0] == volume[0]]
+        same_batch = len(shape) > len(spatial) and shape[0] == volume[0]
+        axes = [axis for axis in self.cut if axis != "data" or same_batch]
         return {DIMS[axis] % len(shape): axis for axis in axes}
 
 
@@ -118,7 +118,7 @@ def make_model(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
     try:
         model = factory(**task.arguments)
-    except TypeError as error:
+    except Exception as error:
         raise BadUsage(f"{task.target} cannot be built with {dict(task.arguments)}: {error}") from error
     if not isinstance(model, nn.Module):
         raise BadUsage(f"{task.target} gave a {type(model).__name__}; it must return a torch.nn.Module")

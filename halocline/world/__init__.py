@@ -1,12 +1,15 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
-from .base import Exchange, Label, Receive, Send, Traffic, World
-from .local import LocalWorld, run_local
+from .base import Began, Exchange, Label, Receive, Send, Summed, Traffic, Waited, World
+from .dry import DryWorld
+from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
 from .movement import Move, Route, Scale, Sum
 from .process import ProcessWorld
 
 __all__ = [
+    "Began",
+    "DryWorld",
     "Exchange",
     "Label",
     "LocalWorld",
@@ -18,8 +21,11 @@ __all__ = [
     "Scale",
     "Send",
     "Sum",
+    "Summed",
     "Traffic",
+    "Waited",
     "World",
+    "as_world",
     "forget",
     "init",
     "run_local",

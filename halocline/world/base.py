@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,17 +36,39 @@ class Traffic:
     moved_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    transport_bytes: int = 0  # as handed to the transport, counted at that very call
     gathers: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
-        self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = 0
+        self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = self.transport_bytes = 0
         self.gathers.clear()
 
 
-class Pending(Protocol):
-    """A communication under way: ``wait`` gives the received messages, in the order they were asked for."""
+@dataclass(frozen=True)
+class Began:
+    """An exchange begun: bytes to and from each peer."""
 
-    def wait(self) -> list[Tensor]: ...
+    number: int
+    label: Label
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Waited:
+    """The exchange of that number is needed from here on."""
+
+    number: int
+    label: Label
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A ring over that many ranks, and the size of what it sums."""
+
+    label: Label
+    ranks: int
+    bytes: int
 
 
 class Send(NamedTuple):
@@ -63,7 +85,6 @@ Outgoing = tuple[int, Tensor, int]  # peer, message, tag
 Incoming = tuple[int, Tensor, int]  # peer, buffer, tag
 CHANNELS = ("moves", "control", "gradients")
 
-
 _LARGE = 1 << 18  # bytes from which a ring (the backend's all-reduce) beats recursive doubling
 
 
@@ -76,7 +97,10 @@ class World(ABC):
     def __init__(self, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
         self.traffic = Traffic()
+        #: Communication and whatever else is recorded, in order; None where nobody asks for it.
+        self.journal: list[object] | None = None
         self._turns: Counter[tuple[int, ...]] = Counter()
+        self._exchanges = 0
 
     @abstractmethod
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
@@ -90,10 +114,6 @@ class World(ABC):
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         """Sum a large tensor over ``ranks`` in place, same bits on every rank."""
 
-    @abstractmethod
-    def abandon(self, error: BaseException, label: Label) -> None:
-        """Tell the other ranks, where that is possible, that this one has failed."""
-
     def begin(
         self, sends: Sequence[Send], receives: Sequence[Receive], like: Tensor, ranks: tuple[int, ...], label: Label
     ) -> Exchange:
@@ -104,7 +124,13 @@ class World(ABC):
         buffers = [torch.empty(n, dtype=like.dtype, device=like.device) for _, n in receives]
         incoming = [(r.peer, b, _tag(turn, label, r.elements)) for r, b in zip(receives, buffers, strict=True)]
         self.traffic.messages += len(outgoing)
-        return Exchange(self, self.post(outgoing, incoming, label.channel), buffers, label)
+        self._exchanges += 1
+        self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
+        return Exchange(self, self.post(outgoing, incoming, label.channel), buffers, label, self._exchanges)
+
+    def _write(self, event: type, *facts: object) -> None:
+        if self.journal is not None:
+            self.journal.append(event(*facts))
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The sum over ``ranks``, same bits on each of them."""
@@ -116,6 +142,7 @@ class World(ABC):
         # A ring knows no tags: one small tagged sum first makes sure that all mean the same sum.
         self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
         result = tensor.clone(memory_format=torch.contiguous_format)
+        self._write(Summed, label, len(ranks), result.numel() * result.element_size())
         self.ring_sum(result, ranks, label)
         return result
 
@@ -133,9 +160,6 @@ class World(ABC):
                 self._swap(value, ranks, send_to=me + step, label=label)
             step *= 2
         return value.view(tensor.shape)
-
-    def barrier(self, label: Label) -> None:
-        self._double(torch.zeros(1), tuple(range(self.size)), torch.add, label)
 
     def _double(
         self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label, detail: str = ""
@@ -183,12 +207,17 @@ class World(ABC):
 class Exchange:
     """An exchange under way."""
 
-    def __init__(self, world: World, posted: object, buffers: list[Tensor], label: Label) -> None:
-        self._world, self._posted, self._buffers, self._label = world, posted, buffers, label
+    def __init__(self, world: World, posted: object, buffers: list[Tensor], label: Label, number: int) -> None:
+        self._world, self._posted, self._buffers, self._label, self._number = world, posted, buffers, label, number
 
     def wait(self) -> list[Tensor]:
+        self._world._write(Waited, self._number, self._label)
         self._world.complete(self._posted, self._label)
         return self._buffers
+
+
+def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:
+    return tuple((peer, message.numel() * message.element_size()) for peer, message, _ in messages)
 
 
 def _tag(turn: int, label: Label, elements: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..errors import RankFailure
 from .base import Incoming, Label, Outgoing, World
 
-_current = threading.local()
+_current = threading.local()  # the world of this thread, if it is a rank of its own
 Result = TypeVar("Result")
 
 
@@ -68,12 +69,20 @@ class LocalWorld(World):
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         tensor.copy_(self._double(tensor, ranks, torch.add, label))
 
-    def abandon(self, error: BaseException, label: Label) -> None:
-        self._board.fail(f"rank {self.rank} failed in {label}: {error}")
 
-
-def current_local_world() -> LocalWorld | None:
+def current_local_world() -> World | None:
     return getattr(_current, "world", None)
+
+
+@contextmanager
+def as_world(world: World) -> Iterator[None]:
+    """Inside, this thread is a rank of ``world``."""
+    before = current_local_world()
+    _current.world = world
+    try:
+        yield
+    finally:
+        _current.world = before
 
 
 def run_local(size: int, function: Callable[[], Result], deadline: float = 20.0) -> list[Result]:
@@ -83,14 +92,12 @@ def run_local(size: int, function: Callable[[], Result], deadline: float = 20.0)
     errors: list[tuple[float, int, BaseException]] = []
 
     def body(rank: int) -> None:
-        _current.world = LocalWorld(rank, size, board, deadline)
         try:
-            results[rank] = function()
+            with as_world(LocalWorld(rank, size, board, deadline)):
+                results[rank] = function()
         except BaseException as error:  # noqa: BLE001  handed to the caller below
             errors.append((time.monotonic(), rank, error))
             board.fail(f"rank {rank} failed first: {type(error).__name__}: {error}")
-        finally:
-            _current.world = None
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

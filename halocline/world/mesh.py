@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
-from itertools import product
 
 from ..errors import MeshError
 from .base import World
+from .dry import DryWorld
 from .local import current_local_world
 from .process import ProcessWorld, connect
 
@@ -33,14 +33,7 @@ def this_world() -> World:
     if local is not None:
         return local
     init()
-    return _process_world[0] if _process_world else AloneWorld()
-
-
-class AloneWorld(ProcessWorld):
-    """A single rank: nothing to exchange with."""
-
-    def __init__(self) -> None:
-        World.__init__(self, 0, 1, 600.0)
+    return _process_world[0] if _process_world else DryWorld(0, 1)
 
 
 class Mesh:
@@ -95,8 +88,13 @@ class Mesh:
         return self._ranks(frozenset(axes))
 
     def _ranks_along(self, axes: frozenset[str]) -> tuple[int, ...]:
-        ranges = [range(self.sizes[n]) if n in axes else (self.coordinates[n],) for n in self.names]
-        return tuple(self.rank_at(dict(zip(self.names, where, strict=True))) for where in product(*ranges))
+        found, stride, strides = [0], 1, {}
+        for name in reversed(self.names):
+            strides[name], stride = stride, stride * self.sizes[name]
+        for name in self.names:
+            places = range(self.sizes[name]) if name in axes else (self.coordinates[name],)
+            found = [rank + place * strides[name] for rank in found for place in places]
+        return tuple(found)
 
     def count(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)

@@ -35,6 +35,7 @@ class ProcessWorld(World):
         if self._failed:
             raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
         group = self._groups[channel]
+        self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         if self._on_device:
             return _post_on_device(sends, receives, group)
         jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
@@ -67,6 +68,7 @@ class ProcessWorld(World):
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         host = tensor if self._on_device else self._host(tensor, fill=True)
         real = torch.view_as_real(host) if host.is_complex() else host
+        self.traffic.transport_bytes += real.numel() * real.element_size()
         try:
             dist.all_reduce(real, group=self._ring(ranks, label.channel))
         except RuntimeError as error:
@@ -112,9 +114,6 @@ class ProcessWorld(World):
                         heard[rank] = store.get(f"halocline/failed/{rank}").decode()
                 time.sleep(0.05)
         return heard
-
-    def abandon(self, error: BaseException, label: Label) -> None:
-        self._failed = f"{label}: {error}"
 
 
 def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], group: dist.ProcessGroup) -> object:

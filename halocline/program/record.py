@@ -1,0 +1,132 @@
+"""Write down a step: every local operation, forward and backward, and every exchange and sum, in order.
+
+The same recorder serves a dry run (one rank of any number, on meta tensors) and a real one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._torch_private import in_backward
+from ..errors import Refused
+from ..rules import planning
+from ..tensor import here
+from ..world import Began, DryWorld, Mesh, Summed, as_world
+from .work import flops, size_of, tensors_of
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One local operation of torch, with this rank's shapes."""
+
+    name: str
+    place: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+    flops: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank does in a step, in order."""
+
+    rank: int
+    ranks: int
+    events: tuple[object, ...]
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [event for event in self.events if isinstance(event, Operation)]
+
+    @property
+    def exchanges(self) -> list[Began]:
+        return [event for event in self.events if isinstance(event, Began)]
+
+    @property
+    def sums(self) -> list[Summed]:
+        return [event for event in self.events if isinstance(event, Summed)]
+
+    @property
+    def flops(self) -> float:
+        return sum(operation.flops for operation in self.operations)
+
+    @property
+    def messages(self) -> int:
+        return sum(len(exchange.sends) for exchange in self.exchanges)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the transport is handed: messages, and rings at the size of what they sum."""
+        return sum(size for e in self.exchanges for _, size in e.sends) + sum(total.bytes for total in self.sums)
+
+    def to_json(self) -> str:
+        events = [{"event": type(event).__name__, **asdict(event)} for event in self.events]  # type: ignore[call-overload]
+        return json.dumps({"rank": self.rank, "ranks": self.ranks, "events": events})
+
+
+class _Watcher(TorchDispatchMode):
+    """Sees local operations below autograd, so those of backward too."""
+
+    def __init__(self, journal: list[object]) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            raise Refused(
+                "item",
+                here(),
+                "it needs a value, and a dry run has shapes only (a branch on data, or .item())",
+                "take the value outside the recorded step, or give the branch a fixed answer",
+            )
+        result = function(*args, **(kwargs or {}))
+        if not planning() and not _is_free(function):
+            self._journal.append(_operation(function, args, result))
+        return result
+
+
+def _is_free(function: Any) -> bool:
+    """Results that alias an argument without writing cost nothing, nor does memory that nobody has written yet."""
+    if "empty" in function._schema.name:
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+
+
+def _operation(function: Any, args: Any, result: Any) -> Operation:
+    inputs = tensors_of(args)
+    return Operation(
+        name=function._schema.name.removeprefix("aten::"),
+        place=here(),
+        phase="backward" if in_backward() else "forward",
+        shapes=tuple(tuple(tensor.shape) for tensor in inputs),
+        flops=flops(function, args, result),
+        bytes=size_of(inputs) + size_of(result),
+    )
+
+
+def record(step: Callable[[], object], mesh: Mesh) -> Record:
+    """Run ``step()`` and return all that this rank did in it."""
+    world = mesh.world
+    journal: list[object] = []
+    before, world.journal = world.journal, journal
+    try:
+        with _Watcher(journal):
+            step()
+    finally:
+        world.journal = before
+    return Record(world.rank, world.size, tuple(journal))
+
+
+@contextmanager
+def dry(rank: int, ranks: int) -> Iterator[None]:
+    """Inside, this thread is rank ``rank`` of ``ranks`` and nothing moves: build mesh, model and inputs on "meta"."""
+    with as_world(DryWorld(rank, ranks)):
+        yield

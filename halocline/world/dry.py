@@ -1,0 +1,39 @@
+"""One rank of any number, alone: it moves nothing, and writes down what it would have moved.
+
+Programs run in it on meta tensors, through the very code that moves between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .base import Incoming, Label, Outgoing, World
+
+
+class DryWorld(World):
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, deadline=0.0)
+
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
+        self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
+        return None
+
+    def complete(self, posted: object, label: Label) -> None:
+        """Nothing comes: buffers are meta tensors, or stay unread."""
+
+    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
+        self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
+
+    def _swap(
+        self,
+        value: Tensor,
+        ranks: tuple[int, ...],
+        label: Label,
+        send_to: int | None = None,
+        receive_from: int | None = None,
+    ) -> Tensor:
+        """As if the partner held the same value: what little is not meta (shapes, flags) then stays meaningful."""
+        super()._swap(value, ranks, label, send_to, receive_from)
+        return value
