@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import halocline as hc
 from halocline.testing.check import BadUsage, Report, _error, _verdict, check_network
-from halocline.testing.pool import RankError, shared_pool
+from halocline.testing.pool import Outcome, RankError, RankPool, shared_pool
 from halocline.testing.task import make_task
 
 KEYS = {
@@ -75,12 +75,6 @@ def gathers() -> nn.Module:
 
 def level() -> nn.Module:
     return Calls(lambda x: x * 0)
-
-
-def fails_cut() -> nn.Module:
-    if dist.is_initialized():
-        raise ValueError("not on ranks")
-    return Calls(torch.relu)
 
 
 def fails() -> nn.Module:
@@ -149,8 +143,12 @@ def test_a_gradient_that_is_all_zero_is_said() -> None:
 
 
 def test_another_failure_on_a_rank_is_an_error() -> None:
-    with pytest.raises(RankError, match="ValueError: not on ranks"):
-        check("test_check:fails_cut", shapes=VOLUME)
+    class Failing:
+        def run(self, *_: object, **__: object) -> None:
+            raise RankError([Outcome(0, "hung"), Outcome(1, "error", error=ValueError("not here"))])
+
+    with pytest.raises(RankError, match="rank 1 raised ValueError: not here"):
+        check_network("test_check:level", shapes=VOLUME, pool=cast(RankPool, Failing()))
 
 
 def test_no_number_is_infinitely_wrong() -> None:

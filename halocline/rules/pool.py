@@ -225,12 +225,16 @@ def _avg_pool(spatial: int, function: Any) -> Pool:
     return run
 
 
+#: Newer releases of torch take the maximum for an infinite norm, older ones the formula all the same.
+_INFINITE_NORMS = F.lp_pool1d(torch.tensor([[-2.0, 1.0]]), math.inf, 2).item() == 2.0
+
+
 def _lp_pool(spatial: int) -> Pool:
     """As torch composes it."""
     max_pool, avg_pool = getattr(F, f"max_pool{spatial}d"), getattr(F, f"avg_pool{spatial}d")
 
     def run(input: Tensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Tensor:
-        if math.isinf(norm_type):
+        if math.isinf(norm_type) and _INFINITE_NORMS:
             sign = math.copysign(1, norm_type)
             return sign * max_pool(sign * input.abs(), kernel_size, stride, 0, 1, ceil_mode)
         stride = () if stride is None else stride

@@ -30,7 +30,8 @@ Scales = tuple[float, ...] | None
 Local = Callable[..., Tensor]
 
 _CAP = 128  # in 2-D, outputs of at most so many rows and columns together go through another kernel on the CPU
-_TAPS = {"linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4, "lanczos": 6}
+_LINEAR = ("linear", "bilinear", "trilinear")  # of one, two and three dims
+_TAPS = {**dict.fromkeys(_LINEAR, 2), "bicubic": 4, "lanczos": 6}
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,13 @@ def describe(
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     shape = shape_from_torch(F.interpolate, input, *given)
     style = Style(mode, align_corners, antialias, _asked(input.dtype), device, input.ndim - 2)
-    if not (style.nearest or input.dtype.is_floating_point):
-        return _gathered(input, shape, given)
     scales = _scales(scale_factor, style.spatial) if not recompute_scale_factor else None
+    if _only_whole(input, shape, style, scales):
+        return _gathered(input, shape, given)
     if style.nearest:
         several = device == "cpu" and input.ndim > 3 and input.shape[1] > 3
-        nearest = Nearest(input, shape, replace(style, last=last and several), scales)
-        return _recipe(input, shape, nearest.accesses(several), nearest.local)
+        nearest = Nearest(input, shape, replace(style, last=last and several), scales, several)
+        return _recipe(input, shape, nearest.accesses(), nearest.local)
     blend = Blend(input, shape, style, scales)
     return _recipe(input, shape, blend.accesses(), blend.local, sum(taps.width for taps in blend.taps))
 
@@ -134,8 +135,24 @@ def _recipe(
     )
 
 
+def _only_whole(input: Operand, shape: tuple[int, ...], style: Style, scales: Scales) -> bool:
+    """Must torch see all of the sample? Integers are blended in fixed point and rounded between the dims. A dim that
+    keeps its size under a factor other than 1 is copied one way and blended the other: its gradient is another map's.
+    """
+    if style.antialias and shape[-1] == 1 and any(d >= 2 for d in input.cut_dims):
+        raise refuse(
+            F.interpolate,
+            "with antialias and a result of width 1, torch's own rows on the CPU depend on how the sample lies in memory",
+            "resize without antialias, or call it on hc.gather(x)",
+        )
+    if style.nearest:
+        return False
+    kept = zip(input.shape[2:], shape[2:], scales or (), strict=False)
+    blends = style.antialias or style.mode == "bicubic"
+    return not input.dtype.is_floating_point or (blends and any(n == m and s != 1 for n, m, s in kept))
+
+
 def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) -> Recipe:
-    """Integers: torch rounds between the dims, in fixed point, so that only the whole call gives its answer."""
     spatial = input.ndim - 2
     return Recipe(
         space=shape[:2],
@@ -156,14 +173,14 @@ def _plainly(device: str) -> Iterator[None]:
 
 
 def _through(style: Style, lines: Tensor, out: int, scale: float | None, beside: tuple[int, ...]) -> Tensor:
-    """Each line of (lines, size) as the first spatial dim of a channel; the other dims go from 1 to ``beside``."""
-    x = lines.reshape(1, *lines.shape, *[1] * len(beside))
+    """Each line of (lines, size) as the last dim of a channel; the other spatial dims go from 1 to ``beside``."""
+    x = lines.reshape(1, len(lines), *[1] * len(beside), -1)
     if style.last:
         format = torch.channels_last if style.spatial == 2 else torch.channels_last_3d
         x = x.repeat(1, 4, *[1] * style.spatial).contiguous(memory_format=format)
-    target = {"size": (out, *beside)} if scale is None else {"scale_factor": (scale, *map(float, beside))}
+    target = {"size": (*beside, out)} if scale is None else {"scale_factor": (*map(float, beside), scale)}
     y = F.interpolate(x, **target, mode=style.mode, align_corners=style.align_corners, antialias=style.antialias)  # type: ignore[arg-type]
-    return y[0, : len(lines)].reshape(len(lines), y.shape[2], -1)
+    return y[0, : len(lines)].reshape(len(lines), -1, y.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -185,7 +202,7 @@ def _picks(style: Style, size: int, out: int, scale: float | None, beside: tuple
         line = torch.arange(size, dtype=style.dtype, device=style.device).unsqueeze(0).requires_grad_()
         y = _through(style, line, out, scale, beside)
         (counts,) = torch.autograd.grad(y.sum(), line)
-        value = y.detach()[0, :, 0].long().tolist()
+        value = y.detach()[0, 0].long().tolist()
     each = (counts[0] / math.prod(beside)).round().long().cpu()
     gradient = torch.arange(size).repeat_interleave(each).tolist()
     if len(gradient) != len(value):
@@ -230,7 +247,7 @@ def _taps(style: Style, size: int, out: int, scale: float | None) -> Taps:
         places = torch.arange(size, dtype=style.dtype, device=style.device)
         teeth = places % period == torch.arange(period, device=style.device).unsqueeze(1)
         lines = torch.cat((teeth.to(places), teeth * places, torch.where(teeth, math.inf, 0.0).to(places)))
-        found = _through(style, lines, out, scale, (1,) * (style.spatial - 1))[..., 0].double().cpu()
+        found = _through(style, lines, out, scale, (1,) * (style.spatial - 1))[:, 0].double().cpu()
     weights, moments, touched = found[:period], found[period : 2 * period], ~found[2 * period :].isfinite()
     strongest = weights.abs().argmax(0, keepdim=True)
     anchor = (moments.gather(0, strongest) / weights.gather(0, strongest)).round()
@@ -264,10 +281,15 @@ def _rows(weights: Tensor, position: Tensor, touched: Tensor) -> Taps:
 
 
 class Nearest:
-    """The call on a tile is torch's own where it reads what the whole call would; else one selection for each dim."""
+    """The call on a tile is torch's own where it reads what the whole call would; else one selection for each dim.
 
-    def __init__(self, input: Operand, shape: tuple[int, ...], style: Style, scales: Scales) -> None:
-        self.input, self.shape, self.style, self.scales = input, shape, style, scales
+    With ``several`` memory formats torch has several answers, and what was fetched may lie otherwise than the tile.
+    """
+
+    def __init__(
+        self, input: Operand, shape: tuple[int, ...], style: Style, scales: Scales, several: bool = False
+    ) -> None:
+        self.input, self.shape, self.style, self.scales, self.several = input, shape, style, scales, several
         self.picks = self._ask(style, input.shape[2:], shape[2:])
         self.plan = cache(self._plan)
 
@@ -280,9 +302,9 @@ class Nearest:
             found.append(_picks(style, size, out, scale, beside))
         return found
 
-    def accesses(self, several: bool) -> list[Access]:
-        """With several memory formats, room for what any of them reads: ranks must agree, and tiles may differ."""
-        styles = [replace(self.style, last=last) for last in ((False, True) if several else (False,))]
+    def accesses(self) -> list[Access]:
+        """Room for what any memory format reads, for the ranks must agree."""
+        styles = [replace(self.style, last=last) for last in ((False, True) if self.several else (False,))]
         answers = [self._ask(style, self.input.shape[2:], self.shape[2:]) for style in styles]
         return [
             Resample(
@@ -294,7 +316,7 @@ class Nearest:
         ]
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        parts = self.plan(work, tile.device)
+        parts = self.plan(work, tile.device, self.several and _channels_last(tile))
         if parts is None:
             target = {"scale_factor": self.scales} if self.scales else {"size": [b.size for b in work.box[2:]]}
             return F.interpolate(tile, mode=self.style.mode, **target)  # type: ignore[arg-type]
@@ -302,11 +324,12 @@ class Nearest:
             tile = Take.apply(tile, dim, value, gradient)
         return tile
 
-    def _plan(self, work: Work, device: torch.device) -> list[tuple[int, Tensor, Tensor]] | None:
+    def _plan(self, work: Work, device: torch.device, last: bool) -> list[tuple[int, Tensor, Tensor]] | None:
         needs = [slots[0] for slots in (slot.needs for slot in work.slots[self.input.index][2:])]
         wanted = [p.part(box, need.lo) for p, box, need in zip(self.picks, work.box[2:], needs, strict=True)]
-        here = self._ask(self.style, [need.size for need in needs], [box.size for box in work.box[2:]])
-        if here == wanted:
+        sizes, outs = [need.size for need in needs], [box.size for box in work.box[2:]]
+        scaled = [int(size * scale) for size, scale in zip(sizes, self.scales or (), strict=False)]
+        if scaled in ([], outs) and self._ask(replace(self.style, last=last), sizes, outs) == wanted:
             return None
         with torch.inference_mode(False):  # they outlive this call
             return [
@@ -359,19 +382,24 @@ class Blend:
         return [Resample(size, taps.first, taps.last) for size, taps in sizes]
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        native = [work.native(self.input, 2 + i) for i in range(self.style.spatial)]
+        native = self._native(work)
         for dim, steps in self.plan(work, tile.device):
             total = sum(tile.index_select(dim, places) * weights for places, weights in steps)
             tile = total.to(tile.dtype)  # type: ignore[union-attr]
         return self._rest(tile, native) if any(native) else tile
+
+    def _native(self, work: Work) -> list[bool]:
+        """Against aliasing, all dims or none: a tile may be of width 1, where torch is not to be asked."""
+        native = [work.native(self.input, 2 + i) for i in range(self.style.spatial)]
+        return native if all(native) or not self.style.antialias else [False] * len(native)
 
     def _plan(self, work: Work, device: torch.device) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
         """For each cut dim: which rows to take, and their weights, as often as there are taps."""
         with torch.inference_mode(False):  # they outlive this call
             return [
                 (dim, self._steps(dim, work, device))
-                for dim in range(2, self.input.ndim)
-                if not (work.native(self.input, dim) or self.taps[dim - 2].copies)
+                for dim, native in enumerate(self._native(work), 2)
+                if not (native or self.taps[dim - 2].copies)
             ]
 
     def _steps(self, dim: int, work: Work, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -384,17 +412,14 @@ class Blend:
         return [(row, weights[:, t].reshape(shape)) for t, row in enumerate(rows)]
 
     def _rest(self, tile: Tensor, native: list[bool]) -> Tensor:
-        """What was blended already goes through as it is: from n to n torch copies."""
+        """What was blended already goes through as it is. Where it comes first, as channels: that saves taps."""
+        lead = native.index(True) if self.style.mode in _LINEAR and all(native[native.index(True) :]) else 0
+        flat = tile.flatten(1, 1 + lead)
+        sizes = zip(self.shape[2 + lead :], flat.shape[2:], native[lead:], strict=True)
+        target: dict[str, Any] = {"size": [out if whole else size for out, size, whole in sizes]}
         if self.scales:
-            factors = [scale if whole else 1.0 for scale, whole in zip(self.scales, native, strict=True)]
-            target: dict[str, Any] = {"scale_factor": factors}
-        else:
-            sizes = zip(self.shape[2:], tile.shape[2:], native, strict=True)
-            target = {"size": [out if whole else size for out, size, whole in sizes]}
-        return F.interpolate(
-            tile,
-            mode=self.style.mode,
-            align_corners=self.style.align_corners,
-            antialias=self.style.antialias,
-            **target,
-        )
+            factors = zip(self.scales[lead:], native[lead:], strict=True)
+            target = {"scale_factor": [scale if whole else 1.0 for scale, whole in factors]}
+        mode = _LINEAR[flat.ndim - 3] if lead else self.style.mode
+        options = {"align_corners": self.style.align_corners, "antialias": self.style.antialias}
+        return F.interpolate(flat, mode=mode, **options, **target).unflatten(1, tile.shape[1 : 2 + lead])

@@ -95,7 +95,8 @@ def _meta(value: Any) -> Any:
         )  # autocast would make these agree, but not on meta
         return torch.empty(value.shape, dtype=torch.float32 if real else value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
-        return type(value)([_meta(item) for item in value])
+        items = [_meta(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
         return {name: _meta(item) for name, item in value.items()}
     return value

@@ -103,7 +103,7 @@ class World(ABC):
         self._exchanges = 0
 
     @abstractmethod
-    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         """Start the sends and receives."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class World(ABC):
         self.traffic.messages += len(outgoing)
         self._exchanges += 1
         self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
-        return Exchange(self, self.post(outgoing, incoming, label.channel), buffers, label, self._exchanges)
+        return Exchange(self, self.post(outgoing, incoming, label), buffers, label, self._exchanges)
 
     def _write(self, event: type, *facts: object) -> None:
         if self.journal is not None:

@@ -16,7 +16,7 @@ class DryWorld(World):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, deadline=0.0)
 
-    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         return None
 

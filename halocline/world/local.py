@@ -37,7 +37,7 @@ class LocalWorld(World):
         super().__init__(rank, size, deadline)
         self._board = board
 
-    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         with self._board.changed:
             for peer, message, tag in sends:
                 self._board.messages.setdefault((self.rank, peer, tag), []).append(message.detach().clone())

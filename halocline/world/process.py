@@ -31,21 +31,32 @@ class ProcessWorld(World):
         self._on_device = dist.get_backend(self._groups["moves"]) == "nccl"
         self._failed: str | None = None
 
-    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], channel: str) -> object:
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         if self._failed:
             raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
-        group = self._groups[channel]
+        group = self._groups[label.channel]
         self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         if self._on_device:
             return _post_on_device(sends, receives, group)
         jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
-        for peer, buffer, tag in receives:
-            host = self._host(buffer)
-            jobs.append((peer, dist.irecv(_bytes(host), src=peer, group=group, tag=tag), buffer, host))
-        for peer, message, tag in sends:
-            host = self._host(message, fill=True)
-            jobs.append((peer, dist.isend(_bytes(host), dst=peer, group=group, tag=tag), host, host))
+        for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
+            try:
+                jobs.append(start(peer, tensor, tag, group))
+            except RuntimeError as error:  # a connection known to be closed refuses at once
+                raise self._failure(peer, error, label) from error
         return jobs
+
+    def _receive(
+        self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
+    ) -> tuple[int, dist.Work | None, Tensor, Tensor]:
+        host = self._host(buffer)
+        return peer, dist.irecv(_bytes(host), src=peer, group=group, tag=tag), buffer, host
+
+    def _send(
+        self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup
+    ) -> tuple[int, dist.Work | None, Tensor, Tensor]:
+        host = self._host(message, fill=True)
+        return peer, dist.isend(_bytes(host), dst=peer, group=group, tag=tag), host, host
 
     @staticmethod
     def _host(tensor: Tensor, fill: bool = False) -> Tensor:
