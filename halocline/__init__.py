@@ -21,6 +21,7 @@ from .rules import (
     reshard,
     rule,
     shard,
+    shard_inputs,
 )
 from .tensor import ShardedTensor, Sharding, unwrap
 from .world import Mesh, init
@@ -63,5 +64,6 @@ __all__ = [
     "reshard",
     "rule",
     "shard",
+    "shard_inputs",
     "unwrap",
 ]

@@ -55,7 +55,9 @@ def exchanges(found: Record) -> list[object]:
     return renumbered
 
 
-@pytest.mark.parametrize("sizes", [{"data": 1, "depth": 2, "height": 2}, {"data": 2, "depth": 2}, {"depth": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"data": 1, "depth": 2, "height": 2}, {"data": 2, "depth": 2}, {"depth": 4}], ids=str
+)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_dry_equals_real(network: str, sizes: dict[str, int]) -> None:
     real = shared_pool(4).run(one_step, network, sizes, "cpu")

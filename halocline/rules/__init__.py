@@ -17,10 +17,11 @@ from . import (  # noqa: F401  each registers its rules when imported
     whole_axis,
     window,
 )
-from .api import cut_like, from_tile, gather, reshard, shard
+from .api import cut_like, from_tile, reshard, shard
 from .executor import dispatch, planning
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
 from .table import composite, entries, forget_rule, rule
+from .tree import gather, map_tensors, shard_inputs, tensors_in
 
 __all__ = [
     "WHOLE",
@@ -36,6 +37,7 @@ __all__ = [
     "entries",
     "follow",
     "forget_rule",
+    "map_tensors",
     "from_tile",
     "gather",
     "planning",
@@ -43,4 +45,6 @@ __all__ = [
     "reshard",
     "rule",
     "shard",
+    "shard_inputs",
+    "tensors_in",
 ]

@@ -54,6 +54,8 @@ def channel_shuffle(function: Any, input: Operand, groups: int) -> Recipe:
 
 @each("local_response_norm")
 def local_response_norm(function: Any, input: Operand, size: int, *args: Any, **kwargs: Any) -> Recipe:
+    if not input.dtype.is_floating_point:
+        raise refuse(function, "torch gives integers another dtype where a tile is empty", "call .float() on its input")
     return along(function, input, 1, size)
 
 

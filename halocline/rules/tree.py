@@ -1,0 +1,73 @@
+"""Inputs and outputs of every kind: tensors in tuples, lists, dicts, named tuples, dataclasses, or None."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ShardingError
+from ..world import Mesh
+from . import api
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same structure with ``function`` applied to every tensor; what is no tensor stays."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return _rebuilt(value, {key: map_tensors(function, item) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)([map_tensors(function, item) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: map_tensors(function, getattr(value, name)) for name in fields})
+    return value
+
+
+def _rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same kind; a kind that cannot be made of a dict becomes one."""
+    try:
+        return type(like)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor), value)
+    return found
+
+
+def shard_inputs(inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: int = 1) -> Any:
+    """Cut whatever a model takes: the first tensor as ``dims`` says, others of its spatial size alike, the rest whole.
+
+    Space is counted from the end (``{0: "data", -3: "depth"}``), so that a target without channels is cut as its volume
+    is. A tensor is cut along ``data`` if its first dim is the batch.
+    """
+    tensors = tensors_in(inputs)
+    if not tensors:
+        raise ShardingError("there is no tensor among these inputs")
+    first = tensors[0]
+    space = {dim: axis for dim, axis in dims.items() if dim < 0}
+    batch = {dim: axis for dim, axis in dims.items() if dim >= 0}
+    if any(dim > 0 for dim in batch):
+        raise ShardingError(f"count spatial dims from the end (width is -1), the batch as 0; got {dict(dims)}")
+    trailing = tuple(first.shape[min([*space, 2 - first.ndim]) :]) if space else ()
+
+    def place(tensor: Tensor) -> Tensor:
+        mine = dict(space) if space and tuple(tensor.shape[-len(trailing) :]) == trailing else {}
+        if batch and tensor.ndim and tensor.shape[0] == first.shape[0] and tensor.ndim > len(trailing):
+            mine |= batch
+        return api.shard(tensor, mesh, mine, multiple=multiple) if mine else tensor
+
+    return map_tensors(place, inputs)
+
+
+def gather(value: Any) -> Any:
+    """Whole and plain on every rank: a tensor, or every tensor in a structure."""
+    return map_tensors(api.gather, value)
