@@ -21,7 +21,7 @@ from torch import Tensor
 from ..geometry import Access, Interval
 from ..geometry.access import Resample
 from ..tensor import ShardedTensor
-from .executor import run_rule
+from .executor import _planned, run_rule
 from .pad import shape_from_torch
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .table import composite, refuse
@@ -167,8 +167,8 @@ def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) ->
 
 @contextmanager
 def _plainly(device: str) -> Iterator[None]:
-    """Whatever mode the caller runs in, the question is an ordinary differentiable call."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
+    """Whatever mode the caller runs in, the question is an ordinary differentiable call, and no part of the program."""
+    with _planned(), torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
     same = (found == true) | (found.isnan() & true.isnan())
     difference = torch.where(same, torch.zeros_like(true), found - true).abs().max().item()
     finite = torch.where(true.isfinite(), true.abs(), torch.zeros_like(true.abs()))
+    if math.isnan(difference):  # compares as smaller than everything, and must not pass for it
+        return float("inf")
     largest = max(finite.max().item(), 1e-6 * scale)
     return difference / largest if largest else (0.0 if difference == 0 else float("inf"))
 

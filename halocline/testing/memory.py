@@ -120,7 +120,10 @@ def _mark_freed(size: int, _: object) -> None:
 def _trace(function: Callable[[], object]) -> list[dict[str, Any]]:
     """The profiler's events of one run, in the order of time."""
     gc.collect()  # or garbage from before could be collected, and counted as freed, inside
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with (
+        _quiet_profiler(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+    ):
         _probe_from_another_thread()
         kept = function()
         time.sleep(SETTLE)
