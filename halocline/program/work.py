@@ -14,13 +14,13 @@ aten = torch.ops.aten
 
 def _convolution(args: tuple[Any, ...], output: Any) -> float:
     """The weight's shape past its first dim is what one output (or, transposed, one input) is multiplied with."""
-    input, weight, transposed = args[0], args[1], args[6]
-    return 2.0 * prod(input.shape if transposed else output.shape) * prod(weight.shape[1:])
+    volume, weight, transposed = args[0], args[1], args[6]
+    return 2.0 * prod(volume.shape if transposed else output.shape) * prod(weight.shape[1:])
 
 
 def _convolution_backward(args: tuple[Any, ...], output: Any) -> float:
-    gradient, input, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    once = 2.0 * prod(input.shape if transposed else gradient.shape) * prod(weight.shape[1:])
+    gradient, volume, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    once = 2.0 * prod(volume.shape if transposed else gradient.shape) * prod(weight.shape[1:])
     return once * (bool(wanted[0]) + bool(wanted[1]))
 
 

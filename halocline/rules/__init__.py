@@ -3,6 +3,7 @@
 from . import (  # noqa: F401  each registers its rules when imported
     contract,
     direct,
+    grid,
     index,
     join,
     loss,
@@ -10,6 +11,7 @@ from . import (  # noqa: F401  each registers its rules when imported
     pad,
     pointwise,
     pool,
+    pool_indices,
     reduce,
     resample,
     reshape,

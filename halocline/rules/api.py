@@ -93,8 +93,10 @@ def gather(tensor: Tensor) -> Tensor:
     """The whole tensor, plain, on every rank."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
-    old = tensor.sharding
-    return recut(old, Sharding(old.mesh, old.shape, (None,) * len(old.shape)))(unwrap(tensor), Label("gather", here()))
+    old, tile = tensor.sharding, unwrap(tensor)
+    fetch = recut(old, Sharding(old.mesh, old.shape, (None,) * len(old.shape)))
+    old.mesh.world.traffic.gathered_bytes += fetch.transfer.received_elements * tile.element_size()
+    return fetch(tile, Label("gather", here()))
 
 
 def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1) -> Tensor:

@@ -119,13 +119,13 @@ def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
         if not any(_cut(input, d) for d in dims):
             return run_rule(function, _as_on_one_rank, (input, sizes, function), {})
         given = tuple(input.shape[d] for d in dims)
-        values, places = input, None
-        for d, m in reversed(list(zip(dims, sizes, strict=True))):
-            if m == 1 and _crowded(values, d):
-                values, places = run_rule(function, _stage, (values, places, d, Pieces(_pieces(values, d)), given), {})
-            access = Adaptive(values.shape[d], m)
-            values, places = run_rule(function, _stage, (values, places, d, access, given), {})
-        return values, places  # type: ignore[return-value]
+        found: Any = (input, None)
+        todo = [(d, m) for d, m in zip(dims, sizes, strict=True) if input.shape[d] != m]
+        for d, m in reversed(todo or [(input.ndim - 1, sizes[-1])]):
+            if m == 1 and _crowded(found[0], d):
+                found = run_rule(function, _stage, (*found, d, Pieces(_pieces(found[0], d)), given), {})
+            found = run_rule(function, _stage, (*found, d, Adaptive(found[0].shape[d], m), given), {})
+        return found  # type: ignore[no-any-return]
 
     return run
 
@@ -150,10 +150,7 @@ def _stage(values: Operand, places: Operand | None, dim: int, access: Any, given
         if known is None:
             known = _places(work, values, tile, given)
         (need,), box = access.need(work.box[dim]), work.box[dim]
-        windows = [_window(access, i).shift(-need.lo) for i in range(box.lo, box.hi)]
-        if all(window.size == 1 for window in windows):
-            return tile, known
-        return _max_along(tile, known, dim, windows)
+        return _max_along(tile, known, dim, [_window(access, i).shift(-need.lo) for i in range(box.lo, box.hi)])
 
     return Recipe(
         space=made,
@@ -202,9 +199,16 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         dims = range(input.ndim - spatial, input.ndim)
         cut = [d for d in dims if _cut(input, d) or _cut(indices, d)]
         near = not cut or _near(indices, cut, Unpool(spatial, function, tuple(input.shape), *given))
-        return run_rule(function, _describe_unpool, (input, indices, *given, spatial, function, near), {})
+        dtype = _widened(input)
+        return run_rule(function, _describe_unpool, (input, indices, *given, spatial, function, near, dtype), {})
 
     return run
+
+
+def _widened(input: Tensor) -> torch.dtype:
+    """Of the result: on the CPU, autocast unpools in float32."""
+    narrow = input.dtype in (torch.half, torch.bfloat16)
+    return torch.float32 if narrow and input.device.type == "cpu" and torch.is_autocast_enabled("cpu") else input.dtype
 
 
 class Unpool:
@@ -284,6 +288,7 @@ def _describe_unpool(
     spatial: int,
     function: Any,
     near: bool,
+    dtype: torch.dtype,
 ) -> Recipe:
     call = Unpool(spatial, function, input.shape, kernel, stride, padding, size)
     anywhere = [Everything(n) for n in input.shape[call.lead :]]
@@ -291,7 +296,7 @@ def _describe_unpool(
 
     def local(work: Work, tile: Tensor, flat: Tensor, *_: Any) -> Tensor:
         if near:
-            return call.local(work, input, tile, flat)
+            return call.local(work, input, tile, flat).to(dtype)
         full = function(tile, flat, kernel, stride, padding, size)
         for dim, interval in enumerate(work.box[call.lead :], call.lead):
             full = full.narrow(dim, interval.lo, interval.size)
@@ -300,7 +305,7 @@ def _describe_unpool(
     return Recipe(
         space=call.made,
         reads=(Read(input, links), Read(indices, links)),
-        outputs=(Output(call.made, tuple(range(input.ndim)), dtype=input.dtype),),
+        outputs=(Output(call.made, tuple(range(input.ndim)), dtype=dtype),),
         local=local,
     )
 

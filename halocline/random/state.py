@@ -1,0 +1,139 @@
+"""Which numbers come next: a seed and a count of calls, equal on every rank. The two are all there is to save.
+
+Recomputation (``torch.utils.checkpoint``) must draw the forward's numbers again. It restores the state of torch's own
+generator, and that is how it is known here: each call moves torch's generator on by one draw, and remembers its number
+by the state it met. A state met before is a recomputation, a ``fork_rng`` that has ended, or a ``torch.manual_seed``
+said again, and the numbers repeat as torch's own would. What is remembered is a rank's own affair: torch's generators
+may stand elsewhere on other ranks, the count of calls is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .._torch_private import in_backward
+from ..errors import Refused
+from ..tensor import here
+from ..world import Label, LocalWorld, World
+from ..world.local import current_local_world
+from .generator import signed
+
+_log = logging.getLogger("halocline")
+#: Calls remembered. A recomputation finds the calls of its forward if no more than these came in between.
+_MOST = 1 << 16
+
+
+class State:
+    """``threaded``: ranks are threads of one process, whose torch has one generator for them all."""
+
+    def __init__(self, seed: int, counter: int = 0, threaded: bool = False) -> None:
+        self.seed, self.counter, self.threaded = seed % (1 << 64), counter, threaded
+        self._met: OrderedDict[int, int] = OrderedDict()
+        self._warned = False
+
+    def next_call(self) -> int:
+        if self.threaded:
+            return self._next_threaded()
+        moment = _pass_moment()
+        call = self._met.get(moment)
+        if call is None:
+            self._warn_if_late()
+            call = self._met[moment] = self._count()
+            if len(self._met) > _MOST:
+                self._met.popitem(last=False)
+        self._met.move_to_end(moment)
+        return call
+
+    def _count(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+    def _next_threaded(self) -> int:
+        if in_backward():
+            raise Refused(
+                "a random function",
+                here(),
+                "it is called in backward, where a recomputation must draw the forward's numbers, and ranks that are "
+                "threads share torch's generator, by which it would be known",
+                "run the ranks as processes, or without checkpointing",
+            )
+        return self._count()
+
+    def _warn_if_late(self) -> None:
+        if in_backward() and not self._warned:
+            self._warned = True
+            _log.warning(
+                "a random function in %s draws new numbers in backward. If this is a recomputation, it differs from "
+                "its forward: checkpoint with preserve_rng_state=True, and keep forward and backward inside the same "
+                "hc.random.reproducible",
+                here(),
+            )
+
+
+def _pass_moment() -> int:
+    """Move torch's CPU generator on by one draw; return a hash of the state that it had."""
+    moment = hash(torch.get_rng_state().numpy().tobytes())
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
+    return moment
+
+
+_of_world: WeakKeyDictionary[World, State] = WeakKeyDictionary()  # of ranks that are not a process of their own
+_of_process: list[State] = []
+
+
+def current() -> State:
+    """This rank's state. It begins with torch's seed; ranks that are threads begin with their process's state."""
+    world = current_local_world()
+    if world is not None:
+        if world not in _of_world:
+            start = _process_state()
+            _of_world[world] = State(start.seed, start.counter, isinstance(world, LocalWorld) and world.size > 1)
+        return _of_world[world]
+    return _process_state()
+
+
+def _process_state() -> State:
+    if not _of_process:
+        _of_process.append(State(torch.initial_seed()))
+    return _of_process[0]
+
+
+def swap(new: State) -> State:
+    """Put ``new`` in the place of this rank's state, which is returned."""
+    old, world = current(), current_local_world()
+    new.threaded = old.threaded
+    if world is not None:
+        _of_world[world] = new
+    else:
+        _of_process[0] = new
+    return old
+
+
+def seed(value: int) -> None:
+    """Begin the numbers of this seed. Say it on every rank; ``hc.distribute`` gives every rank the state of rank 0."""
+    swap(State(value))
+
+
+def get_state() -> tuple[int, int]:
+    """The seed and the number of calls so far: save them with a training run, once for all ranks."""
+    now = current()
+    return now.seed, now.counter
+
+
+def set_state(state: tuple[int, int]) -> None:
+    """Go on where :func:`get_state` was asked."""
+    swap(State(*state))
+
+
+def same_state(world: World) -> None:
+    """Give every rank the state of rank 0."""
+    mine, counter = get_state()
+    words = torch.tensor([signed(mine), counter], dtype=torch.int64, device="cpu")
+    agreed = world.broadcast(words, tuple(range(world.size)), Label("random state", "distribute"))
+    first, second = agreed.tolist()
+    if (first, second) != (signed(mine), counter):
+        set_state((first, second))
