@@ -3,7 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
-from .distribute import distribute, no_sync
+from . import random
+from .distribute import average_gradients, distribute, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .rules import (
@@ -53,6 +54,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "ShardingError",
+    "average_gradients",
     "composite",
     "distribute",
     "follow",
@@ -60,6 +62,7 @@ __all__ = [
     "gather",
     "init",
     "no_sync",
+    "random",
     "read_whole",
     "reshard",
     "rule",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import MeshError
+from .random import same_state
 from .reduction import GradientAverage, same_weights
 from .rules.norm import STATISTICS
 from .tensor import watch
@@ -33,12 +34,18 @@ def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global") ->
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _check_same_model(model, mesh)
     same_weights([p.detach() for p in model.parameters()] + list(model.buffers()), mesh.world)
+    same_state(mesh.world)
     watch(model)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)
     model.__dict__["_halocline_average"] = GradientAverage(parameters, mesh.world)
     return model
+
+
+def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
+    """Average the gradients of leaves that belong to no distributed model: a learned scale, the weight of a loss."""
+    GradientAverage([(f"leaf {index}", tensor) for index, tensor in enumerate(tensors)], mesh.world)
 
 
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:

@@ -10,12 +10,34 @@ RANKS = (1, 5)
 CHANNELS = (1, 4)
 BATCH = (1, 3)
 PAD = (-3, 9)
+RESIZED = (1, 90)
+FACTORS = (0.3, 0.5, 1 / 3, 1, 1.1, 1.5, 2, 2.1, 2.5, 3)
 
 #: Set-ups of each family; half in float64, half in float32.
-EXAMPLES = {"convolution": 700, "transposed": 600, "pool": 600, "adaptive pool": 250, "pad": 500, "norm": 400}
+EXAMPLES = {
+    "convolution": 700,
+    "transposed": 600,
+    "pool": 600,
+    "adaptive pool": 250,
+    "pad": 500,
+    "norm": 400,
+    "interpolation": 300,
+    "pool indices": 150,
+    "grid_sample": 100,
+}
 
 #: float32 results are compared with float32 on one rank: sums in another order differ by rounding.
 TOLERANCE = {"float64": 1e-8, "float32": 2e-4}
 
 #: At least this share of the set-ups torch itself accepts must be exact, the rest refused; never wrong.
-EXACT_SHARE = {"convolution": 0.99, "transposed": 0.99, "pool": 0.99, "adaptive pool": 0.99, "pad": 0.95, "norm": 0.95}
+EXACT_SHARE = {
+    "convolution": 0.99,
+    "transposed": 0.99,
+    "pool": 0.99,
+    "adaptive pool": 0.99,
+    "pad": 0.95,
+    "norm": 0.95,
+    "interpolation": 0.95,
+    "pool indices": 0.99,
+    "grid_sample": 0.99,
+}

@@ -18,6 +18,8 @@ MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 ADAPTIVE_AVG = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 ADAPTIVE_MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
+UNPOOL = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
+BLENDS = {1: ["linear"], 2: ["bilinear", "bicubic"], 3: ["trilinear"]}
 
 
 @dataclass
@@ -166,6 +168,69 @@ def norm(draw: st.DrawFn) -> Setup:
     return placed(draw, f"{kind} norm", function, [shape, tuple(affine), tuple(affine)])
 
 
+@st.composite
+def interpolation(draw: st.DrawFn) -> Setup:
+    spatial, _, shape = sample(draw)
+    mode = draw(st.sampled_from(["nearest", "nearest-exact", "area", *2 * BLENDS[spatial]]))
+    options: dict[str, Any] = {"mode": mode}
+    if mode in BLENDS[spatial]:
+        options["align_corners"] = draw(st.booleans())
+        options["antialias"] = spatial == 2 and draw(st.integers(0, 2)) == 0
+    if draw(st.booleans()):
+        options["size"] = (whole(draw, ranges.RESIZED), *each(draw, ranges.SECOND_SIZE, spatial - 1))
+    else:
+        factors = tuple(draw(st.sampled_from(ranges.FACTORS)) for _ in range(spatial))
+        options["scale_factor"] = draw(st.sampled_from([factors, factors[0]]))
+        options["recompute_scale_factor"] = draw(st.sampled_from([None, True]))
+    return placed(draw, f"interpolate {options}", lambda x: F.interpolate(x, **options), [shape])
+
+
+@st.composite
+def pool_indices(draw: st.DrawFn) -> Setup:
+    spatial, _, shape = sample(draw)
+    kernel, stride = each(draw, ranges.KERNEL, spatial), each(draw, ranges.STRIDE, spatial)
+    padding = tuple(whole(draw, (0, k // 2)) for k in kernel)
+    ceil_mode, dilation = draw(st.booleans()), each(draw, ranges.DILATION, spatial)
+    out = tuple(whole(draw, (1, max(1, size))) for size in shape[2:])
+    kind = draw(st.sampled_from(["max_pool", "adaptive_max_pool", "max_unpool"]))
+
+    def function(x: torch.Tensor) -> Any:
+        if kind == "adaptive_max_pool":
+            return ADAPTIVE_MAX[spatial](x, out, return_indices=True)
+        if kind == "max_pool":
+            return MAX[spatial](x, kernel, stride, padding, dilation, ceil_mode, return_indices=True)
+        values, indices = MAX[spatial](x, kernel, stride, padding, return_indices=True)
+        return UNPOOL[spatial](values, indices, kernel, stride, padding, output_size=x.shape[2:])
+
+    words = f"{kind}{spatial}d with indices, kernel {kernel} {stride} {padding} {dilation} {ceil_mode} to {out}"
+    return placed(draw, words, function, [shape])
+
+
+@st.composite
+def grid_sample(draw: st.DrawFn) -> Setup:
+    """The sample is cut and the grid whole, or the other way round, or both are cut: a grid made of the sample."""
+    spatial = draw(st.sampled_from([2, 3]))
+    batch, channels, sizes = whole(draw, ranges.BATCH), whole(draw, ranges.CHANNELS), each(draw, (1, 9), spatial)
+    options = {
+        "mode": draw(st.sampled_from(["bilinear", "nearest", *["bicubic"] * (spatial == 2)])),
+        "padding_mode": draw(st.sampled_from(["zeros", "border", "reflection"])),
+        "align_corners": draw(st.booleans()),
+    }
+    kind = draw(st.sampled_from(["sample", "grid", "both"]))
+    sample, grid = (batch, channels, *sizes), (batch, *each(draw, (1, 9), spatial), spatial)
+
+    def function(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        if kind == "grid":
+            return F.grid_sample(second, 0.6 * first, **options)
+        if kind == "sample":
+            return F.grid_sample(first, 0.6 * second, **options)
+        base = F.affine_grid(second, first.shape, align_corners=options["align_corners"])
+        return F.grid_sample(first, 0.5 * base + 0.1 * first[:, :1].movedim(1, -1), **options)
+
+    shapes = {"sample": [sample, grid], "grid": [grid, sample], "both": [sample, (batch, spatial, spatial + 1)]}
+    return placed(draw, f"grid_sample {options} with a cut {kind} and {shapes[kind]}", function, shapes[kind])
+
+
 FAMILIES = {
     "convolution": convolution,
     "transposed": transposed,
@@ -173,4 +238,7 @@ FAMILIES = {
     "adaptive pool": adaptive_pool,
     "pad": pad,
     "norm": norm,
+    "interpolation": interpolation,
+    "pool indices": pool_indices,
+    "grid_sample": grid_sample,
 }

@@ -154,8 +154,8 @@ def test_dense_head_under_autocast() -> None:
     """A contraction over ranks keeps autocast's dtype, with the bias as without."""
 
     def body() -> list[torch.dtype]:
-        x = hc.shard(torch.ones(2, 4), Mesh(a=2), {1: "a"})
-        head = nn.Linear(4, 3)
+        mesh = Mesh(a=2)
+        x, head = hc.shard(torch.ones(2, 4), mesh, {1: "a"}), hc.distribute(nn.Linear(4, 3), mesh)
         with torch.autocast("cpu", torch.bfloat16):
             return [head(x).dtype, F.linear(x, head.weight).dtype, (x @ head.weight.T).dtype]
 
@@ -165,7 +165,7 @@ def test_dense_head_under_autocast() -> None:
 def test_attention_block_of_unchanged_modules() -> None:
     """Tokens cut over ranks: queries keep their cut, keys and values are gathered."""
     torch.manual_seed(0)
-    project, out = nn.Linear(6, 18).double(), nn.Linear(6, 6).double()
+    project, out = (nn.Linear(6, size).double().requires_grad_(False) for size in (18, 6))
 
     def block(x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape

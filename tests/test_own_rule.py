@@ -64,6 +64,12 @@ def test_a_right_rule_is_exact(no_rule_left: None) -> None:
         assert found.verdict == "exact", found
 
 
+def test_nan_is_no_match(no_rule_left: None) -> None:
+    hc.composite(slope)(lambda x: x * float("nan"))
+    found = check_rule(slope, torch.randn(4, 20, dtype=torch.float64), **SETUP)
+    assert found.verdict == "wrong"
+
+
 def test_a_wrong_rule_is_found_out(no_rule_left: None) -> None:
     hc.rule(slope)(wrong_rule)
     padded = check_rule(slope, torch.randn(4, 20, dtype=torch.float64), **SETUP)

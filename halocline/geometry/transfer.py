@@ -142,8 +142,11 @@ def _combine(options: list[list[Option]]) -> Iterator[tuple[dict[str, int], Box,
     for choice in product(*options):
         where: dict[str, int] = {}
         for moved, _, _ in choice:
+            if any(where.get(axis, place) != place for axis, place in moved.items()):
+                break  # two dims follow one axis, and no rank stands at two places of it
             where.update(moved)
-        yield where, tuple(source for _, source, _ in choice), tuple(target for _, _, target in choice)
+        else:
+            yield where, tuple(source for _, source, _ in choice), tuple(target for _, _, target in choice)
 
 
 def _received(

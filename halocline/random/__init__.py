@@ -4,19 +4,7 @@ Random functions on sharded tensors always draw here. Inside :func:`reproducible
 untouched network on one rank draws what the cut one draws, and whole code draws the same on every rank.
 """
 
-from .functions import KERNELS, Kernel
-from .generator import Place
-from .mode import WRITTEN_OUT, reproducible
+from .mode import reproducible
 from .state import get_state, same_state, seed, set_state
 
-__all__ = [
-    "KERNELS",
-    "WRITTEN_OUT",
-    "Kernel",
-    "Place",
-    "get_state",
-    "reproducible",
-    "same_state",
-    "seed",
-    "set_state",
-]
+__all__ = ["get_state", "reproducible", "same_state", "seed", "set_state"]

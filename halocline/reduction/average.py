@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch_private import after_backward, is_captured
-from ..world import Label, Route, Sum, World
+from ..world import AVERAGED, Label, Route, Sum, World
 
 _BUCKET_BYTES = 25 << 20
 
@@ -21,7 +21,7 @@ class GradientAverage:
     ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
     """
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], world: World) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], world: World) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
@@ -30,7 +30,7 @@ class GradientAverage:
         for index, parameter in enumerate(self.parameters):
             self._watch(index, parameter)
 
-    def _watch(self, index: int, parameter: nn.Parameter) -> None:
+    def _watch(self, index: int, parameter: Tensor) -> None:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
 
         def arrived(_: Tensor) -> None:
@@ -41,6 +41,7 @@ class GradientAverage:
         def handed_out(gradient: Tensor) -> Tensor | None:
             return self.mean(gradient, self.names[index]) if self.active and is_captured(node) else None
 
+        setattr(parameter, AVERAGED, True)
         parameter.register_post_accumulate_grad_hook(arrived)
         parameter.register_hook(handed_out)
 
@@ -73,9 +74,9 @@ class GradientAverage:
         label = Label("which gradients came", "backward", "gradients")
         return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()
 
-    def _buckets(self, indices: list[int]) -> Iterator[list[nn.Parameter]]:
+    def _buckets(self, indices: list[int]) -> Iterator[list[Tensor]]:
         """Consecutive parameters of one dtype and device, up to a size that fills the wire."""
-        bucket: list[nn.Parameter] = []
+        bucket: list[Tensor] = []
         filled = 0
         for index in indices:
             parameter = self.parameters[index]
@@ -88,7 +89,7 @@ class GradientAverage:
         if bucket:
             yield bucket
 
-    def _average(self, bucket: list[nn.Parameter]) -> None:
+    def _average(self, bucket: list[Tensor]) -> None:
         gradients = [_dense(p) for p in bucket]
         if any(g.requires_grad for g in gradients):  # backward(create_graph=True): the average is part of the graph
             for parameter, gradient in zip(bucket, gradients, strict=True):
@@ -104,7 +105,7 @@ class GradientAverage:
             at += gradient.numel()
 
 
-def _dense(parameter: nn.Parameter) -> Tensor:
+def _dense(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

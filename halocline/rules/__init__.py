@@ -3,6 +3,7 @@
 from . import (  # noqa: F401  each registers its rules when imported
     contract,
     direct,
+    factory,
     grid,
     index,
     join,
@@ -12,6 +13,7 @@ from . import (  # noqa: F401  each registers its rules when imported
     pointwise,
     pool,
     pool_indices,
+    random,
     reduce,
     resample,
     reshape,

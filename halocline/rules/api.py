@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import MeshError, ShardingError
 from ..geometry import Partition
-from ..tensor import Cut, ShardedTensor, Sharding, here, make_sharding, recut, unwrap, wrap
+from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, make_sharding, recut, unwrap, watch_leaf, wrap
 from ..world import Label, Mesh
 
 Points = Mapping[int, Sequence[int]]
@@ -26,7 +26,24 @@ def shard(
     """
     if isinstance(tensor, ShardedTensor):
         raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
-    return cut_like(tensor, make_sharding(mesh, tuple(tensor.shape), dims, points, multiple))
+    sharding = make_sharding(mesh, tuple(tensor.shape), dims, points, multiple)
+    if not (tensor.requires_grad and torch.is_grad_enabled() and sharding.axes):
+        return cut_like(tensor, sharding)
+    whole = Sharding(mesh, tensor.shape, (None,) * tensor.ndim)
+    return wrap(CutInput.apply(tensor, recut(whole, sharding), recut(sharding, whole)), sharding)
+
+
+class CutInput(torch.autograd.Function):
+    """A whole input cut by its owner, who may read its gradient: that comes together again, whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: Fetch, join: Fetch):  # type: ignore[no-untyped-def]
+        ctx.join = join
+        return cut(tensor.detach(), Label("shard", here())).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        return ctx.join(gradient, Label("gradient of an input", here())), None, None
 
 
 def from_tile(
@@ -51,7 +68,10 @@ def from_tile(
             )
     else:
         sharding = _agreed_sharding(tile, mesh, dims)
-    return wrap(tile, sharding) if sharding.axes else tile
+    if not sharding.axes:
+        return tile
+    watch_leaf(tile, sharding)
+    return wrap(tile, sharding)
 
 
 def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Sharding:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import no_torch_function
-from ..tensor import ShardedTensor, Sharding, unwrap, wrap
+from ..tensor import ShardedTensor, Sharding, mean_over_whole_axes, unwrap, watch_leaf, wrap
 from .table import direct, refuse
 
 
@@ -86,8 +86,12 @@ def result_type(*args: Any) -> torch.dtype:
 
 @direct(Tensor.requires_grad_, setter("requires_grad"))
 def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    """The tile is the leaf; the shell is marked too, so that a foreign autograd Function is noticed."""
+    """The tile is the leaf; the shell is marked too, so that a foreign autograd Function is noticed.
+
+    On axes on which the tensor is whole, its gradient is the mean of what the ranks hold: taken as it arrives.
+    """
     self._tile.requires_grad_(requires_grad)
+    watch_leaf(self._tile, self.sharding)
     with no_torch_function():
         self.requires_grad_(requires_grad)
     return self
@@ -111,7 +115,9 @@ def set_grad(self: ShardedTensor, value: Any) -> None:
 
 @direct(getter("data"))
 def data(self: ShardedTensor) -> Tensor:
-    return wrap(self._tile.detach(), self.sharding)
+    shell = wrap(self._tile.detach(), self.sharding)
+    shell._copy_of = self._copy_of
+    return shell
 
 
 @direct(Tensor.retain_grad)
@@ -124,7 +130,8 @@ def register_hook(self: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) 
     """The hook sees the gradient as a sharded tensor, and may return one."""
 
     def on_tile(gradient: Tensor) -> Tensor | None:
-        answer = hook(wrap(gradient, self.sharding))
+        whole = gradient if self._tile.is_leaf else mean_over_whole_axes(gradient, self.sharding)
+        answer = hook(wrap(whole, self.sharding))
         return answer if answer is None else _as_tile(answer, self.sharding)
 
     return self._tile.register_hook(on_tile)
@@ -160,9 +167,15 @@ def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: An
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     outputs, seeds = _as_lists(outputs, grad_outputs)
     gradients = torch.autograd.grad(_tiles(outputs), _tiles(wanted), _seeds(outputs, seeds), *args, **kwargs)
-    return tuple(
-        _wrapped(g, t.sharding) if isinstance(t, ShardedTensor) else g for g, t in zip(gradients, wanted, strict=True)
-    )
+    return tuple(_answer(gradient, tensor) for gradient, tensor in zip(gradients, wanted, strict=True))
+
+
+def _answer(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    if gradient is None or not isinstance(tensor, ShardedTensor):
+        return gradient
+    # A leaf's hook has taken the mean already.
+    whole = gradient if tensor._tile.is_leaf else mean_over_whole_axes(gradient, tensor.sharding)
+    return wrap(whole, tensor.sharding)
 
 
 def _as_lists(outputs: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]]:

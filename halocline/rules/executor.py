@@ -20,6 +20,7 @@ from ..tensor import (
     Fetch,
     ShardedTensor,
     Sharding,
+    check_averaged,
     here,
     plain,
     refuse_write,
@@ -128,7 +129,7 @@ class Plan:
         if self.recipe.inplace and getattr(tensors[0], "_copy_of", None) is not None:
             raise refuse_write(self.name)
         tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
-        brought = [fetch(tile, label) if fetch else tile for fetch, tile in zip(self.fetches, tiles, strict=True)]
+        brought = [_bring(fetch, tile, label) for fetch, tile in zip(self.fetches, tiles, strict=True)]
         self._count_gathers(tiles, label)
         results = self._compute(brought, args, kwargs)
         if self.recipe.inplace:
@@ -182,6 +183,14 @@ def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None) -> Tensor:
     shell = wrap(result, sharding)
     shell._copy_of = mark
     return shell
+
+
+def _bring(fetch: Fetch | None, tile: Tensor, label: Label) -> Tensor:
+    if fetch is None:
+        return tile
+    if fetch.adjoint_scale != 1:
+        check_averaged(tile, label)
+    return fetch(tile, label)
 
 
 def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:

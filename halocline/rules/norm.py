@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tensor import ShardedTensor, current_module, here, unwrap, wrap
-from ..world import Label, Mesh, Route, Scale
+from ..tensor import ShardedTensor, current_module, entering, here, unwrap, wrap
+from ..world import Label, Mesh, Route
 from .executor import run_rule
 from .normalize import Layout, normalize
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
@@ -31,10 +31,10 @@ def _route(mesh: Mesh, axes: frozenset[str], operation: str) -> Route | None:
 
 def _entering(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
     """A whole parameter that enters work cut as ``input`` is: law 3."""
-    if parameter is None or not parameter.requires_grad:
+    if parameter is None:
         return parameter
     sharding = input.sharding
-    return Scale.apply(parameter, (1.0, float(sharding.mesh.count(sharding.axes))))
+    return entering(parameter, float(sharding.mesh.count(sharding.axes)), Label("a norm", here()))
 
 
 def _check(function: Any, input: Any, channel_dim: int | None = 1) -> None:

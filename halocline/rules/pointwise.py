@@ -76,7 +76,7 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
     if kwargs.get("out") is not None:
         raise refuse(function, "out= writes into a tensor of its own sharding", "assign the result instead")
     if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
-        raise refuse(function, "with a condition alone it lists positions, whose number no shape tells", "use hc.gather")
+        raise refuse(function, "with a condition alone it lists positions, of unknown number", "use hc.gather")
     operands = [v for v in _leaves((args, kwargs)) if isinstance(v, Operand)]
     space = broadcast_shape(*(operand.shape for operand in operands))
     if inplace and space != operands[0].shape:

@@ -123,11 +123,19 @@ def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
         todo = [(d, m) for d, m in zip(dims, sizes, strict=True) if input.shape[d] != m]
         for d, m in reversed(todo or [(input.ndim - 1, sizes[-1])]):
             if m == 1 and _crowded(found[0], d):
-                found = run_rule(function, _stage, (*found, d, Pieces(_pieces(found[0], d)), given), {})
-            found = run_rule(function, _stage, (*found, d, Adaptive(found[0].shape[d], m), given), {})
-        return found  # type: ignore[no-any-return]
+                found = _along(function, found, d, Pieces(_pieces(found[0], d)), given)
+            found = _along(function, found, d, Adaptive(found[0].shape[d], m), given)
+        return found
 
     return run
+
+
+def _along(function: Any, found: Any, dim: int, access: Any, given: tuple[int, ...]) -> Any:
+    """One stage; once no dim is cut any more, on plain tensors."""
+    if isinstance(found[0], ShardedTensor):
+        return run_rule(function, _stage, (*found, dim, access, given), {})
+    values, places = found
+    return _max_along(values, places, dim, [_window(access, i) for i in range(access.out_size)])
 
 
 def _as_on_one_rank(input: Operand, sizes: tuple[int, ...], function: Any) -> Recipe:
@@ -268,7 +276,8 @@ def _near(indices: Tensor, dims: Sequence[int], call: Unpool) -> bool:
 
 
 def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Unpool) -> Tensor:
-    found = torch.zeros((), dtype=torch.bool, device=tile.device)
+    """Where an index leaves its window, or the whole result (torch then says so, on every rank)."""
+    found = (tile < 0) | (tile >= math.prod(call.sizes))
     for dim in dims:
         access = call.accesses[dim - call.lead]
         first = torch.arange(box[dim].lo, box[dim].hi, device=tile.device) * access.stride - access.padding

@@ -1,7 +1,8 @@
 """Sharded tensors: tiles that know their place."""
 
 from .copy import CopyOf, plain, refuse_write, same_memory, whole_copy
-from .fetch import Fetch, recut
+from .fetch import Fetch, check_averaged, entering, recut
+from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
 from .sharded import ShardedTensor, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
@@ -12,15 +13,19 @@ __all__ = [
     "Fetch",
     "ShardedTensor",
     "Sharding",
+    "check_averaged",
     "current_module",
+    "entering",
     "here",
     "make_sharding",
+    "mean_over_whole_axes",
     "plain",
     "recut",
     "refuse_write",
     "same_memory",
     "unwrap",
     "watch",
+    "watch_leaf",
     "whole_copy",
     "wrap",
 ]

@@ -8,8 +8,9 @@ from functools import cached_property
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import Refused
 from ..geometry import DimMove, Transfer, plan_transfer, whole
-from ..world import Label, Mesh, Move, Route, Scale
+from ..world import AVERAGED, Label, Mesh, Move, Route, Scale
 from .sharding import Sharding
 
 
@@ -79,6 +80,25 @@ class Fetch:
 
     def _coordinate(self, axis: str | None) -> int:
         return self.mesh.coordinates[axis] if axis else 0
+
+
+def entering(operand: Tensor, scale: float, label: Label) -> Tensor:
+    """A whole operand of cut work: itself forward, its gradient times the ranks it works for."""
+    if not operand.requires_grad:
+        return operand
+    check_averaged(operand, label)
+    return Scale.apply(operand, (1.0, scale))
+
+
+def check_averaged(operand: Tensor, label: Label) -> None:
+    """What a rank holds of such a leaf's gradient is a share: somebody must take the mean before anybody reads it."""
+    if operand.requires_grad and operand.is_leaf and not hasattr(operand, AVERAGED):
+        raise Refused(
+            label.operation,
+            label.place,
+            f"a whole leaf of shape {list(operand.shape)} meets cut tensors, and nobody averages its gradient",
+            "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
+        )
 
 
 def recut(old: Sharding, new: Sharding) -> Fetch:

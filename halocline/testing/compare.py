@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import HaloclineError
 from ..rules import gather, shard
-from ..world import Mesh, run_local
+from ..world import AVERAGED, Mesh, run_local
 
 #: Exact means at most this, in float64.
 EXACT = 1e-8
@@ -77,9 +77,12 @@ def check_rule(
             at = points[index] if points else None
             return shard(tensor, layout, cut, points=at) if cut else tensor
 
-        outputs, gradients = _run(function, inputs, place, second_order)
+        seen: list[tuple[int, int]] = []
         traffic = layout.world.traffic
-        return outputs, gradients, traffic.moved_bytes, traffic.gathered_bytes
+        traffic.clear()
+        note = lambda: seen.append((traffic.moved_bytes, traffic.gathered_bytes))  # noqa: E731
+        outputs, gradients = _run(function, inputs, place, second_order, note)
+        return outputs, gradients, *seen[0]
 
     ranks = 1
     for size in mesh.values():
@@ -94,7 +97,11 @@ def check_rule(
 
 
 def _run(
-    function: Callable[..., Any], inputs: tuple[Any, ...], place: Callable[[int, Tensor], Tensor], second_order: bool
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    place: Callable[[int, Tensor], Tensor],
+    second_order: bool,
+    after_forward: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Outputs (gathered) and the gradients of a fixed random combination of them by every floating input."""
     leaves: list[Tensor] = []
@@ -106,9 +113,11 @@ def _run(
         leaf = value.detach().clone()
         if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
             leaf.requires_grad_()
+            setattr(leaf, AVERAGED, True)  # by _worst
             leaves.append(leaf)
         handed.append(place(index, leaf))
     result = function(*handed)
+    after_forward()
     outputs = [gather(r) for r in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(r, Tensor)]
     loss = _combination([o for o in outputs if o.requires_grad])
     gradients: list[Tensor | None] = [None] * len(leaves)

@@ -15,7 +15,7 @@ from ..distribute import distribute, no_sync
 from ..errors import HaloclineError
 from ..rules import from_tile, gather, shard
 from ..tensor import ShardedTensor, unwrap
-from ..world import Label, Mesh, Traffic
+from ..world import AVERAGED, Label, Mesh, Traffic
 from .memory import peak_bytes
 from .task import BadUsage, Task, make_inputs, make_model
 
@@ -55,6 +55,8 @@ class CutSide(Side):
         super().__init__(distribute(make_model(task), mesh), tiles)
 
     def place(self, index: int, leaf: Tensor) -> Tensor:
+        if not self.task.dims(index):
+            setattr(leaf, AVERAGED, True)  # by whole_gradient
         return from_tile(leaf, self.mesh, self.task.dims(index), shape=self.task.shapes[index])
 
     def paused(self) -> AbstractContextManager[None]:

@@ -4,10 +4,11 @@ from .base import Began, Exchange, Label, Receive, Send, Summed, Traffic, Waited
 from .dry import DryWorld
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
-from .movement import Move, Route, Scale, Sum
+from .movement import AVERAGED, Move, Route, Scale, Sum
 from .process import ProcessWorld
 
 __all__ = [
+    "AVERAGED",
     "Began",
     "DryWorld",
     "Exchange",

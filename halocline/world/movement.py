@@ -13,6 +13,9 @@ from torch import Tensor
 from ..geometry import Transfer, slices
 from .base import Exchange, Label, Receive, Send, World
 
+#: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
+AVERAGED = "_halocline_averaged"
+
 
 class Route(NamedTuple):
     """What a movement needs besides numbers: who takes part, and what to call it in errors."""

@@ -1,0 +1,292 @@
+"""torch's random functions at a place of the whole: one text for a tile, and for a plain tensor as its own whole.
+
+A kernel gets the place, then the torch function's own arguments with the tile in place of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .draw import Draw
+from .generator import Place
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_SELU = 1.7580993408473766  # scale times alpha of the SELU: what alpha dropout sets elements to, before scaling
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``inplace`` where the function always writes into its first tensor; others may have an argument for it.
+    ``new`` where the result has no gradient.
+    """
+
+    run: Callable[..., Tensor]
+    inplace: bool = False
+    new: bool = False
+
+
+KERNELS: dict[Any, Kernel] = {}
+
+
+def _kernel(*functions: Any, inplace: bool = False, new: bool = False) -> Callable[[Function], Function]:
+    def keep(run: Function) -> Function:
+        for function in functions:
+            KERNELS[function] = Kernel(run, inplace, new)
+        return run
+
+    return keep
+
+
+# ---- dropout ----
+
+
+def _active(place: Place, p: float, training: bool) -> bool:
+    """Does it draw? With p = 1 all is dropped without asking."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return training and 0 < p < 1 and not place.empty
+
+
+def _times(input: Tensor, factor: Any, inplace: bool) -> Tensor:
+    return input.mul_(factor) if inplace else input * factor
+
+
+def _idle(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+    """What is left to do where nothing is drawn."""
+    return _times(input, 0.0, inplace) if training and p == 1 else input
+
+
+def _mask(place: Place, input: Tensor, p: float, dims: int | None) -> Tensor:
+    """What to keep, as bool: all that is saved for backward. One for each index of the first ``dims`` dims."""
+    kept = Draw(place if dims is None else place.leading(dims), input.device).chosen(1 - p)
+    return kept.view(*kept.shape, *(1,) * (input.ndim - kept.ndim))
+
+
+@_kernel(F.dropout)
+def dropout(
+    place: Place,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    dims: int | None = None,
+) -> Tensor:
+    if not _active(place, p, training):
+        return _idle(input, p, training, inplace)
+    return _times(input, _mask(place, input, p, dims), inplace).mul_(1 / (1 - p))
+
+
+@_kernel(F.alpha_dropout)
+def alpha_dropout(
+    place: Place,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    *,
+    dims: int | None = None,
+) -> Tensor:
+    """Dropped elements get SELU's lowest value; then all are scaled and shifted, so that mean and variance stay."""
+    if not _active(place, p, training):
+        return _idle(input, p, training, inplace)
+    mask = _mask(place, input, p, dims)
+    scale = 1 / math.sqrt((_SELU**2 * p + 1) * (1 - p))
+    shift = mask.to(input.dtype).sub_(1).mul_(_SELU * scale).add_(_SELU * scale * p)
+    return _times(input, mask, inplace).mul_(scale).add_(shift)
+
+
+def _sampled_dims(name: str, ndim: int) -> int:
+    """How many leading dims count the channels of the samples: without a batch it is the first alone."""
+    if name == "dropout1d" and ndim not in (2, 3):
+        raise RuntimeError(f"dropout1d: Expected 2D or 3D input, but received a {ndim}D input")
+    unbatched = {"dropout1d": 2, "dropout3d": 4}.get(name)
+    if ndim < 2:
+        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+    return 1 if ndim == unbatched else 2
+
+
+def _by_channel(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    def kernel(place: Place, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return run(place, input, *args, dims=_sampled_dims(name, input.ndim), **kwargs)
+
+    return kernel
+
+
+def _low_level(run: Callable[..., Tensor], inplace: bool) -> Callable[..., Tensor]:
+    """As torch.dropout and its like take their arguments."""
+
+    def kernel(place: Place, input: Tensor, p: float, train: bool) -> Tensor:
+        return run(place, input, p, train, inplace)
+
+    return kernel
+
+
+for _name in ("dropout1d", "dropout2d", "dropout3d"):
+    _kernel(getattr(F, _name))(_by_channel(dropout, _name))
+_kernel(F.feature_alpha_dropout)(_by_channel(alpha_dropout, "feature_alpha_dropout"))
+for _name, _run in {
+    "dropout": dropout,
+    "alpha_dropout": alpha_dropout,
+    "feature_dropout": _by_channel(dropout, "feature_dropout"),
+    "feature_alpha_dropout": _by_channel(alpha_dropout, "feature_alpha_dropout"),
+}.items():
+    for _suffix in ("", "_"):
+        _kernel(getattr(torch, _name + _suffix), inplace=bool(_suffix))(_low_level(_run, bool(_suffix)))
+
+
+@_kernel(F.rrelu)
+def rrelu(
+    place: Place,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    if not training or place.empty:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slope = Draw(place, input.device).uniform(input.dtype).mul_(upper - lower).add_(lower)
+    return _times(input, slope.masked_fill_(input.detach() > 0, 1.0), inplace)
+
+
+def _low_level_rrelu(inplace: bool) -> Callable[..., Tensor]:
+    def kernel(
+        place: Place,
+        input: Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        generator: Any = None,
+    ) -> Tensor:
+        return rrelu(place, input, lower, upper, training, inplace)
+
+    return kernel
+
+
+_kernel(torch.rrelu)(_low_level_rrelu(False))
+_kernel(torch.rrelu_, inplace=True)(_low_level_rrelu(True))
+
+
+# ---- new tensors of given distributions ----
+
+
+def _like(input: Tensor, dtype: Any, device: Any) -> tuple[torch.dtype, torch.device]:
+    return dtype or input.dtype, input.device if device is None else torch.device(device)
+
+
+@_kernel(torch.rand_like, new=True)
+def rand_like(
+    place: Place, input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Tensor:
+    kind, where = _like(input, dtype, device)
+    return Draw(place, where).uniform(kind).requires_grad_(requires_grad)
+
+
+@_kernel(torch.randn_like, new=True)
+def randn_like(
+    place: Place, input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Tensor:
+    kind, where = _like(input, dtype, device)
+    return Draw(place, where).normal(kind).requires_grad_(requires_grad)
+
+
+@_kernel(torch.randint_like, new=True)
+def randint_like(
+    place: Place,
+    input: Tensor,
+    low: int = 0,
+    high: int | None = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    **_: Any,
+) -> Tensor:
+    low, high = (0, low) if high is None else (low, high)
+    kind, where = _like(input, dtype, device)
+    return Draw(place, where).integers(kind, low, high - low).requires_grad_(requires_grad)
+
+
+@_kernel(torch.bernoulli, Tensor.bernoulli, new=True)
+def bernoulli(place: Place, input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
+    draw = Draw(place, input.device)
+    chosen = draw.chosen(p) if p is not None else draw.less_than(input.detach())
+    return chosen.to(input.dtype)
+
+
+@_kernel(torch.normal, new=True)
+def normal(place: Place, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    """With a tensor of means, of deviations, or both."""
+    mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
+    like = mean if isinstance(mean, Tensor) else std
+    return Draw(place, like.device).normal(like.dtype).mul_(std).add_(mean)
+
+
+# ---- in place ----
+
+
+def _range(dtype: torch.dtype, args: tuple[Any, ...], ends: dict[str, Any]) -> tuple[int, int]:
+    """``random_()``, ``random_(to)`` or ``random_(from, to)``: the first number and how many there are.
+
+    Without bounds, all whole numbers from 0 that the dtype holds exactly.
+    """
+    if len(args) == 1 and "to" not in ends:
+        low, high = 0, args[0]
+    else:
+        low, high = ends.get("from", args[0] if args else 0), ends.get("to", args[1] if len(args) > 1 else None)
+    if high is None and dtype.is_floating_point:
+        high = round(2 / torch.finfo(dtype).eps) + 1
+    elif high is None:
+        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return low, high - low
+
+
+@_kernel(Tensor.random_, inplace=True)
+def random_(place: Place, self: Tensor, *args: Any, generator: Any = None, **ends: Any) -> Tensor:
+    return self.copy_(Draw(place, self.device).integers(self.dtype, *_range(self.dtype, args, ends)))
+
+
+@_kernel(Tensor.uniform_, inplace=True)
+def uniform_(place: Place, self: Tensor, *args: Any, generator: Any = None, **ends: Any) -> Tensor:
+    low = ends.get("from", args[0] if args else 0.0)
+    high = ends.get("to", args[1] if len(args) > 1 else 1.0)
+    return self.copy_(Draw(place, self.device).uniform(self.dtype).mul_(high - low).add_(low))
+
+
+@_kernel(Tensor.normal_, inplace=True)
+def normal_(place: Place, self: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+    return self.copy_(Draw(place, self.device).normal(self.dtype).mul_(std).add_(mean))
+
+
+@_kernel(Tensor.log_normal_, inplace=True)
+def log_normal_(place: Place, self: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Tensor:
+    return self.copy_(Draw(place, self.device).normal(self.dtype).mul_(std).add_(mean).exp_())
+
+
+@_kernel(Tensor.exponential_, inplace=True)
+def exponential_(place: Place, self: Tensor, lambd: float = 1.0, *, generator: Any = None) -> Tensor:
+    return self.copy_(Draw(place, self.device).exponential(self.dtype, lambd))
+
+
+@_kernel(Tensor.cauchy_, inplace=True)
+def cauchy_(place: Place, self: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Tensor:
+    return self.copy_(Draw(place, self.device).cauchy(self.dtype, median, sigma))
+
+
+@_kernel(Tensor.geometric_, inplace=True)
+def geometric_(place: Place, self: Tensor, p: float, *, generator: Any = None) -> Tensor:
+    return self.copy_(Draw(place, self.device).geometric(self.dtype, p))
+
+
+@_kernel(Tensor.bernoulli_, inplace=True)
+def bernoulli_(place: Place, self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+    draw = Draw(place, self.device)
+    return self.copy_(draw.less_than(p) if isinstance(p, Tensor) else draw.chosen(p))

@@ -1,0 +1,137 @@
+"""Random functions on plain tensors, drawn by the same generator: for the reference on one rank, and for whole code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import Refused
+from ..tensor import here
+from ..tensor.copy import WholeCopy
+from .factories import FACTORIES, normal
+from .functions import KERNELS, Kernel
+from .generator import Place
+from .state import State, current, swap
+
+
+@contextmanager
+def reproducible(seed: int | None = None) -> Iterator[None]:
+    """Inside, random functions draw by (seed, call, global index) on plain tensors as they do on sharded ones.
+
+    Numbers begin at ``seed`` and the state before returns at the end; without a seed they go on from where they are.
+    Keep forward and backward inside together: recomputation draws too. A torch.Generator of one's own stays in use.
+    """
+    old = current() if seed is None else swap(State(seed))
+    try:
+        with _Replaced():
+            yield
+    finally:
+        if seed is not None:
+            swap(old)
+
+
+def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    """As torch has it, but for the scatter that makes the hard answer: a comparison does the same."""
+    gumbels = -torch.empty_like(logits).exponential_().log()
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    places = [1] * soft.ndim
+    places[dim] = soft.shape[dim]
+    numbers = torch.arange(soft.shape[dim], device=soft.device).view(places)
+    one = (soft.argmax(dim, keepdim=True) == numbers).to(soft.dtype)
+    return one - soft.detach() + soft
+
+
+#: Functions of torch's made of other functions, written out, so that those are seen one by one.
+WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {F.gumbel_softmax: _gumbel_softmax}
+
+
+_PLAIN = {Tensor, nn.Parameter, WholeCopy}
+
+
+class _Replaced(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None or not _PLAIN.issuperset(types):
+            return function(*args, **kwargs)
+        if function in WRITTEN_OUT:
+            with self:
+                return WRITTEN_OUT[function](*args, **kwargs)
+        if function in FACTORIES:
+            return FACTORIES[function](*args, **kwargs)
+        if function in KERNELS:
+            return _drawn(function, KERNELS[function], args, kwargs)
+        if function in _OTHERS and _OTHERS[function](*args, **kwargs):
+            raise _refusal(function)
+        return function(*args, **kwargs)
+
+
+def _drawn(function: Any, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if function is torch.normal and not tensors:
+        return normal(*args, **kwargs)
+    out = kwargs.pop("out", None) if "out" in kwargs else None
+    shapes = [t.shape for t in tensors if t is not out]
+    shape = tensors[0].shape if kernel.inplace else torch.broadcast_shapes(*shapes)
+    result = kernel.run(Place.all_of(tuple(shape)), *args, **kwargs)
+    return result if out is None else out.resize_(result.shape).copy_(result)
+
+
+def _refusal(function: Any) -> Refused:
+    return Refused(
+        function.__name__,
+        here(),
+        "it draws random numbers of torch's own, which hc.random.reproducible does not replace",
+        "write it with rand_like, randn_like or dropout, give it a torch.Generator, or leave hc.random.reproducible",
+    )
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _attention(
+    query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+) -> bool:
+    return dropout_p > 0
+
+
+def _multi_head(*args: Any, dropout_p: float = 0.0, training: bool = True, **kwargs: Any) -> bool:
+    return training and (args[9] if len(args) > 9 else dropout_p) > 0
+
+
+def _recurrent(*args: Any, **kwargs: Any) -> bool:
+    """``(..., has_biases, num_layers, dropout, train, bidirectional[, batch_first])``, packed or not."""
+    flags = [value for value in args if isinstance(value, (bool, int, float))]
+    return len(flags) > 3 and flags[2] > 0 and bool(flags[3])
+
+
+#: Functions that draw and are not replaced, each with whether this call draws.
+_OTHERS: dict[Any, Callable[..., bool]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    **dict.fromkeys(
+        (
+            torch.poisson,
+            torch.binomial,
+            torch.multinomial,
+            Tensor.multinomial,
+            torch.native_dropout,
+            torch.svd_lowrank,
+            torch.pca_lowrank,
+            F.fractional_max_pool2d,
+            F.fractional_max_pool3d,
+            F.fractional_max_pool2d_with_indices,
+            F.fractional_max_pool3d_with_indices,
+        ),
+        _always,
+    ),
+}

@@ -1,0 +1,26 @@
+"""Leaves that are whole on some axis: what a rank holds of their gradient is a share, whose mean is the gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..world import AVERAGED, Label, Route, Sum
+from .place import here
+from .sharding import Sharding
+
+
+def mean_over_whole_axes(gradient: Tensor, sharding: Sharding) -> Tensor:
+    mesh = sharding.mesh
+    others = [axis for axis in mesh.names if axis not in sharding.axes]
+    share = 1.0 / mesh.count(others)
+    if share == 1:
+        return gradient
+    route = Route(mesh.world, mesh.ranks_along(others), Label("mean of a gradient", here()))
+    return Sum.apply(gradient, route, (share, share))
+
+
+def watch_leaf(tile: Tensor, sharding: Sharding) -> None:
+    """Take the mean of a leaf's gradient as it arrives, on its way into ``.grad`` or out of ``autograd.grad``."""
+    if tile.requires_grad and tile.is_leaf and not hasattr(tile, AVERAGED):
+        setattr(tile, AVERAGED, True)
+        tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, sharding))
