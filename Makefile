@@ -28,6 +28,7 @@ check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 	$(BIN)/python tools/size.py
+	$(BIN)/python tools/support.py --check
 
 clean: ## Remove all that make and its tools have written, .venv included
 	rm -rf .venv build dist *.egg-info demo-output

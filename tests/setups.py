@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
 
+import halocline as hc
+
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 DECONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -210,7 +212,7 @@ def pool_indices(draw: st.DrawFn) -> Setup:
 def grid_sample(draw: st.DrawFn) -> Setup:
     """The sample is cut and the grid whole, or the other way round, or both are cut: a grid made of the sample."""
     spatial = draw(st.sampled_from([2, 3]))
-    batch, channels, sizes = whole(draw, ranges.BATCH), whole(draw, ranges.CHANNELS), each(draw, (1, 9), spatial)
+    batch, channels, sizes = whole(draw, ranges.BATCH), whole(draw, ranges.CHANNELS), each(draw, (2, 9), spatial)
     options = {
         "mode": draw(st.sampled_from(["bilinear", "nearest", *["bicubic"] * (spatial == 2)])),
         "padding_mode": draw(st.sampled_from(["zeros", "border", "reflection"])),
@@ -231,6 +233,22 @@ def grid_sample(draw: st.DrawFn) -> Setup:
     return placed(draw, f"grid_sample {options} with a cut {kind} and {shapes[kind]}", function, shapes[kind])
 
 
+@st.composite
+def dropout(draw: st.DrawFn) -> Setup:
+    """Both sides draw by the same generator: what is kept where must be the same, and the gradient with it."""
+    spatial, _, shape = sample(draw)
+    features = {1: F.dropout1d, 2: F.dropout2d, 3: F.dropout3d}[spatial]
+    kinds = [F.dropout, features, F.alpha_dropout, F.feature_alpha_dropout]
+    kind, p = draw(st.sampled_from(kinds)), draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+    inplace, noise = draw(st.booleans()), draw(st.sampled_from([torch.rand_like, torch.randn_like]))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with hc.random.reproducible(3):
+            return kind(kind(x + noise(x), p, True, inplace) * 2, 0.3, True)
+
+    return placed(draw, f"{kind.__name__} p={p} inplace={inplace} after {noise.__name__}", function, [shape])
+
+
 FAMILIES = {
     "convolution": convolution,
     "transposed": transposed,
@@ -241,4 +259,5 @@ FAMILIES = {
     "interpolation": interpolation,
     "pool indices": pool_indices,
     "grid_sample": grid_sample,
+    "dropout": dropout,
 }

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import Refused
 from ..tensor import here
 from ..tensor.copy import WholeCopy
+from .backward import BACKWARD, run_backward
 from .factories import FACTORIES, normal
 from .functions import KERNELS, Kernel
 from .generator import Place
@@ -59,6 +60,8 @@ _PLAIN = {Tensor, nn.Parameter, WholeCopy}
 class _Replaced(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function in BACKWARD:
+            return run_backward(self, function, types, args, kwargs)
         if kwargs.get("generator") is not None or not _PLAIN.issuperset(types):
             return function(*args, **kwargs)
         if function in WRITTEN_OUT:

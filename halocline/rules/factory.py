@@ -72,7 +72,7 @@ def new_full(self: ShardedTensor, size: Any, fill_value: Any, **how: Any) -> Ten
 
 
 @composite(Tensor.new_tensor)
-def new_tensor(self: Tensor, data: Any, **how: Any) -> Tensor:
-    if isinstance(data, ShardedTensor) or not isinstance(self, ShardedTensor):
+def new_tensor(self: ShardedTensor, data: Any, **how: Any) -> Tensor:
+    if isinstance(data, ShardedTensor):
         raise refuse(Tensor.new_tensor, "it copies a cut tensor as if it were whole", "use x.detach().clone()")
     return unwrap(self).new_tensor(data, **how)

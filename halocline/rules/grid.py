@@ -18,10 +18,7 @@ from .view import shape
 def _sampler(function: Any) -> Any:
     def describe(input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Recipe:
         """The result is cut as the grid is; where the grid is whole, in proportion to the sample."""
-        if kwargs.get("align_corners", False) is None:  # torch says so once, in the call itself
-            made = shape(function, input, grid, *args, **{**kwargs, "align_corners": False})
-        else:
-            made = shape(function, input, grid, *args, **kwargs)
+        made = shape(function, input, grid, *args, **_quick(kwargs))
         dims = tuple(range(2, len(made)))
         sizes = input.shape[2:]
         positions = Read(grid, (Link(0), *map(Link, dims), WHOLE))
@@ -42,6 +39,12 @@ def _sampler(function: Any) -> Any:
         return result
 
     return describe
+
+
+def _quick(given: dict[str, Any]) -> dict[str, Any]:
+    """Options that ask for the same shape, without torch's warning and without its slowest way to one."""
+    other = {"align_corners": (None, False), "mode": ("bicubic", "nearest")}
+    return {name: other[name][1] if value == other.get(name, ((),))[0] else value for name, value in given.items()}
 
 
 def _at_least_one(tensor: Tensor, first: int) -> Tensor:

@@ -64,7 +64,8 @@ def describe(
     last: bool,
 ) -> Recipe:
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    shape = shape_from_torch(F.interpolate, input, *given)
+    asked = "bilinear" if mode == "bicubic" else mode  # without data torch takes thirty times as long for the other
+    shape = shape_from_torch(F.interpolate, input, size, scale_factor, asked, *given[3:])
     style = Style(mode, align_corners, antialias, _asked(input.dtype), device, input.ndim - 2)
     scales = _scales(scale_factor, style.spatial) if not recompute_scale_factor else None
     _check_width(input, shape, style)
