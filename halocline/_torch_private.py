@@ -42,3 +42,8 @@ def is_captured(node: object) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def cuda_kernel(code: str) -> Callable[..., torch.Tensor]:
+    """An element-by-element function of CUDA tensors from its C++ text, compiled at first use."""
+    return torch.cuda.jiterator._create_jit_fn(code)

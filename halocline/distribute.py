@@ -52,12 +52,10 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Every rank must bring the same parameter and buffer names, shapes and dtypes."""
     named = [*model.named_parameters(), *model.named_buffers()]
     text = "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)
-    mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32)
+    # On the CPU by name: the user may have set another default device.
+    mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device="cpu")
     everyone, label = tuple(range(mesh.size)), Label("model check", "distribute")
-    if not torch.equal(mine, mesh.world.broadcast(mine, everyone, label)):
-        differs = torch.ones(1)
-    else:
-        differs = torch.zeros(1)
+    differs = (mine != mesh.world.broadcast(mine, everyone, label)).any().view(1).to(torch.uint8)
     if mesh.world.maximum(differs, everyone, label).item():
         raise MeshError(
             f"rank {mesh.rank}: the ranks bring different {type(model).__name__}s "

@@ -1,4 +1,4 @@
-"""The counter generator: fixed for good, fair in every bit, and true to its distributions."""
+"""The counter generator: fixed for good, fair in every bit, and true to its distributions; and what drawing costs."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from torch import Tensor
 import halocline as hc
 from halocline.geometry import Interval
 from halocline.random.generator import Place, bits, keys
+from halocline.testing import peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -97,3 +98,19 @@ def test_moments_of_the_discrete_ones() -> None:
         assert abs(complex_.abs().square().mean() - 1) < 0.02 and abs((complex_.real * complex_.imag).mean()) < 0.01
         assert torch.rand(n, dtype=torch.bfloat16).max() < 1 and torch.rand(n, dtype=torch.float16).max() < 1
         assert torch.empty(n, dtype=torch.int8).random_().min() == 0
+
+
+def test_dropout_saves_a_mask_alone() -> None:
+    saved: list[Tensor] = []
+    x = torch.ones(64, 1024, requires_grad=True)
+    pack = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hc.random.reproducible(1), pack:
+        F.dropout(x * 1)
+    assert sum(t.numel() * t.element_size() for t in saved if t.ndim) == x.numel()
+
+
+def test_drawing_needs_little_memory_besides() -> None:
+    x = torch.ones(1 << 20)
+    with hc.random.reproducible(1):
+        peak = peak_bytes(lambda: F.dropout(x)).peak
+    assert peak < 2.5 * x.numel() * 4  # the result, the mask, a portion in work

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -171,6 +172,19 @@ def test_distribute_gives_all_ranks_the_state_of_the_first() -> None:
     assert run_local(3, body) == [(2**64 - 5, 0)] * 3
 
 
+def unasked() -> list[tuple[int, int]]:
+    hc.random.state._of_process.clear()
+    states = [hc.random.get_state()]
+    mesh = hc.Mesh(data=2)
+    torch.manual_seed(30 + mesh.rank)
+    hc.distribute(nn.Linear(2, 2), mesh)
+    return [*states, hc.random.get_state()]
+
+
+def test_unless_asked_ranks_begin_alike_and_distribute_takes_the_seed_of_torch() -> None:
+    assert shared_pool(2).run(unasked) == [[(0, 0), (30, 0)]] * 2
+
+
 def test_the_mode_ends_where_it_began() -> None:
     hc.random.seed(4)
     first = hc.random.get_state()
@@ -231,11 +245,12 @@ class Block(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
-def trained(reentrant: bool | None, nested: int, ranks: int = 1) -> list[Tensor]:
+def trained(reentrant: bool | None, nested: int, ranks: int = 1, plain_too: bool = True) -> list[Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 2, 12, dtype=torch.float64)
     model = nn.Sequential(Block(reentrant, nested), nn.Tanh(), Block(reentrant)).double()
-    with hc.random.reproducible(6):
+    hc.random.seed(6)
+    with hc.random.reproducible() if plain_too else nullcontext():
         mesh = hc.Mesh(depth=ranks)
         model = hc.distribute(model, mesh)
         torch.manual_seed(mesh.rank)  # torch's own streams may differ
@@ -270,9 +285,10 @@ def test_recomputation_draws_the_same(nested: int) -> None:
     assert_same(*gradients)
 
 
-def test_recomputation_on_ranks_draws_the_same() -> None:
+@pytest.mark.parametrize("plain_too", [True, False])
+def test_recomputation_on_ranks_draws_the_same(plain_too: bool) -> None:
     true = trained(None, 0)
-    for found in shared_pool(2).run(trained, False, 0, 2):
+    for found in shared_pool(2).run(trained, False, 0, 2, plain_too):
         assert_same(found, true)
 
 
@@ -293,25 +309,7 @@ def test_new_numbers_in_backward_are_noticed(caplog: pytest.LogCaptureFixture) -
     assert "draws new numbers in backward" in caplog.text
 
 
-# ---- cost and refusals ----
-
-
-def test_dropout_saves_a_mask_alone() -> None:
-    saved: list[Tensor] = []
-    x = torch.ones(64, 1024, requires_grad=True)
-    pack = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with hc.random.reproducible(1), pack:
-        F.dropout(x * 1)
-    assert sum(t.numel() * t.element_size() for t in saved if t.ndim) == x.numel()
-
-
-def test_drawing_needs_little_memory_besides() -> None:
-    from halocline.testing import peak_bytes
-
-    x = torch.ones(1 << 20)
-    with hc.random.reproducible(1):
-        peak = peak_bytes(lambda: F.dropout(x)).peak
-    assert peak < 2.5 * x.numel() * 4  # the result, the mask, a portion in work
+# ---- refusals ----
 
 
 @pytest.mark.parametrize(
@@ -333,6 +331,18 @@ def test_what_is_not_replaced_is_refused(call: Callable[[Tensor], Tensor]) -> No
     run_local(2, body)
 
 
+def test_modules_that_draw_inside_torch_are_refused() -> None:
+    x = torch.ones(2, 3, 4)
+    modules = [nn.LSTM(4, 4, 2, dropout=0.1), nn.GRU(4, 4, 2, dropout=0.1), nn.MultiheadAttention(4, 2, dropout=0.1)]
+    for module in modules:
+        inputs = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+        with hc.random.reproducible(1):
+            module.eval()(*inputs)
+            module.train()
+            with pytest.raises(hc.Refused, match="draws random numbers of torch"):
+                module(*inputs)
+
+
 def test_bad_arguments_are_refused() -> None:
     def body() -> None:
         x = hc.shard(torch.ones(2, 3, 4), hc.Mesh(depth=2), {2: "depth"})
@@ -344,3 +354,30 @@ def test_bad_arguments_are_refused() -> None:
             x.long().normal_()
 
     run_local(2, body)
+
+
+# ---- on a GPU, where backward runs in a thread of its own ----
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_bits() -> None:
+    x = torch.randn(2, 4, 10, 6)
+    functions = {
+        name: f for name, f in SAME_BITS.items() if "tensor" not in name
+    }  # that one brings its own, of the CPU
+    true = {name: draws(function, x) for name, function in functions.items()}
+    with torch.device("cuda"):
+        for name, function in functions.items():
+            assert torch.equal(draws(function, x.cuda()).cpu(), true[name]), name
+
+
+@pytest.mark.gpu
+def test_recomputation_on_a_gpu_draws_the_same() -> None:
+    gradients = []
+    for checkpointed in (None, False):
+        torch.manual_seed(0)
+        model, x = Block(checkpointed, 1).double().cuda(), torch.randn(2, 2, 12, dtype=torch.float64).cuda()
+        with hc.random.reproducible(2):
+            model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert_same(*gradients)

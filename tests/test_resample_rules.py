@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 import halocline as hc
 from halocline.errors import Refused, ShardingError
-from halocline.geometry import Interval
+from halocline.geometry import Interval, Partition, whole
 from halocline.geometry.access import Everything, Resample
+from halocline.rules import Operand, Work
 from halocline.rules.positions import Style, picks_of
+from halocline.rules.recipe import Slot
+from halocline.rules.resample import describe
 from halocline.testing import check_rule
 from halocline.world import Mesh, run_local
 
@@ -60,7 +63,7 @@ def resizing(random: Random, spatial: int, mode: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "area", "linear", "bicubic"])
 def test_any_size_and_any_cut_is_exact(mode: str) -> None:
     random, counts = Random(mode), Counter[str]()
-    for number in range(50):
+    for number in range(40):
         spatial = 2 if mode == "bicubic" else random.choice((1, 2, 3))
         shape = [2, random.choice((1, 5)), *(random.randint(1, (24, 12, 7)[spatial - 1]) for _ in range(spatial))]
         options = resizing(random, spatial, BLENDS[spatial][0] if mode == "linear" else mode)
@@ -69,14 +72,14 @@ def test_any_size_and_any_cut_is_exact(mode: str) -> None:
         found = check_rule(function, sample(shape, number), **place, second_order=number % 3 == 0)
         assert found.verdict in ("exact", "invalid") or "width 1" in found.why, (options, shape, place, found)
         counts[found.verdict] += 1
-    assert counts["exact"] >= 35, counts
+    assert counts["exact"] >= 28, counts
 
 
 def disagreeing(mode: str, spatial: int, scaled: bool) -> list[tuple[int, int, float | None]]:
     """Sizes for which torch reads other inputs in float32 than in float64, or sends gradients elsewhere."""
     found = []
-    for n in range(1, 30):
-        for m in range(1, 70):
+    for n in range(1, 26):
+        for m in range(1, 60):
             scale = (m + 0.3) / n if scaled else None
             scales, beside = None if scale is None else (scale, *[1.0] * (spatial - 1)), [1] * (spatial - 1)
             single, double = (
@@ -240,7 +243,7 @@ def pooling(random: Random, spatial: int, lead: int, shape: list[int]) -> Callab
 def test_indices_count_through_the_whole_sample() -> None:
     """Among equals, with infinities and NaN; then back to where they came from."""
     random, counts = Random(1), Counter[str]()
-    for number in range(150):
+    for number in range(100):
         spatial, lead = random.choice((1, 2, 3)), random.choice((1, 2))
         shape = [2] * lead + [random.randint(1, (24, 12, 7)[spatial - 1]) for _ in range(spatial)]
         function = pooling(random, spatial, lead, shape)
@@ -253,7 +256,7 @@ def test_indices_count_through_the_whole_sample() -> None:
         found = check_rule(function, x, **place, second_order=number % 3 == 0)
         assert found.verdict in ("exact", "invalid"), (number, shape, place, found)
         counts[found.verdict] += 1
-    assert counts["exact"] >= 90, counts
+    assert counts["exact"] >= 60, counts
 
 
 def test_every_name_of_a_pool_with_indices() -> None:
@@ -342,30 +345,40 @@ def test_autocast_gives_every_rank_the_same_dtype() -> None:
     assert on_two(on_rank) == [[torch.bfloat16, torch.float32, torch.float32]] * 2
 
 
+def in_pieces(x: Tensor, options: dict[str, Any], parts: int) -> Tensor:
+    """What ``parts`` ranks would make of dim 2, one after the other: on a GPU, ranks cannot be threads in backward."""
+    names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
+    given = [options.get(name) for name in names]
+    recipe = describe(Operand(0, tuple(x.shape), x.dtype, frozenset({2})), *given, False, x.device.type, False)
+    if len(recipe.space) == 2:  # read whole
+        return F.interpolate(x, **options)
+    access = recipe.reads[0].links[2].access
+    cut = Partition(access.carry(Partition.even(x.shape[2], parts).points, recipe.space[2]))
+    made = []
+    for piece in filter(lambda piece: piece.size, cut.pieces()):
+        (need,) = access.need(piece)
+        box = [piece if d == 2 else whole(n) for d, n in enumerate(recipe.space)]
+        slots = [Slot((need,), False) if d == 2 else Slot((whole(n),), True) for d, n in enumerate(x.shape)]
+        made.append(recipe.local(Work(tuple(box), (tuple(slots),)), x[:, :, need.lo : need.hi].contiguous()))
+    return torch.cat(made, 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "bicubic"])
 def test_positions_on_a_gpu_are_its_own(mode: str) -> None:
-    random = Random(mode)
-    for number in range(40):
+    random, count = Random(mode), 0
+    for number in range(150):
         spatial = 2 if mode == "bicubic" else random.choice((1, 2, 3))
         shape = [1, 5, *(random.randint(1, (40, 20, 9)[spatial - 1]) for _ in range(spatial))]
-        options = resizing(random, spatial, BLENDS[spatial][0] if mode == "linear" else mode)
-        options["antialias"] = False
-        dtype = random.choice((torch.float32, torch.float64))
-        x = sample(shape, number, dtype).cuda().requires_grad_()
+        options = {**resizing(random, spatial, BLENDS[spatial][0] if mode == "linear" else mode), "antialias": False}
+        x = sample(shape, number, random.choice((torch.float32, torch.float64))).cuda().requires_grad_()
         try:
-            y = F.interpolate(x, **options)
+            true = F.interpolate(x, **options)
         except RuntimeError:
             continue
-        seed = torch.randn_like(y)
-        (slope,) = torch.autograd.grad(y, x, seed)
-
-        def on_rank(x: Tensor = x, seed: Tensor = seed, options: Any = options) -> tuple[Tensor, Tensor]:
-            tile = hc.shard(x.detach(), Mesh(a=3), {2: "a"}).requires_grad_()
-            made = F.interpolate(tile, **options)
-            (found,) = torch.autograd.grad((hc.gather(made) * seed).sum(), tile)
-            return hc.gather(made).detach(), hc.gather(found)
-
-        for made, found in run_local(3, on_rank):
-            assert torch.allclose(made, y, atol=2e-5), (options, shape, dtype)
-            assert torch.allclose(found, slope, atol=2e-4), (options, shape, dtype)
+        found, seed = in_pieces(x, options, 3), torch.randn_like(true)
+        slopes = [torch.autograd.grad(y, x, seed)[0] for y in (true, found)]
+        assert torch.allclose(found, true, atol=2e-5), (options, shape, x.dtype)
+        assert torch.allclose(*slopes, atol=2e-4), (options, shape, x.dtype)
+        count += 1
+    assert count >= 120

@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import bench
 from .check import check
 from .demo import demo
+from .doctor import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command()(check)
 app.command()(demo)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
 
 
 def _version(asked: bool) -> None:

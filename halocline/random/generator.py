@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from .._torch_private import cuda_kernel
 from ..geometry import Box, Interval, shape_of, slices, whole
 
 _WORD = (1 << 64) - 1
@@ -73,7 +75,10 @@ def keys(seed: int, call: int, stream: int) -> tuple[int, int]:
 
 def bits(shape: tuple[int, ...], box: Box, key: tuple[int, int], device: torch.device) -> Tensor:
     """64 random bits for each index of ``box``, as int64."""
-    words = _starts(shape, box, key[0], device)
+    head, tail = _starts(shape, box, key[0], device)
+    if device.type == "cuda":
+        return _one_kernel()(head, tail, torch.full((1,), signed(key[1]), device=device))
+    words = head + tail
     spare = torch.empty_like(words)
     for shift, factor in _MIX:
         _xor_shifted(words, shift, spare)
@@ -89,15 +94,27 @@ def _xor_shifted(words: Tensor, shift: int, spare: Tensor) -> Tensor:
     return words.bitwise_xor_(spare.bitwise_and_((1 << 64 - shift) - 1))
 
 
-def _starts(shape: tuple[int, ...], box: Box, key: int, device: torch.device) -> Tensor:
-    """``key + flat global index * step``, as a sum over dims of short rows."""
-    total = torch.full((1,) * len(shape), signed(key), dtype=torch.int64, device=device)
+@cache
+def _one_kernel() -> Callable[..., Tensor]:
+    """The same in one pass over a GPU's memory, which step by step takes some twenty."""
+    steps = [f"z ^= z >> {shift};" + (f" z *= {factor}ULL;" if factor else "") for shift, factor in _MIX]
+    last = f"z = (z + (unsigned long long)second) * {_LAST}ULL; z ^= z >> 32;"
+    start = "unsigned long long z = (unsigned long long)head + (unsigned long long)tail;"
+    body = " ".join([start, *steps, last, "return (T)z;"])
+    return cuda_kernel(f"template <typename T> T words(T head, T tail, T second) {{ {body} }}")
+
+
+def _starts(shape: tuple[int, ...], box: Box, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``key + flat global index * step``, as the sum of a column for all dims but the last and a row for that."""
+    head = torch.full((1,) * len(shape), signed(key), dtype=torch.int64, device=device)
+    tail = torch.zeros_like(head)
     stride = _STEP
     for dim in reversed(range(len(shape))):
         row = torch.arange(box[dim].lo, box[dim].hi, device=device).mul_(signed(stride))
-        total = total + row.view(-1, *(1,) * (len(shape) - dim - 1))
+        row = row.view(-1, *(1,) * (len(shape) - dim - 1))
+        head, tail = (head + row, tail) if dim < len(shape) - 1 else (head, row)
         stride = stride * shape[dim] & _WORD
-    return total
+    return head, tail
 
 
 def filled(place: Place, dtype: torch.dtype, device: torch.device, numbers: Callable[[Box], Tensor]) -> Tensor:

@@ -107,7 +107,7 @@ def _attention(
 
 
 def _multi_head(*args: Any, dropout_p: float = 0.0, training: bool = True, **kwargs: Any) -> bool:
-    return training and (args[9] if len(args) > 9 else dropout_p) > 0
+    return training and (args[10] if len(args) > 10 else dropout_p) > 0
 
 
 def _recurrent(*args: Any, **kwargs: Any) -> bool:

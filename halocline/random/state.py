@@ -28,10 +28,12 @@ _MOST = 1 << 16
 
 
 class State:
-    """``threaded``: ranks are threads of one process, whose torch has one generator for them all."""
+    """``threaded``: ranks are threads of one process, whose torch has one generator for them all. ``asked``: somebody
+    has chosen the seed.
+    """
 
-    def __init__(self, seed: int, counter: int = 0, threaded: bool = False) -> None:
-        self.seed, self.counter, self.threaded = seed % (1 << 64), counter, threaded
+    def __init__(self, seed: int, counter: int = 0, *, threaded: bool = False, asked: bool = True) -> None:
+        self.seed, self.counter, self.threaded, self.asked = seed % (1 << 64), counter, threaded, asked
         self._met: OrderedDict[int, int] = OrderedDict()
         self._warned = False
 
@@ -87,19 +89,19 @@ _of_process: list[State] = []
 
 
 def current() -> State:
-    """This rank's state. It begins with torch's seed; ranks that are threads begin with their process's state."""
+    """This rank's state. It begins with the same seed on all ranks; ranks that are threads, with their process's."""
     world = current_local_world()
-    if world is not None:
-        if world not in _of_world:
-            start = _process_state()
-            _of_world[world] = State(start.seed, start.counter, isinstance(world, LocalWorld) and world.size > 1)
-        return _of_world[world]
-    return _process_state()
+    if world is None:
+        return _process_state()
+    if world not in _of_world:
+        start, threaded = _process_state(), isinstance(world, LocalWorld) and world.size > 1
+        _of_world[world] = State(start.seed, start.counter, threaded=threaded, asked=start.asked)
+    return _of_world[world]
 
 
 def _process_state() -> State:
     if not _of_process:
-        _of_process.append(State(torch.initial_seed()))
+        _of_process.append(State(0, asked=False))
     return _of_process[0]
 
 
@@ -115,7 +117,7 @@ def swap(new: State) -> State:
 
 
 def seed(value: int) -> None:
-    """Begin the numbers of this seed. Say it on every rank; ``hc.distribute`` gives every rank the state of rank 0."""
+    """Begin the numbers of this seed. Say it on every rank, or before ``hc.distribute``, which tells rank 0's."""
     swap(State(value))
 
 
@@ -131,10 +133,9 @@ def set_state(state: tuple[int, int]) -> None:
 
 
 def same_state(world: World) -> None:
-    """Give every rank the state of rank 0."""
-    mine, counter = get_state()
-    words = torch.tensor([signed(mine), counter], dtype=torch.int64, device="cpu")
-    agreed = world.broadcast(words, tuple(range(world.size)), Label("random state", "distribute"))
-    first, second = agreed.tolist()
-    if (first, second) != (signed(mine), counter):
-        set_state((first, second))
+    """Give every rank the state of rank 0. Where nobody has chosen a seed, it begins with that of rank 0's torch."""
+    mine = get_state() if current().asked else (torch.initial_seed(), 0)
+    words = torch.tensor([*map(signed, mine)], dtype=torch.int64, device="cpu")
+    agreed, counter = world.broadcast(words, tuple(range(world.size)), Label("random state", "distribute")).tolist()
+    if (agreed % (1 << 64), counter) != get_state():
+        set_state((agreed, counter))

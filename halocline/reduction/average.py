@@ -69,7 +69,7 @@ class GradientAverage:
 
     def _agree(self, touched: set[int]) -> list[int]:
         """Parameters that got a gradient on any rank, in one small message."""
-        mine = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        mine = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
         mine[list(touched)] = 1
         label = Label("which gradients came", "backward", "gradients")
         return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()

@@ -77,8 +77,8 @@ def from_tile(
 def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Sharding:
     """Sizes along each axis, told to all ranks and checked: tiles in one slice must agree."""
     everyone = tuple(range(mesh.size))
-    sizes = torch.zeros(mesh.size, tile.ndim, dtype=torch.int64)
-    sizes[mesh.rank] = torch.tensor(tile.shape)
+    sizes = torch.zeros(mesh.size, tile.ndim, dtype=torch.int64, device="cpu")
+    sizes[mesh.rank] = torch.tensor(tile.shape, device="cpu")
     sizes = mesh.world.sum(sizes, everyone, Label("from_tile", here()))
     named = make_sharding(mesh, tile.shape, dims).dims_by_axis()
     shape = list(tile.shape)

@@ -43,8 +43,12 @@ def _sampler(function: Any) -> Any:
 
 def _quick(given: dict[str, Any]) -> dict[str, Any]:
     """Options that ask for the same shape, without torch's warning and without its slowest way to one."""
-    other = {"align_corners": (None, False), "mode": ("bicubic", "nearest")}
-    return {name: other[name][1] if value == other.get(name, ((),))[0] else value for name, value in given.items()}
+    quick = dict(given)
+    if quick.get("align_corners", False) is None:
+        quick["align_corners"] = False
+    if quick.get("mode") == "bicubic":
+        quick["mode"] = "nearest"
+    return quick
 
 
 def _at_least_one(tensor: Tensor, first: int) -> Tensor:

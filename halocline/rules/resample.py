@@ -105,12 +105,17 @@ def _recipe(
 
 def _only_whole(input: Operand, shape: tuple[int, ...], style: Style, scales: Scales) -> bool:
     """Must torch see all of the sample? Integers are blended in fixed point and rounded between the dims. A dim that
-    keeps its size under a factor other than 1 is copied one way and blended the other: its gradient is another map's.
+    keeps its size under a factor other than 1 is copied or blended as the other dims change theirs, and may be copied
+    one way and blended the other, so that its gradient is another map's.
     """
-    kept = zip(input.shape[2:], shape[2:], scales or (), strict=False)
-    uneven = style.antialias or style.mode == "bicubic"
-    whole = not input.dtype.is_floating_point or (uneven and any(n == m and s != 1 for n, m, s in kept))
-    return whole and not style.nearest
+    if not (style.nearest or input.dtype.is_floating_point):
+        return True
+    uneven = style.antialias or style.mode == "bicubic" or style.device != "cpu"
+    return uneven and _kept(input.shape[2:], shape[2:], scales)
+
+
+def _kept(sizes: Sequence[int], outs: Sequence[int], scales: Scales) -> bool:
+    return any(n == m and scale != 1 for n, m, scale in zip(sizes, outs, scales or (), strict=False))
 
 
 def _check_width(input: Operand, shape: tuple[int, ...], style: Style) -> None:
@@ -169,14 +174,19 @@ class Nearest:
         needs = [slot.needs[0] for slot in work.slots[self.input.index][2:]]
         wanted = [p.part(box, need.lo) for p, box, need in zip(self.picks, work.box[2:], needs, strict=True)]
         sizes, outs = [need.size for need in needs], [box.size for box in work.box[2:]]
-        scaled = [int(size * scale) for size, scale in zip(sizes, self.scales or (), strict=False)]
-        if scaled in ([], outs) and picks_of(replace(self.style, last=last), sizes, outs, self.scales) == wanted:
+        style = replace(self.style, last=last)
+        if self._possible(sizes, outs) and picks_of(style, sizes, outs, self.scales) == wanted:
             return None
         with torch.inference_mode(False):  # they outlive this call
             return [
                 (dim, torch.tensor(p.value, device=device), torch.tensor(p.gradient, device=device))
                 for dim, p in enumerate(wanted, 2)
             ]
+
+    def _possible(self, sizes: Sequence[int], outs: Sequence[int]) -> bool:
+        """Does the same call make such a tile, each dim by itself?"""
+        scaled = [int(size * scale) for size, scale in zip(sizes, self.scales or (), strict=False)]
+        return scaled in ([], outs) and not _kept(sizes, outs, self.scales)
 
 
 class Take(torch.autograd.Function):

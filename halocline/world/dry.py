@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..errors import MeshError
 from .base import Incoming, Label, Outgoing, World
 
 
 class DryWorld(World):
     def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise MeshError(f"there is no rank {rank} among {size}; ranks count from 0")
         super().__init__(rank, size, deadline=0.0)
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:

@@ -1,0 +1,200 @@
+"""On the ranks: do messages arrive as sent, and how fast? Over the library's own world, so that its costs count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..world import Label, Receive, Send, World
+from .finding import Finding, ranks_text
+
+TOPIC = "ranks"
+ROUNDS, WARM = 200, 20  # small messages
+LARGE, LARGE_ROUNDS = 8 << 20, 6  # bytes of a large message; the first is not counted
+ALL_PAIRS, MOST_PEERS = 4, 32  # beyond so many ranks only pairs with rank 0, and not all of those
+WORDS = 1000  # in a message whose content is checked
+RING = 1 << 16  # elements of a sum that goes round the backend's ring
+SLOW_US, SLOW_MB_S = 1000.0, 100.0  # a local network has a tenth of the one and ten times the other
+
+LABEL = Label("doctor", "halocline doctor")
+
+
+@dataclass
+class Links:
+    """Latency is half a round trip. The figures are those of the slowest pair and rank; None without a pair."""
+
+    ranks: int = 0
+    interface: str = ""
+    backend: str = ""
+    latency_us: float | None = None
+    bandwidth_mb_s: float | None = None
+    sum_latency_us: float | None = None
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_links(world: World) -> Links:
+    """What this rank saw. Of a pair, the lower rank holds the watch."""
+    device = _device()
+    found = Links(world.size, backend=dist.get_backend(), faults=[*_exchange(world, device), *_sums(world, device)])
+    for pair in pairs(world.size):
+        if world.rank in pair:
+            measured = _pair(world, pair, device)
+            found.pairs += [measured] if world.rank == pair[0] else []
+        _barrier(world, device)  # one pair at a time
+    if world.size > 1:
+        found.sum_latency_us = _median(lambda: _barrier(world, device), ROUNDS, WARM) * 1e6
+    return found
+
+
+def together(seen: Iterable[Links]) -> Links:
+    """The ranks' reports as one."""
+    each = list(seen)
+    measured = sorted((pair for one in each for pair in one.pairs), key=lambda pair: pair["ranks"])
+    return Links(
+        each[0].ranks,
+        backend=each[0].backend,
+        latency_us=max((pair["latency_us"] for pair in measured), default=None),
+        bandwidth_mb_s=min((pair["bandwidth_mb_s"] for pair in measured), default=None),
+        sum_latency_us=max((one.sum_latency_us for one in each if one.sum_latency_us), default=None),
+        pairs=measured,
+        faults=[fault for one in each for fault in one.faults],
+    )
+
+
+def examine_links(links: Links) -> list[Finding]:
+    over = f"{links.ranks} ranks over {links.interface or 'the network'} ({links.backend})"
+    if links.faults:
+        remedy = "messages were damaged, which no transport should do: try another interface, then another machine"
+        return [Finding(TOPIC, "messages", "problem", "; ".join(links.faults[:4]), remedy)]
+    return [
+        Finding(TOPIC, "messages", "ok", f"{over}: messages and sums came out right"),
+        *_latency(links),
+        *_bandwidth(links),
+    ]
+
+
+def pairs(size: int) -> list[tuple[int, int]]:
+    """All, or those of rank 0 with peers spread over the rest."""
+    if size <= ALL_PAIRS:
+        return list(combinations(range(size), 2))
+    step = -(-(size - 1) // MOST_PEERS)
+    return [(0, peer) for peer in range(1, size, step)]
+
+
+def _latency(links: Links) -> list[Finding]:
+    if links.latency_us is None:
+        return []
+    text = f"{links.latency_us:.0f} us a message{_worst(links, 'latency_us', max)}"
+    text += f"; a sum over all {links.sum_latency_us:.0f} us"
+    if links.latency_us < SLOW_US:
+        return [Finding(TOPIC, "latency", "ok", text)]
+    remedy = (
+        "give each rank a core of its own (OMP_NUM_THREADS, other programs on the machine), "
+        "and the fastest interface in GLOO_SOCKET_IFNAME"
+    )
+    return [Finding(TOPIC, "latency", "warning", f"{text}: small tiles will mostly wait", remedy)]
+
+
+def _bandwidth(links: Links) -> list[Finding]:
+    if links.bandwidth_mb_s is None:
+        return []
+    text = f"{links.bandwidth_mb_s:.0f} MB/s{_worst(links, 'bandwidth_mb_s', min)}"
+    if links.bandwidth_mb_s > SLOW_MB_S:
+        return [Finding(TOPIC, "bandwidth", "ok", text)]
+    remedy = "name the fastest interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME); see what else uses the network"
+    return [Finding(TOPIC, "bandwidth", "warning", f"{text}: less than gigabit Ethernet", remedy)]
+
+
+def _worst(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -> str:
+    if len(links.pairs) < 2:
+        return ""
+    first, second = choose(links.pairs, key=lambda pair: pair[figure])["ranks"]
+    return f" between ranks {first} and {second}, the slowest pair"
+
+
+# ---- what the ranks do ----
+
+
+def _device() -> torch.device:
+    """Messages of nccl are in GPU memory."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _exchange(world: World, device: torch.device) -> list[str]:
+    """Numbers that only this sender has, and for this receiver."""
+    everyone, peers = tuple(range(world.size)), _peers(world.rank, world.size)
+    sends = [Send(peer, _words(world.rank, peer, device)) for peer in peers]
+    receives = [Receive(peer, WORDS) for peer in peers]
+    came = world.begin(sends, receives, _words(0, 0, device), everyone, LABEL).wait()
+    wrong = [p for p, message in zip(peers, came, strict=True) if not message.equal(_words(p, world.rank, device))]
+    return [f"rank {world.rank} got wrong numbers from {ranks_text(wrong)}"] if wrong else []
+
+
+def _peers(rank: int, size: int) -> list[int]:
+    """All others, or of very many those at distances 1, 2, 4, ... both ways round."""
+    if size <= MOST_PEERS:
+        return [other for other in range(size) if other != rank]
+    steps = [1 << power for power in range((size - 1).bit_length())]
+    return sorted({(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank})
+
+
+def _words(sender: int, receiver: int, device: torch.device) -> Tensor:
+    return torch.arange(WORDS, device=device) + (sender * 1_000_003 + receiver) * WORDS
+
+
+def _sums(world: World, device: torch.device) -> list[str]:
+    """A small sum and one that takes the backend's ring, as numbers that doubles hold exactly."""
+    everyone, faults = tuple(range(world.size)), []
+    for count in (3, RING):
+        total = world.sum(torch.full((count,), world.rank + 1.0, dtype=torch.float64, device=device), everyone, LABEL)
+        if not (total == world.size * (world.size + 1) / 2).all():
+            faults.append(f"rank {world.rank} got a wrong sum of {count} numbers")
+    return faults
+
+
+def _pair(world: World, pair: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    small, large = torch.zeros(1, device=device), torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    trip = _median(lambda: _round_trip(world, pair, small, small), ROUNDS, WARM)
+    there = _median(lambda: _round_trip(world, pair, large, small), LARGE_ROUNDS, 1)
+    rate = LARGE / max(there - trip / 2, 1e-9) / 1e6  # the answer takes a small message's way back
+    return {"ranks": list(pair), "latency_us": trip / 2 * 1e6, "bandwidth_mb_s": rate}
+
+
+def _round_trip(world: World, pair: tuple[int, int], there: Tensor, back: Tensor) -> None:
+    first, second = pair
+    for message, sender, receiver in ((there, first, second), (back, second, first)):
+        sends = [Send(receiver, message)] if world.rank == sender else []
+        receives = [Receive(sender, message.numel())] if world.rank == receiver else []
+        world.begin(sends, receives, message, pair, LABEL).wait()
+    _settle(back)
+
+
+def _barrier(world: World, device: torch.device) -> None:
+    _settle(world.sum(torch.ones(1, dtype=torch.float64, device=device), tuple(range(world.size)), LABEL))
+
+
+def _settle(tensor: Tensor) -> None:
+    """Work on a GPU is only queued until somebody waits for it."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _median(call: Callable[[], None], rounds: int, warm: int) -> float:
+    times = []
+    for _ in range(rounds + warm):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return median(times[warm:])
