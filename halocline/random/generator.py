@@ -25,7 +25,7 @@ _LAST = 0xD6E8FEB86659FD93
 
 #: Indices at a time: what is in work at once stays in the cache of a CPU, and keeps a GPU busy.
 _PORTION = {"cpu": 1 << 16, "meta": 1 << 62}
-_PORTION_ELSEWHERE = 1 << 22
+_PORTION_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def bits(shape: tuple[int, ...], box: Box, key: tuple[int, int], device: torch.d
     """64 random bits for each index of ``box``, as int64."""
     head, tail = _starts(shape, box, key[0], device)
     if device.type == "cuda":
-        return _one_kernel()(head, tail, torch.full((1,), signed(key[1]), device=device))
+        return _one_kernel()(head, tail, torch.full((1,), signed(key[1]), device=device)).reshape(shape_of(box))
     words = head + tail
     spare = torch.empty_like(words)
     for shift, factor in _MIX:

@@ -36,6 +36,7 @@ from .table import entry_for, name_of, refuse
 _log = logging.getLogger("halocline")
 _plans: dict[Any, Plan] = {}
 _MOST_PLANS = 4096
+_WORTH_SAYING = 1 << 20  # bytes of a whole operand that are worth a line in the log
 
 
 def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,6 +224,7 @@ def _make_plan(
         index = read.operand.index
         fetches[index], slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
     _check_inplace(function, recipe, tensors, fetches)
+    _say_if_whole_and_large(function, mesh, tensors, fetches)
     box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
     return Plan(
         name=name_of(function),
@@ -233,6 +235,20 @@ def _make_plan(
         shardings=tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs),
         sum_axes=_sum_axes(function, recipe, cuts),
     )
+
+
+def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
+    """A plain tensor of the size of what is cut is right, and takes on every rank the memory that the cut saves."""
+    largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
+    for tensor, fetch in zip(tensors, fetches, strict=True):
+        if isinstance(tensor, ShardedTensor) or fetch is None or fetch.untouched or mesh.rank:
+            continue
+        size = plain(tensor).untyped_storage().nbytes()  # an expanded tensor takes little
+        if size >= largest * tensor.element_size() and size >= _WORTH_SAYING:
+            label = Label(name_of(function), here())
+            _log.warning(
+                "%s: a whole operand of %d bytes on every rank; zeros_like(x) and its kin are cut", label, size
+            )
 
 
 def _operand(index: int, tensor: Tensor) -> Operand:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..distribute import distribute, no_sync
 from ..errors import HaloclineError
+from ..random import reproducible
 from ..rules import from_tile, gather, shard
 from ..tensor import ShardedTensor, unwrap
 from ..world import AVERAGED, Label, Mesh, Traffic
@@ -80,6 +81,7 @@ class Answer:
     traffic: Traffic
 
 
+@reproducible(0)
 def observe(side: Side, steps: int) -> Answer:
     """One step that allocates the gradients, one to measure, one to compare, and ``steps`` to train.
 
