@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halocline as hc
-from halocline.errors import NoRule, ShardingError
+from halocline.errors import ShardingError
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
 
@@ -227,19 +227,6 @@ def test_one_window_over_all_is_a_reduction_not_a_journey() -> None:
     for maximum in (partial(F.adaptive_max_pool2d, output_size=1), partial(F.max_pool2d, kernel_size=16)):
         moved = traffic(maximum, x, {2: "a"}, a=4)
         assert all(bytes_moved <= 4 * 2 * 2 * 3 * 4 for bytes_moved, _ in moved), moved
-
-
-@pytest.mark.parametrize("name", ["max_pool2d", "adaptive_max_pool2d"])
-def test_indices_are_refused(name: str) -> None:
-    def on_rank() -> None:
-        mesh = Mesh(a=2)
-        x = hc.shard(torch.rand(1, 1, 8, 8), mesh, {2: "a"})
-        with pytest.raises(NoRule, match="no rule"):
-            getattr(F, name)(x, 2, return_indices=True)
-        with pytest.raises(NoRule):
-            torch.adaptive_max_pool1d(hc.shard(torch.rand(1, 8), mesh, {1: "a"}), 2)
-
-    run_local(2, on_rank)
 
 
 def test_what_torch_refuses_is_refused_for_the_global_shape() -> None:

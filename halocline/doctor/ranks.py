@@ -183,14 +183,15 @@ def join_ranks(launch: Launch, me: About, deadline: float, say: Say) -> Meeting:
     """Every rank calls this; what comes of it is whole on rank 0 alone. The others get the verdict."""
     try:
         _reach(launch, deadline)
-        store = meeting_point(launch, deadline)
+        # A store that is another program's may never answer, and torch then waits without end.
+        store = within(deadline + 1, lambda: meeting_point(launch, deadline))
         return lead(store, launch.size, me, deadline, say) if me.rank == 0 else follow(store, me, deadline)
     except (RuntimeError, OSError) as error:  # the first are torch's own of stores
         where = f"{launch.address}:{launch.port}"
-        said = next(iter(str(error).splitlines()), "")
-        remedy = "see whether rank 0 runs, and whether a firewall lets this machine reach that port"
+        said, stuck = next(iter(str(error).splitlines()), ""), isinstance(error, TimeoutError)
+        remedy = "see whether rank 0 runs, what holds that port, and whether a firewall lets this machine reach it"
         text = f"rank {me.rank} cannot meet the others at {where} within {deadline:g} s: {said}"
-        return Meeting([Finding(TOPIC, "meeting point", "problem", text, remedy)], alone=True)
+        return Meeting([Finding(TOPIC, "meeting point", "problem", text, remedy)], alone=True, stuck=stuck)
 
 
 def _reach(launch: Launch, deadline: float) -> None:
@@ -198,9 +199,8 @@ def _reach(launch: Launch, deadline: float) -> None:
     until = time.monotonic() + deadline
     while launch.rank and not launch.held:
         try:
-            return socket.create_connection(
-                (launch.address, launch.port), timeout=max(until - time.monotonic(), 0.1)
-            ).close()
+            socket.create_connection((launch.address, launch.port), max(until - time.monotonic(), 0.1)).close()
+            break
         except OSError:
             if time.monotonic() > until:
                 raise

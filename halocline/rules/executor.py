@@ -56,7 +56,7 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     except TypeError:  # an argument that cannot be hashed: plan anew
         plan, key = None, None  # type: ignore[assignment]
     if plan is None:
-        with _planned():
+        with planned():
             plan = _make_plan(function, describe, args, kwargs, tensors)
         if key is not None:
             if len(_plans) >= _MOST_PLANS:
@@ -74,7 +74,8 @@ def planning() -> bool:
 
 
 @contextmanager
-def _planned() -> Iterator[None]:
+def planned() -> Iterator[None]:
+    """Inside, what torch is asked is part of a plan."""
     before, _now.planning = planning(), True
     try:
         yield

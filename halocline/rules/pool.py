@@ -18,7 +18,7 @@ from ..tensor import ShardedTensor, here
 from .executor import run_rule
 from .pad import shape_from_torch
 from .recipe import Link, Operand, Output, Read, Recipe, Work, pair
-from .table import composite, refuse
+from .table import composite
 
 Pool = Callable[..., Tensor]
 _NARROW = (torch.half, torch.bfloat16)
@@ -106,10 +106,7 @@ def _max_pool(spatial: int, function: Any) -> Pool:
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
-        return_indices: bool = False,
     ) -> Tensor:
-        if return_indices:
-            raise refuse(function, "indices count within the whole sample", "pool without return_indices")
         if _global(input, _windows(spatial, kernel_size, stride, padding, dilation)):
             return adaptive(input, 1)
         return run_rule(function, describe, (input, kernel_size, stride, padding, dilation, ceil_mode), {})
@@ -296,8 +293,8 @@ def _mean_along(tile: Tensor, dim: int, windows: list[Interval]) -> Tensor:
         return _mean_along(tile.float(), dim, windows).to(tile.dtype)
     flat, width = _side_by_side(tile, dim, windows)
     counts = torch.tensor([window.size for window in windows], device=tile.device)
-    repeated = torch.arange(width, device=tile.device) >= counts.unsqueeze(-1)
-    if repeated.any():
+    if any(window.size < width for window in windows):
+        repeated = torch.arange(width, device=tile.device) >= counts.unsqueeze(-1)
         flat = flat.masked_fill(repeated.reshape(-1, 1), 0)
     mean = F.avg_pool2d(flat, (width, 1), divisor_override=1) / counts.unsqueeze(-1)
     return mean.reshape(*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
@@ -307,7 +304,7 @@ def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
     def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
         shape = shape_from_torch(function, input, sizes)
         windows = _adaptive_windows(input, sizes)
-        if windows:
+        if windows and input.dtype not in _NARROW:  # torch averages those in 3-D only where the pool is adaptive
             return _average_windows(input, shape, windows)
         return _ragged(function, input, shape, sizes, _mean_along)
 
@@ -332,9 +329,7 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
             recipe = _ragged(function, input, shape, sizes, _max_along)
         return replace(recipe, uncut=frozenset(d for d, m in enumerate(shape) if m == 1 and input.shape[d] > 1))
 
-    def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
-        if return_indices:
-            raise refuse(function, "indices count within the whole sample", "pool without return_indices")
+    def run(input: Tensor, output_size: Any) -> Tensor:
         sizes = _out_sizes(input, spatial, output_size)
         dims = range(input.ndim - len(sizes), input.ndim)
         if not any(m == 1 and _crowded(input, d) for d, m in zip(dims, sizes, strict=True)):

@@ -266,13 +266,12 @@ def _moved(flat: Tensor, sizes: Sequence[int], reached: Sequence[Interval]) -> T
 def _near(indices: Tensor, dims: Sequence[int], call: Unpool) -> bool:
     """Does every value go to its own window? The ranks agree on it, for each sees its own indices only."""
     if not isinstance(indices, ShardedTensor):
-        return not _strays(indices, [whole(size) for size in indices.shape], dims, call).any()
-    tile, sharding = indices._tile, indices.sharding
-    if tile.device.type == "meta":  # no values to ask: as a pool would have made them
-        return True
-    strays = _strays(tile, sharding.box, dims, call).sum().reshape(1)
+        return indices.is_meta or not _strays(indices, [whole(size) for size in indices.shape], dims, call).any()
+    sharding = indices.sharding
+    strays = _strays(indices._tile, sharding.box, dims, call).sum().reshape(1)
     ranks = sharding.mesh.ranks_along(sharding.axes)
-    return not sharding.mesh.world.sum(strays, ranks, Label("max_unpool reach", here())).item()
+    total = sharding.mesh.world.sum(strays, ranks, Label("max_unpool reach", here()))
+    return total.is_meta or not total.item()  # without values, as a pool would have made them
 
 
 def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Unpool) -> Tensor:

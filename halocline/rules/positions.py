@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import Refused
 from ..geometry import Interval
-from .executor import _planned
+from .executor import planned
 from .table import refuse
 
 Scales = tuple[float, ...] | None  # where None, torch divides the sizes
@@ -49,7 +49,7 @@ class Style:
 @contextmanager
 def _plainly(device: str) -> Iterator[None]:
     """Whatever mode the caller runs in, the question is an ordinary differentiable call, and no part of the program."""
-    with _planned(), torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
+    with planned(), torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         yield
 
 

@@ -39,8 +39,11 @@ class Fetch:
 
     @cached_property
     def gathers(self) -> bool:
-        """Is some axis given up, so that its ranks all end with the same data?"""
-        return bool(self.axes - self.work_axes)
+        """Is some axis given up, or some cut dim read whole by all, so that ranks end with the same data?"""
+        read_whole = any(
+            dim.owner_axis and all(needs == (whole(dim.size),) for needs in dim.needs) and dim.size for dim in self.dims
+        )
+        return bool(self.axes - self.work_axes) or read_whole
 
     @cached_property
     def adjoint_scale(self) -> float:
