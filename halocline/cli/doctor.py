@@ -18,7 +18,7 @@ from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
 
 Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Start so many ranks here and let them talk.")]
-Meet = Annotated[bool, typer.Option("--ranks-too/--no-ranks", help="Look at this machine only, or let ranks talk too.")]
+NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Look at this machine only, and start or join no ranks.")]
 Deadline = Annotated[
     float,
     typer.Option("--deadline", min=1.0, help="Seconds that ranks may take for each stage before they are given up."),
@@ -27,7 +27,7 @@ Deadline = Annotated[
 
 def doctor(
     ranks: Ranks = 2,
-    meet: Meet = True,
+    no_ranks: NoRanks = False,
     deadline: Deadline = 60.0,
     as_json: Json = False,
     debug: Debug = False,
@@ -56,7 +56,7 @@ def doctor(
     **Exit status**: 0 no problems (warnings are allowed), 1 problems, 2 the doctor cannot run as asked.
     """
     with clear_errors("doctor", debug), stderr().status("") as status:
-        report = examine(ranks, meet, deadline, say=status.update)
+        report = examine(ranks, not no_ranks, deadline, say=status.update)
     if report.voice == "all":
         tell(report, as_json)
     elif report.voice == "problems":

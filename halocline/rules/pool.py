@@ -106,6 +106,7 @@ def _max_pool(spatial: int, function: Any) -> Pool:
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
+        return_indices: bool = False,  # torch says False here; True goes to a function of its own
     ) -> Tensor:
         if _global(input, _windows(spatial, kernel_size, stride, padding, dilation)):
             return adaptive(input, 1)
@@ -329,7 +330,7 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
             recipe = _ragged(function, input, shape, sizes, _max_along)
         return replace(recipe, uncut=frozenset(d for d, m in enumerate(shape) if m == 1 and input.shape[d] > 1))
 
-    def run(input: Tensor, output_size: Any) -> Tensor:
+    def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
         sizes = _out_sizes(input, spatial, output_size)
         dims = range(input.ndim - len(sizes), input.ndim)
         if not any(m == 1 and _crowded(input, d) for d, m in zip(dims, sizes, strict=True)):
