@@ -19,7 +19,7 @@ demo: .venv/.stamp ## Train a small 3D U-Net cut over 2 ranks next to the one-ra
 	@$(BIN)/halocline demo
 
 test: .venv/.stamp ## Run the tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/ruff format --check .

@@ -18,15 +18,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+_counts: dict[str, dict[str, int]] = {}
+
+
+def _sweep_counts() -> dict[str, dict[str, int]]:
+    sweep = sys.modules.get("test_sweep")
+    return {family: dict(counts) for family, counts in sweep.COUNTS.items()} if sweep else {}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The process that ran the sweep hands its counts to the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["sweep"] = _sweep_counts()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    _counts.update(getattr(node, "workeroutput", {}).get("sweep", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the random sweep tried, with the ranges it drew from."""
-    sweep = sys.modules.get("test_sweep")
-    if sweep is None or not sweep.COUNTS:
+    counts = {**_counts, **_sweep_counts()}
+    if not counts:
         return
     import ranges
 
     bounds = {name: value for name, value in vars(ranges).items() if name.isupper() and isinstance(value, tuple)}
     terminalreporter.section("random sweep")
     terminalreporter.line(f"ranges: {bounds}")
-    for family, counts in sweep.COUNTS.items():
-        terminalreporter.line(f"{family}: {dict(sorted(counts.items()))}")
+    for family, verdicts in counts.items():
+        terminalreporter.line(f"{family}: {dict(sorted(verdicts.items()))}")

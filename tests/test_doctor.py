@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 from halocline._torch_private import default_store
 from halocline.cli.app import app
 from halocline.doctor import hardware, launch, links, network, ranks, software
+from halocline.doctor.compare import About, about_this_rank, compare
 from halocline.doctor.finding import Finding, problems, ranks_text
 from halocline.doctor.launch import Launch
 from halocline.doctor.network import Interface
-from halocline.testing.pool import shared_pool
+from halocline.testing.pool import Outcome, RankError, shared_pool
 
 COMMAND = "from halocline.cli import main; main()"
 LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GLOO_|NCCL_")
@@ -166,6 +167,15 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 problem, " in result.stdout
 
 
+def test_another_rank_speaks_only_of_its_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**settings, "GLOO_SOCKET_IFNAME": "nosuch0"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["doctor", "--no-ranks", "--json"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "halocline doctor: gloo interface: " in result.stderr and "nosuch0" in result.stderr
+
+
 def test_the_help_teaches() -> None:
     text = CliRunner().invoke(app, ["doctor", "--help"]).stdout
     for word in ("torchrun", "srun", "GLOO_SOCKET_IFNAME", "--no-ranks", "--deadline", "Exit status"):
@@ -250,7 +260,7 @@ def report_of_odd_rank() -> list[dict[str, Any]] | None:
     if rank == 1:
         software.versions = lambda: {**own(), "torch": "2.12.1"}
     try:
-        me = ranks.about_this_rank(rank)
+        me = about_this_rank(rank)
         met = ranks.lead(store, 2, me, 20, print) if rank == 0 else ranks.follow(store, me, 20)
     finally:
         software.versions = own
@@ -263,22 +273,22 @@ def test_another_torch_on_one_rank_is_named_on_all() -> None:
     assert re.search(r"torch 2\.\S+ on rank 0 \(.*\); torch 2\.12\.1 on rank 1 \(", first[0]["found"])
 
 
-ABOUT = ranks.About(0, "a", {"python": "3.11", "torch": "2.13", "halocline": "0.1"}, loopback=True)
+ABOUT = About(0, "a", {"python": "3.11", "torch": "2.13", "halocline": "0.1"}, loopback=True)
 
 
 def test_ranks_that_do_not_fit_together() -> None:
-    assert not problems(ranks.compare([ABOUT, replace(ABOUT, rank=1)]))
-    (apart,) = problems(ranks.compare([ABOUT, replace(ABOUT, rank=1, host="b")]))
+    assert not problems(compare([ABOUT, replace(ABOUT, rank=1)]))
+    (apart,) = problems(compare([ABOUT, replace(ABOUT, rank=1, host="b")]))
     assert "ranks 0-1 (a, b) gloo would talk over loopback" in apart.found
-    (mixed,) = problems(ranks.compare([replace(ABOUT, gpus=1), replace(ABOUT, rank=1)]))
+    (mixed,) = problems(compare([replace(ABOUT, gpus=1), replace(ABOUT, rank=1)]))
     assert "rank 1 (a) without a GPU" in mixed.found
-    crowd = ranks.compare([replace(ABOUT, rank=rank, threads=4, cores=8) for rank in range(4)])
+    crowd = compare([replace(ABOUT, rank=rank, threads=4, cores=8) for rank in range(4)])
     assert next(one.remedy for one in crowd if one.name == "threads") == "export OMP_NUM_THREADS=2"
 
 
 def test_what_other_ranks_found_is_told_once() -> None:
     low = Finding("devices", "open files", "warning", "at most 256", "ulimit")
-    told = ranks.compare([ABOUT, *(replace(ABOUT, rank=rank, findings=[low]) for rank in (1, 2, 3))])
+    told = compare([ABOUT, *(replace(ABOUT, rank=rank, findings=[low]) for rank in (1, 2, 3))])
     assert [one.found for one in told if one.name == "open files"] == ["on ranks 1-3 (a): at most 256"]
 
 
@@ -296,7 +306,7 @@ def stranger() -> Iterator[int]:
 
 
 def test_a_meeting_point_that_is_no_store(stranger: int) -> None:
-    met = ranks.join_ranks(Launch("torchrun", rank=1, size=2, port=stranger), replace(ABOUT, rank=1), 0.5, print)
+    met = ranks.join_ranks(Launch("torchrun", rank=1, size=2, port=stranger), replace(ABOUT, rank=1), 0.2, print)
     assert met.alone and f"cannot meet the others at 127.0.0.1:{stranger}" in met.findings[0].found
 
 
@@ -306,11 +316,30 @@ def test_a_meeting_point_where_nobody_is() -> None:
     assert met.alone and not met.stuck and "refused" in met.findings[0].found
 
 
+def error_over(interface: str) -> str:
+    """Caught on the rank, so that the pool lives on."""
+    before = os.environ["GLOO_SOCKET_IFNAME"]
+    try:
+        return str(ranks.measure_on_rank(interface, 10))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        os.environ["GLOO_SOCKET_IFNAME"] = before
+
+
+def test_ranks_talk_over_the_interface_that_is_named() -> None:
+    assert all("Unable to find address for: nosuch0" in said for said in shared_pool(2).run(error_over, "nosuch0"))
+    assert all("latency_us" in said for said in shared_pool(2).run(error_over, "lo,lo"))
+
+
 def test_ranks_that_cannot_talk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interface went away after it was looked at."""
-    met = ranks.start_ranks(2, "nosuch0", 20, print)
-    (silent,) = problems(met.findings)
-    assert "Unable to find address for: nosuch0" in silent.found and silent.remedy
+    def fail(*_: object, **__: object) -> None:
+        raise RankError([Outcome(0, "value"), Outcome(1, "hung", text="was still running after 9.0 s, at\n a stack")])
+
+    monkeypatch.setattr(ranks, "RankPool", lambda size: nullcontext(SimpleNamespace(run=fail)))
+    (silent,) = problems(ranks.start_ranks(2, "", 20, print).findings)
+    assert silent.found == "2 ranks of this machine cannot talk: rank 1 was still running after 9.0 s"
+    assert "firewall" in silent.remedy and "--deadline 80" in silent.remedy
 
 
 # ---- the rest ----

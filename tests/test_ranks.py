@@ -12,6 +12,7 @@ from torch import nn
 import halocline as hc
 from halocline.testing.pool import RankPool, shared_pool
 from halocline.world.mesh import forget
+from halocline.world.process import adopt_environment
 
 
 class Net(nn.Module):
@@ -149,3 +150,31 @@ def copied_weights() -> list[torch.Tensor]:
 def test_rank_zeros_weights_go_everywhere() -> None:
     first, *others = shared_pool(4).run(copied_weights)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NODELIST": "gpu[007-008]",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_slurm_variables_become_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert adopt_environment()
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu007",
+    }
+    assert 20000 <= int(os.environ["MASTER_PORT"]) < 60000

@@ -47,5 +47,7 @@ def halocline(
     - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: does *your* network run cut? Any function that
       returns a torch.nn.Module, called from the folder it is in.
 
+    - `halocline doctor`: is this machine fit, and can its ranks talk? For each thing amiss, what to do.
+
     With `--json` every command ends with one JSON object, as the last line of its output.
     """

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..errors import MeshError
 from . import hardware, launch, network, ranks, software
+from .compare import COMPARED, About
 from .finding import Finding, problems
 from .links import Links
 
@@ -26,7 +27,7 @@ class Report:
     devices: hardware.Devices
     interfaces: list[network.Interface]
     links: Links = field(default_factory=Links)
-    ranks: list[ranks.About] = field(default_factory=list)
+    ranks: list[About] = field(default_factory=list)
     voice: Voice = "all"
     stuck: bool = False
 
@@ -52,7 +53,7 @@ def examine(
     say("looking at this machine")
     run, findings = _read_run()
     report = _examine_machine(run, count, findings)
-    report.voice = "all" if run is None or run.rank == 0 else "none"
+    report.voice = "all" if run is None or run.rank == 0 else "problems"
     if run is None or not meet:
         return report
     if run.by:
@@ -96,25 +97,22 @@ def _with_new_ranks(report: Report, count: int, deadline: float, say: Callable[[
 def _with_this_run(report: Report, run: launch.Launch, deadline: float, say: Callable[[str], None]) -> Report:
     """A rank that can reach rank 0 leaves its own findings there; what it hears back is the verdict on them all."""
     if problems(report.findings, launch.TOPIC):
-        return replace(report, findings=[*report.findings, ranks.not_tried()], voice=_own_voice(run))
+        return replace(report, findings=[*report.findings, ranks.not_tried()])
     met = ranks.join_ranks(run, _about(report, run), deadline, say)
-    findings = [*report.findings, *met.findings] if run.rank == 0 or met.alone else met.findings
-    voice: Voice = _own_voice(run) if met.alone else report.voice
-    return replace(report, findings=findings, links=met.links, ranks=met.ranks, voice=voice, stuck=met.stuck)
+    report = replace(report, links=met.links, ranks=met.ranks, stuck=met.stuck)
+    if run.rank and not met.alone:
+        return replace(report, findings=met.findings, voice="none")
+    return replace(report, findings=[*report.findings, *met.findings])
 
 
-def _own_voice(run: launch.Launch) -> Voice:
-    return "all" if run.rank == 0 else "problems"
-
-
-def _about(report: Report, run: launch.Launch) -> ranks.About:
+def _about(report: Report, run: launch.Launch) -> About:
     host, amiss = socket.gethostname(), [one for one in report.findings if one.status != "ok"]
     loopback = network.gloo_loopback(report.interfaces, os.environ, host)
     found = report.devices
-    return ranks.About(
+    return About(
         rank=run.rank,
         host=host,
-        versions={name: report.versions[name] for name in ranks.COMPARED},
+        versions={name: report.versions[name] for name in COMPARED},
         gpus=len(found.gpus),
         threads=found.threads,
         cores=found.machine_cores,

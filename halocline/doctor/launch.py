@@ -50,7 +50,7 @@ def contradictions(env: Mapping[str, str]) -> list[Finding]:
 def read_launch() -> Launch:
     """From the environment as the library reads it, which for Slurm puts torchrun's names there."""
     env, by = os.environ, "torchrun's variables" if "RANK" in os.environ else "Slurm"
-    if not launched(env) or not process._adopt_environment():
+    if not launched(env) or not process.adopt_environment():
         return Launch()
     return Launch(
         by=by,

@@ -74,7 +74,9 @@ def together(seen: Iterable[Links]) -> Links:
 
 
 def examine_links(links: Links) -> list[Finding]:
-    over = f"{links.ranks} ranks over {links.interface or 'the network'} ({links.backend})"
+    if links.ranks == 1:
+        return [Finding(TOPIC, "messages", "ok", f"a single rank ({links.backend}) has nobody to talk to")]
+    over = f"{links.ranks} ranks over {links.interface or 'the interface above'} ({links.backend})"
     if links.faults:
         remedy = "messages were damaged, which no transport should do: try another interface, then another machine"
         return [Finding(TOPIC, "messages", "problem", "; ".join(links.faults[:4]), remedy)]

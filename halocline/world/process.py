@@ -145,7 +145,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def connect(deadline: float = 600.0) -> ProcessWorld | None:
     """Join the ranks that torchrun or Slurm started; None where this process stands alone."""
     if not dist.is_initialized():
-        if not _adopt_environment():
+        if not adopt_environment():
             return None
         backend = "nccl" if torch.cuda.is_available() and _one_gpu_each() else "gloo"
         if backend == "nccl":
@@ -158,7 +158,7 @@ def _one_gpu_each() -> bool:
     return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _adopt_environment() -> bool:
+def adopt_environment() -> bool:
     """torchrun's variables as they are, or made from Slurm's."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
@@ -168,10 +168,18 @@ def _adopt_environment() -> bool:
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["WORLD_SIZE"] = str(tasks)
     os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1").split("(")[0])
+    os.environ.setdefault("LOCAL_WORLD_SIZE", _tasks_per_node())
     os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_JOB_NODELIST", "localhost")))
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 40000))
     return True
+
+
+def _tasks_per_node() -> str:
+    """Slurm says it in one of several ways, as "4", "4(x2)" or "4,3"; without a word, one task a node."""
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if os.environ.get(name):
+            return re.split(r"[(,]", os.environ[name])[0]
+    return "1"
 
 
 def first_host(nodelist: str) -> str:
