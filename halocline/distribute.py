@@ -29,7 +29,7 @@ def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global") ->
     """
     if batch_statistics not in ("global", "replica"):
         raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
-    if "_halocline_average" in model.__dict__:
+    if model.__dict__.get("_halocline_average") is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _check_same_model(model, mesh)

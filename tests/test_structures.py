@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,3 +137,21 @@ def test_inputs_that_cannot_be_placed(bad: dict[int, str]) -> None:
 
     with pytest.raises(hc.ShardingError):
         run_local(2, body)
+
+
+def test_a_copy_of_a_distributed_model_is_a_plain_one() -> None:
+    """For a moving average of weights, or to save it whole; to train it, distribute it."""
+
+    def body() -> tuple[Tensor, Tensor]:
+        mesh = hc.Mesh(depth=2)
+        model = hc.distribute(nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.ReLU()), mesh)
+        x = hc.shard(torch.randn(1, 1, 8, generator=torch.Generator().manual_seed(0)), mesh, {2: "depth"})
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        with torch.no_grad():
+            same = hc.gather(twin(x)), hc.gather(model(x))
+        with pytest.raises(hc.Refused, match="distribute"):
+            twin(x)
+        hc.distribute(twin, mesh)(x).sum().backward()
+        return same
+
+    assert all(torch.equal(*same) for same in run_local(2, body))

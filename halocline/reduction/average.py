@@ -45,6 +45,12 @@ class GradientAverage:
         parameter.register_post_accumulate_grad_hook(arrived)
         parameter.register_hook(handed_out)
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copied or loaded model (a moving average of the weights, say) has parameters that nobody watches."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
         share = 1.0 / self.world.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -95,7 +96,8 @@ def entering(operand: Tensor, scale: float, label: Label) -> Tensor:
 
 def check_averaged(operand: Tensor, label: Label) -> None:
     """What a rank holds of such a leaf's gradient is a share: somebody must take the mean before anybody reads it."""
-    if operand.requires_grad and operand.is_leaf and not hasattr(operand, AVERAGED):
+    unwatched = operand.requires_grad and operand.is_leaf and not hasattr(operand, AVERAGED)
+    if unwatched and torch.is_grad_enabled():
         raise Refused(
             label.operation,
             label.place,

@@ -27,19 +27,25 @@ def current_module() -> nn.Module | None:
     return entries[-1][1] if entries else None
 
 
+class _Enter:
+    """Notes that a module begins. A class, so that a watched model can be pickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _entries().append((self.path, module))
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    _entries().pop()
+
+
 def watch(model: nn.Module) -> None:
     """Keep track of the running module of ``model``; a second call on the same model does nothing."""
     for name, module in model.named_modules():
         if getattr(module, "_halocline_watched", False):
             continue
         module._halocline_watched = True
-        path = name or type(model).__name__
-
-        def enter(module: nn.Module, args: Any, path: str = path) -> None:
-            _entries().append((path, module))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            _entries().pop()
-
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave, always_call=True)
+        module.register_forward_pre_hook(_Enter(name or type(model).__name__), prepend=True)
+        module.register_forward_hook(_leave, always_call=True)
