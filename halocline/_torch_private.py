@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,21 @@ def default_store() -> Any:
         return None
 
 
+def backward_number() -> int:
+    """Which backward pass is running; -1 where none is."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def caller_value(function: Any, name: str) -> Any:
+    """A local of the torch function that is calling us, for the one argument that it forgets to hand on."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get(name)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from .errors import MeshError
 from .random import same_state
 from .reduction import GradientAverage, same_weights
+from .rules import tensors_in
 from .rules.norm import STATISTICS
-from .tensor import watch
+from .tensor import ShardedTensor, watch
 from .world import Label, Mesh
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,12 +41,49 @@ def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global") ->
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)
     model.__dict__["_halocline_average"] = GradientAverage(parameters, mesh.world)
+    model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     return model
+
+
+class _SharedBuffers:
+    """On plain inputs, which are local batches as in DDP, buffers are rank 0's before each forward, as in DDP."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh: Mesh | None = mesh
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.mesh is None or self.mesh.size == 1 or not (module.training and torch.is_grad_enabled()):
+            return
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors_in((args, kwargs))):
+            return  # cut inputs have the same statistics on every rank already
+        buffers = list(module.buffers())
+        if buffers:
+            same_weights(buffers, self.mesh.world)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copied model belongs to no mesh."""
+        return _no_hook, ()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _no_hook()
+
+
+def _no_hook() -> Any:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: Any, kwargs: Any) -> None:
+    return None
 
 
 def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     """Average the gradients of leaves that belong to no distributed model: a learned scale, the weight of a loss."""
-    GradientAverage([(f"leaf {index}", tensor) for index, tensor in enumerate(tensors)], mesh.world)
+    leaves = list(tensors)
+    if any(not (leaf.is_leaf and leaf.requires_grad) for leaf in leaves):
+        raise MeshError("hc.average_gradients wants leaves that require a gradient")
+    engine = GradientAverage([(f"leaf {index}", leaf) for index, leaf in enumerate(leaves)], mesh.world)
+    for leaf in leaves:
+        leaf._halocline_engine = engine  # type: ignore[attr-defined]
 
 
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from .._torch_private import after_backward, is_captured
+from .._torch_private import after_backward, backward_number, is_captured
 from ..world import AVERAGED, Label, Route, Sum, World
 
 _BUCKET_BYTES = 25 << 20
@@ -26,24 +28,38 @@ class GradientAverage:
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
         self.active = True
-        self._touched: set[int] = set()
+        world.engines += 1
+        self._name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
+        self._touched: dict[int, set[int]] = {}  # by backward pass: one that failed leaves no trace on the next
+        self._pile: set[int] = set()
         for index, parameter in enumerate(self.parameters):
             self._watch(index, parameter)
 
     def _watch(self, index: int, parameter: Tensor) -> None:
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        alive = weakref.ref(self)  # hooks live as long as the parameter, and must not keep the model alive
 
-        def arrived(_: Tensor) -> None:
-            if not self._touched:
-                after_backward(self._finish)
-            self._touched.add(index)
+        def arrived(leaf: Tensor) -> None:
+            engine = alive()
+            if engine is not None:
+                engine._arrived(index)
 
         def handed_out(gradient: Tensor) -> Tensor | None:
-            return self.mean(gradient, self.names[index]) if self.active and is_captured(node) else None
+            engine = alive()
+            # Asked anew each time: a change of dtype or device gives the leaf another node.
+            if engine is None or not is_captured(get_gradient_edge(engine.parameters[index]).node):
+                return None
+            return engine.mean(gradient, engine.names[index])
 
         setattr(parameter, AVERAGED, True)
         parameter.register_post_accumulate_grad_hook(arrived)
         parameter.register_hook(handed_out)
+
+    def _arrived(self, index: int) -> None:
+        task = backward_number()
+        if task not in self._touched:
+            self._touched[task] = set()
+            after_backward(lambda: self._finish(task))
+        self._touched[task].add(index)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copied or loaded model (a moving average of the weights, say) has parameters that nobody watches."""
@@ -54,7 +70,7 @@ class GradientAverage:
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
         share = 1.0 / self.world.size
-        route = Route(self.world, self.everyone, Label(f"gradient average of {name}", "autograd.grad", "gradients"))
+        route = Route(self.world, self.everyone, Label(f"{self._name} of {name}", "autograd.grad", "gradients"))
         return Sum.apply(gradient, route, (share, share))
 
     @contextmanager
@@ -66,10 +82,12 @@ class GradientAverage:
         finally:
             self.active = before
 
-    def _finish(self) -> None:
-        touched, self._touched = self._touched, set()
+    def _finish(self, task: int) -> None:
+        self._pile |= self._touched.pop(task, set())
+        self._touched.clear()  # what is left belongs to passes that failed
         if not self.active:
             return
+        touched, self._pile = self._pile, set()
         for bucket in self._buckets(self._agree(touched)):
             self._average(bucket)
 
@@ -77,7 +95,7 @@ class GradientAverage:
         """Parameters that got a gradient on any rank, in one small message."""
         mine = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
         mine[list(touched)] = 1
-        label = Label("which gradients came", "backward", "gradients")
+        label = Label(f"{self._name}: which came", "backward", "gradients")
         return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()
 
     def _buckets(self, indices: list[int]) -> Iterator[list[Tensor]]:
@@ -102,7 +120,7 @@ class GradientAverage:
                 parameter.grad = self.mean(gradient, "a parameter")
             return
         flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].reshape(-1)
-        label = Label("gradient average", "backward", "gradients")
+        label = Label(self._name, "backward", "gradients")
         total = self.world.sum(flat, self.everyone, label) / self.world.size
         at = 0
         for parameter, gradient in zip(bucket, gradients, strict=True):

@@ -8,9 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MeshError, ShardingError
+from ..errors import MeshError, Refused, ShardingError
 from ..geometry import Partition
-from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, make_sharding, recut, unwrap, watch_leaf, wrap
+from ..tensor import (
+    Cut,
+    Fetch,
+    ShardedTensor,
+    Sharding,
+    here,
+    make_sharding,
+    mean_over_whole_axes,
+    recut,
+    same_memory,
+    unwrap,
+    wrap,
+)
 from ..world import Label, Mesh
 
 Points = Mapping[int, Sequence[int]]
@@ -30,20 +42,22 @@ def shard(
     if not (tensor.requires_grad and torch.is_grad_enabled() and sharding.axes):
         return cut_like(tensor, sharding)
     whole = Sharding(mesh, tensor.shape, (None,) * tensor.ndim)
-    return wrap(CutInput.apply(tensor, recut(whole, sharding), recut(sharding, whole)), sharding)
+    return wrap(CutInput.apply(tensor, sharding, recut(whole, sharding), recut(sharding, whole)), sharding)
 
 
 class CutInput(torch.autograd.Function):
     """A whole input cut by its owner, who may read its gradient: that comes together again, whole on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: Fetch, join: Fetch):  # type: ignore[no-untyped-def]
-        ctx.join = join
+    def forward(ctx: Any, tensor: Tensor, sharding: Sharding, cut: Fetch, join: Fetch):  # type: ignore[no-untyped-def]
+        ctx.sharding, ctx.join = sharding, join
         return cut(tensor.detach(), Label("shard", here())).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return ctx.join(gradient, Label("gradient of an input", here())), None, None
+        # On axes that do not cut the input, a rank holds a share of this gradient.
+        whole = mean_over_whole_axes(gradient, ctx.sharding)
+        return ctx.join(whole, Label("gradient of an input", here())), None, None, None
 
 
 def from_tile(
@@ -70,7 +84,13 @@ def from_tile(
         sharding = _agreed_sharding(tile, mesh, dims)
     if not sharding.axes:
         return tile
-    watch_leaf(tile, sharding)
+    if tile.grad_fn is not None and torch.is_grad_enabled():
+        raise Refused(
+            "from_tile",
+            here(),
+            "this tile was computed from other tensors, whose gradients would miss the other ranks' part",
+            "make the sharded tensor first and compute with it, or hand over tile.detach()",
+        )
     return wrap(tile, sharding)
 
 
@@ -138,6 +158,6 @@ def cut_like(tensor: Tensor, sharding: Sharding) -> Tensor:
     if old.shape != sharding.shape:
         raise ShardingError(f"a tensor of global shape {list(old.shape)} cannot take the cut of {list(sharding.shape)}")
     moved = recut(old, sharding)(tile, Label("reshard", here()))
-    if moved._base is not None:  # a box of a larger tensor: keep the box alone
+    if same_memory(moved, tile):  # a box of a larger tensor, or all of it: never the caller's own memory
         moved = moved.clone(memory_format=torch.contiguous_format)
     return wrap(moved, sharding) if sharding.axes else moved

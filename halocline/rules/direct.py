@@ -122,6 +122,8 @@ def data(self: ShardedTensor) -> Tensor:
 
 @direct(Tensor.retain_grad)
 def retain_grad(self: ShardedTensor) -> None:
+    if not self._tile.is_leaf:
+        self._tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, self.sharding))
     self._tile.retain_grad()
 
 
@@ -158,6 +160,8 @@ def _tiles(values: Any) -> Any:
 def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _tiles(kwargs["inputs"])
+        if any(not tile.is_leaf for tile in kwargs["inputs"]):
+            raise refuse("backward(inputs=...)", "an input that is no leaf", "use torch.autograd.grad, or retain_grad")
     outputs, seeds = _as_lists(tensors, grad_tensors)
     torch.autograd.backward(_tiles(outputs), _seeds(outputs, seeds), *args, **kwargs)
 
@@ -198,7 +202,7 @@ def _seed(output: Tensor, gradient: Tensor | None) -> Tensor | None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(unwrap(output))
-    return unwrap(cut_like(gradient, output.sharding))  # type: ignore[arg-type]
+    return unwrap(cut_like(gradient, output.sharding))
 
 
 _NEEDS_VALUES = """

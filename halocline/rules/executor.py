@@ -41,6 +41,8 @@ _WORTH_SAYING = 1 << 20  # bytes of a whole operand that are worth a line in the
 
 def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function at least one of whose arguments is a sharded tensor."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise refuse(function, "a trace would keep this rank's numbers as constants", "trace the untouched model")
     entry = entry_for(function)
     if entry.kind != "rule":
         return entry.run(*args, **kwargs)
@@ -50,7 +52,8 @@ def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one rule; its plan is kept by the global shapes and cuts of the tensors and all other arguments."""
     tensors: list[Tensor] = []
-    key = (function, describe, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
+    by_value = not getattr(describe, "scalars_pass_through", False)
+    key = (function, describe, _key(args, tensors, by_value), _key(tuple(kwargs.items()), tensors, by_value))
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that cannot be hashed: plan anew
@@ -86,19 +89,24 @@ def planned() -> Iterator[None]:
 ShardedTensor.dispatcher = staticmethod(dispatch)
 
 
-def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """A hashable picture of the arguments, and their tensors in order. 1, 1.0 and True are told apart."""
+def _key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
+    """A hashable picture of the arguments, and their tensors in order. 1, 1.0 and True are told apart, as 0.0 and -0.0.
+
+    Rules that hand numbers straight on to torch need not be planned anew for each of them (``by_value`` False).
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         if isinstance(value, ShardedTensor):
             return value.sharding, value._tile.dtype
         return tuple(value.shape), value.dtype
     if isinstance(value, (tuple, list)):
-        return type(value), tuple([_key(item, tensors) for item in value])
+        return type(value), tuple([_key(item, tensors, by_value) for item in value])
     if isinstance(value, slice):
         return slice, value.start, value.stop, value.step
     if isinstance(value, dict):
-        return dict, tuple([(name, _key(item, tensors)) for name, item in value.items()])
+        return dict, tuple([(name, _key(item, tensors, by_value)) for name, item in value.items()])
+    if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+        return type(value), repr(value) if by_value else None
     return type(value), value
 
 
@@ -125,6 +133,7 @@ class Plan:
     work: Work
     shardings: tuple[Sharding, ...]
     sum_axes: frozenset[str]
+    some_empty: bool
 
     def run(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         label = Label(self.name, here())
@@ -134,6 +143,10 @@ class Plan:
         brought = [_bring(fetch, tile, label) for fetch, tile in zip(self.fetches, tiles, strict=True)]
         self._count_gathers(tiles, label)
         results = self._compute(brought, args, kwargs)
+        if results is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
+            return NotImplemented
+        if self.some_empty and _autocasting(tiles):
+            results = self._agreed_dtypes(results, label)
         if self.recipe.inplace:
             return tensors[0]
         if self.sum_axes:
@@ -156,6 +169,14 @@ class Plan:
         moved = fetch is not None and fetch.communicates
         return CopyOf(tiles[index]) if moved or not (shared or self.recipe.may_copy) else None
 
+    def _agreed_dtypes(self, results: list[Tensor], label: Label) -> list[Tensor]:
+        """Under autocast only ranks that computed something know the dtype of the result: they tell the others."""
+        empty = any(interval.empty for interval in self.work.box)
+        mine = torch.tensor([0 if empty else 1 + _DTYPES.index(r.dtype) for r in results], device="cpu")
+        axes = frozenset(dim.need_axis for f in self.fetches if f for dim in f.dims if dim.need_axis)
+        told = self.mesh.world.maximum(mine, self.mesh.ranks_along(axes), label).tolist()
+        return [r.to(_DTYPES[code - 1]) if code else r for r, code in zip(results, told, strict=True)]
+
     def _compute(self, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if not self.recipe.runs_empty and any(interval.empty for interval in self.work.box):
             outputs = zip(self.recipe.outputs, self.shardings, strict=True)
@@ -163,6 +184,8 @@ class Plan:
         tiles = iter(brought)
         local_args = [substitute(a, tiles) for a in args]
         result = self.recipe.local(self.work, *local_args, **substitute(kwargs, tiles))
+        if result is NotImplemented:
+            return NotImplemented
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
     def _count_gathers(self, tiles: list[Tensor], label: Label) -> None:
@@ -187,6 +210,14 @@ def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None) -> Tensor:
     return shell
 
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
+
+
+def _autocasting(tiles: list[Tensor]) -> bool:
+    kind = tiles[0].device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def _bring(fetch: Fetch | None, tile: Tensor, label: Label) -> Tensor:
     if fetch is None:
         return tile
@@ -199,9 +230,6 @@ def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tens
     """An empty result that still hangs on its operands, so that this rank takes part in every backward movement."""
     first = operands[0]
     dtype = output.dtype or first.dtype
-    kind = first.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and dtype.is_floating_point and output.dtype is None:
-        dtype = torch.get_autocast_dtype(kind)
     result = torch.zeros(sharding.tile_shape, dtype=dtype, device=first.device)
     for operand in operands if not output.constant else ():
         if operand.requires_grad:
@@ -235,6 +263,7 @@ def _make_plan(
         work=Work(box, tuple(slots)),
         shardings=tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs),
         sum_axes=_sum_axes(function, recipe, cuts),
+        some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
     )
 
 

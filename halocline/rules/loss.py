@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch_private import caller_value
 from ..errors import ShardingError
 from ..tensor import here
 from .executor import run_rule
@@ -41,12 +42,25 @@ def _voxelwise(function: Callable[..., Tensor]) -> None:
         **kwargs: Any,
     ) -> Tensor:
         _no_legacy(function, size_average, reduce, args)
+        weight = kwargs.pop("weight", None)
+        if function is F.l1_loss and weight is None:  # torch itself forgets to hand it on
+            weight = caller_value(F.l1_loss, "weight")
         values = run_rule(function, describe, (input, target), {**kwargs, "reduction": "none"})
+        if weight is not None:
+            return _weighted(function, values, weight, reduction)
         if reduction == "batchmean":
             return values.sum() / input.shape[0]
         return _reduce(values, reduction)
 
     composite(function, family="loss")(loss)
+
+
+def _weighted(function: Any, values: Tensor, weight: Tensor, reduction: str) -> Tensor:
+    """As torch weighs: the mean is over the weights."""
+    if tuple(weight.shape) != tuple(values.shape):
+        raise refuse(function, "its weight has another shape than its input", "give a weight for each element")
+    weighed = values * weight
+    return weighed.sum() / weight.sum() if reduction == "mean" else _reduce(weighed, reduction)
 
 
 def _no_legacy(function: Any, size_average: Any, reduce: Any, args: tuple[Any, ...]) -> None:
@@ -145,7 +159,7 @@ def _class_rule(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
             counted = aim != ignore_index
             if w is None:
                 return values, counted.to(values.dtype)
-            return values, torch.where(counted, w[torch.where(counted, aim, 0)], 0).to(values.dtype)
+            return values, torch.where(counted, w[torch.where(counted, aim, 0).long()], 0).to(values.dtype)
 
         return Recipe(
             space=space,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..tensor import ShardedTensor, current_module, entering, here, unwrap, wrap
 from ..world import Label, Mesh, Route
 from .executor import run_rule
-from .normalize import Layout, normalize
+from .normalize import NARROW, Layout, normalize
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
 from .table import composite, refuse
 
@@ -148,7 +148,8 @@ def instance_norm(
 def _repeated(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
     """One value for each channel of each sample of this rank."""
     entered = _entering(input, parameter)
-    return None if entered is None else entered.repeat(input.sharding.tile_shape[0])
+    # Not repeat: without samples its gradient is cut off, and this rank would miss the sums of the others.
+    return None if entered is None else entered.expand(input.sharding.tile_shape[0], -1).reshape(-1).contiguous()
 
 
 def _track_instances(
@@ -223,7 +224,11 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    dims = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
-    small = torch.finfo(input.dtype).eps if eps is None else eps
-    y = input * (input.square().mean(dims, True) + small).rsqrt()
-    return y if weight is None else y * weight
+    shape = tuple(normalized_shape)
+    dims = tuple(range(input.ndim - len(shape), input.ndim))
+    if tuple(input.shape[-len(shape) :]) != shape or (weight is not None and tuple(weight.shape) != shape):
+        raise RuntimeError(f"Given normalized_shape={list(shape)}, got input {list(input.shape)}; weight must match")
+    wide = input.float() if input.dtype in NARROW else input
+    small = torch.finfo(wide.dtype).eps if eps is None else eps
+    y = wide * (wide.square().mean(dims, True) + small).rsqrt()
+    return (y if weight is None else y * weight).to(input.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..world import Route, Scale, Sum
 
-NORMALIZE_DTYPES = (torch.half, torch.bfloat16)
+NARROW = (torch.half, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     if x.numel() == 0:
         nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
         return nothing, nothing, here
-    wide = x.float() if x.dtype in NORMALIZE_DTYPES else x
+    wide = x.float() if x.dtype in NARROW else x
     variance, mean = torch.var_mean(wide, dims, correction=0)
     return mean.double(), variance.double() * here, here
 
@@ -68,7 +68,7 @@ def _spread(per_group: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _work_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in NORMALIZE_DTYPES else x.dtype
+    return torch.float32 if x.dtype in NARROW else x.dtype
 
 
 class Normalize(torch.autograd.Function):

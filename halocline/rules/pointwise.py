@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,7 +78,10 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         raise refuse(function, "out= writes into a tensor of its own sharding", "assign the result instead")
     if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
         raise refuse(function, "with a condition alone it lists positions, of unknown number", "use hc.gather")
-    operands = [v for v in _leaves((args, kwargs)) if isinstance(v, Operand)]
+    leaves = _leaves((args, kwargs))
+    if any(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves):
+        raise refuse(function, "a numpy array is not cut as the tensor is", "use torch.from_numpy: a whole operand")
+    operands = [v for v in leaves if isinstance(v, Operand)]
     space = broadcast_shape(*(operand.shape for operand in operands))
     if inplace and space != operands[0].shape:
         raise ShardingError(f"in place, {operands[0].shape} cannot hold a result of shape {space} (in {here()})")
@@ -115,6 +119,7 @@ def register_elementwise(function: Any, inplace: bool = False) -> None:
         flag = kwargs.get("inplace", position is not None and len(args) > position and args[position])
         return elementwise(function, args, kwargs, inplace or bool(flag))
 
+    describe.scalars_pass_through = True  # type: ignore[attr-defined]
     rule(function, family="pointwise")(describe)
 
 

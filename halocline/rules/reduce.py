@@ -15,14 +15,25 @@ from .recipe import Link, Operand, Output, Read, Recipe
 from .table import composite, refuse
 
 Dims = int | Sequence[int] | None
+NARROW = (torch.half, torch.bfloat16)
 
 
 def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
     """The reduced dims, from 0; None or an empty list means all of them."""
     if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
         return tuple(range(ndim))
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return tuple(sorted(d % ndim for d in dims)) if ndim else ()
+    dims = tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    if len(set(dims)) != len(dims):
+        raise RuntimeError(f"dim {dims[-1]} appears multiple times in the list of dims")
+    return tuple(sorted(dims)) if ndim else ()
+
+
+def normal_dim(dim: int, ndim: int) -> int:
+    """A dim from 0, as torch checks it."""
+    most = max(1, ndim)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+    return dim % most
 
 
 def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
@@ -51,7 +62,7 @@ def sum_(
     input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
 ) -> Tensor:
     dim = dim if axis is None else axis
-    if dtype is None and input.dtype in (torch.half, torch.bfloat16):  # parts are added in float32, rounded once
+    if dtype is None and input.dtype in NARROW:  # parts are added in float32, rounded once
         return sum_(input, dim, keepdim, dtype=torch.float32).to(input.dtype)
     return run_rule(torch.sum, _sum_rule, (input, dim, keepdim), {"dtype": dtype})
 
@@ -71,7 +82,7 @@ def mean(
     target = dtype or input.dtype
     if not (target.is_floating_point or target.is_complex):
         raise RuntimeError(f"mean(): could not infer output dtype: {target} has no mean; convert to a floating dtype")
-    wide = torch.float32 if target in (torch.half, torch.bfloat16) else target
+    wide = torch.float32 if target in NARROW else target
     return (sum_(input, dim, keepdim, dtype=wide) / count(input, dim)).to(target)
 
 
@@ -108,6 +119,9 @@ def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, flo
 
 
 def _moments(input: Tensor, dim: Dims, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    if input.dtype in NARROW:  # statistics in float32, rounded once
+        variance, centre = _moments(input.float(), dim, correction, keepdim)
+        return variance.to(input.dtype), centre.to(input.dtype)
     centre = mean(input, dim, True)
     deviation = input - centre
     squares = (deviation * deviation.conj()).real if input.is_complex() else deviation * deviation
@@ -124,7 +138,7 @@ def var(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @composite(torch.std, Tensor.std)
 def std(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _moments(input, *_split_var(args, kwargs))[0].sqrt()
+    return std_mean(input, *args, **kwargs)[0]
 
 
 @composite(torch.var_mean)
@@ -134,8 +148,10 @@ def var_mean(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 @composite(torch.std_mean)
 def std_mean(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    variance, centre = _moments(input, *_split_var(args, kwargs))
-    return variance.sqrt(), centre
+    wide = input.float() if input.dtype in NARROW else input
+    variance, centre = _moments(wide, *_split_var(args, kwargs))
+    dtype = variance.dtype if wide is input else input.dtype
+    return _root(variance, 2).to(dtype), centre.to(input.dtype)
 
 
 def _worst_value(dtype: torch.dtype, largest: bool) -> float:
@@ -222,7 +238,7 @@ def _whole_dim_rule(function: Any) -> Callable[..., Recipe]:
     outputs = 1 if function in (torch.argmax, torch.argmin) else 2
 
     def describe(input: Operand, dim: int, keepdim: bool = False) -> Recipe:
-        place = dim % input.ndim
+        place = normal_dim(dim, input.ndim)
         base = _recipe(input, (place,), keepdim, lambda work, tile, *_, **__: function(tile, place, keepdim))
         return Recipe(
             space=base.space,
@@ -263,6 +279,8 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
 
 @composite(torch.linalg.vector_norm)
 def vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if x.dtype in NARROW and dtype is None:  # squares of such numbers leave their range
+        return vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
     size = (x if dtype is None else x.to(dtype)).abs()
     if ord == float("inf"):
         return size.amax(normal_dims(dim, x.ndim), keepdim)
@@ -284,7 +302,11 @@ def _root(powers: Tensor, order: float) -> Tensor:
 
 
 @composite(torch.norm, Tensor.norm)
-def norm(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+def norm(
+    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Tensor:
+    if out is not None:
+        raise refuse(torch.norm, "out= writes into a tensor of its own sharding", "assign the result instead")
     if p == "nuc":
         raise refuse(torch.norm, "the nuclear norm needs the whole matrix", "call it on hc.gather(x)")
     return vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)

@@ -38,6 +38,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
         groups: int = 1,
     ) -> Recipe:
         lead = _batched(input, spatial, name)
+        _ask_torch(name, torch_function, input, weight, stride, padding, dilation, groups)
         kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
         before, after = _padding(padding, kernel, dilations)
         sizes = input.shape[lead + 1 :]
@@ -84,6 +85,15 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     return both, both
 
 
+def _ask_torch(name: str, function: Callable[..., Tensor], input: Operand, weight: Operand, *rest: Any) -> None:
+    """What torch refuses for the global shapes is refused here, whatever a tile might allow."""
+    shapes = (torch.empty(o.shape, dtype=o.dtype, device="meta") for o in (input, weight))
+    try:
+        function(*shapes, None, *rest)
+    except RuntimeError as error:
+        raise ShardingError(f"{name} in {here()} on {list(input.shape)}: {error}") from error
+
+
 def _check_sizes(name: str, input: Operand, out: tuple[int, ...], least: int) -> None:
     if any(size < least for size in out):
         raise ShardingError(f"{name} in {here()}: an input of {list(input.shape)} leaves an output of {list(out)}")
@@ -110,6 +120,7 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
         dilation: Any = 1,
     ) -> Recipe:
         lead = _batched(input, spatial, name)
+        _ask_torch(name, torch_function, input, weight, stride, padding, output_padding, groups, dilation)
         kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
         pads, extra = pair(padding, spatial), pair(output_padding, spatial)
         out = tuple(
@@ -129,7 +140,9 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
                 return torch_function(tile, w, b, strides, inner, more, groups, dilations)
             if 0 in tile.shape:  # outputs that no input reaches
                 shape = [*tile.shape[:lead], space[lead], *(work.box[lead + 1 + i].size for i in range(spatial))]
-                full = tile.new_zeros(shape) + tile.sum() * 0 + w.sum() * 0
+                probe = tile.new_zeros([*tile.shape[: lead + 1], *(max(1, n) for n in tile.shape[lead + 1 :])])
+                dtype = torch_function(probe, w.detach(), None, strides, inner, more, groups, dilations).dtype
+                full = (tile.new_zeros(shape) + tile.sum() * 0 + w.sum() * 0).to(dtype)
                 return full if b is None else full + b.view(-1, *(1,) * spatial)
             full = torch_function(tile, w, None, strides, inner, more, groups, dilations)
             full = _trim(full, [None if native[i] else _margin(work, i) for i in range(spatial)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,14 +97,36 @@ def entering(operand: Tensor, scale: float, label: Label) -> Tensor:
 
 def check_averaged(operand: Tensor, label: Label) -> None:
     """What a rank holds of such a leaf's gradient is a share: somebody must take the mean before anybody reads it."""
-    unwatched = operand.requires_grad and operand.is_leaf and not hasattr(operand, AVERAGED)
-    if unwatched and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return
+    unwatched = [leaf for leaf in _leaves(operand) if not hasattr(leaf, AVERAGED)]
+    if unwatched:
         raise Refused(
             label.operation,
             label.place,
-            f"a whole leaf of shape {list(operand.shape)} meets cut tensors, and nobody averages its gradient",
+            f"a whole leaf of shape {list(unwatched[0].shape)} meets cut tensors, and nobody averages its gradient",
             "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
         )
+
+
+_LOOKED_AT = ("MoveBackward", "SumBackward", "ScaleBackward", "NormalizeBackward", "CutInputBackward")
+
+
+def _leaves(operand: Tensor) -> Iterator[Tensor]:
+    """Leaves from which plain work made a whole operand; what lies behind a movement was looked at there."""
+    if operand.is_leaf:
+        if operand.requires_grad:
+            yield operand
+        return
+    nodes, seen = [operand.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node.name() in _LOOKED_AT:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
 
 
 def recut(old: Sharding, new: Sharding) -> Fetch:

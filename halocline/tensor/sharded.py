@@ -15,6 +15,7 @@ from torch import Tensor
 from .._torch_private import autograd_state
 from ..errors import Refused
 from .copy import CopyOf
+from .leaf import watch_leaf
 from .place import here
 from .sharding import Sharding
 
@@ -58,13 +59,19 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
     """The tile as a sharded tensor; the tile itself stays the node of the autograd graph."""
     if tuple(tile.shape) != sharding.tile_shape:
         raise AssertionError(f"a tile of {tuple(tile.shape)} was made where {sharding} owns {sharding.tile_shape}")
+    watch_leaf(tile, sharding)
     shell = tile.as_subclass(ShardedTensor)
     shell.sharding, shell._tile = sharding, tile
     return shell
 
 
-def unwrap(tensor: ShardedTensor) -> Tensor:
-    """The plain tile. A shell that somebody else's autograd Function made has lost touch with it, and is refused."""
+def unwrap(tensor: Tensor) -> Tensor:
+    """The plain tile; a plain tensor is its own.
+
+    A shell that somebody else's autograd Function made has lost touch with its tile, and is refused.
+    """
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
     node, requires_grad = autograd_state(tensor)
     if node is not None and node.name() not in _OURS:  # type: ignore[attr-defined]
         raise Refused(

@@ -84,12 +84,13 @@ def make_sharding(
 ) -> Sharding:
     """A sharding from ``{dim: axis}``; cuts are even, on multiples of ``multiple``, or at the given ``points``."""
     cuts: list[Cut | None] = [None] * len(shape)
+    given = {_checked_dim(dim, len(shape)): at for dim, at in (points or {}).items()}
     for dim, axis in dims.items():
         place = _checked_dim(dim, len(shape))
         if cuts[place] is not None:
             raise ShardingError(f"dim {place} is cut twice in {dict(dims)}; each dim is cut along one axis")
         mesh.check_axis(axis)
-        at = (points or {}).get(dim)
+        at = given.get(place)
         step = multiple if place > 0 else 1  # the batch has no stride to keep to
         even = Partition.even(shape[place], mesh.sizes[axis], step)
         cuts[place] = Cut(axis, even if at is None else Partition(tuple(at)))

@@ -60,10 +60,11 @@ def check_rule(
     """Run ``function(*inputs)`` whole and cut over ranks in one process; compare every output and every gradient.
 
     ``cuts[i]`` says how input i is cut (None: left whole). Inputs that are not tensors pass through. With
-    ``second_order`` a gradient penalty on the first input is differentiated again.
+    ``second_order`` a gradient penalty on the first cut input is differentiated again.
     """
+    subject = next((index for index, cut in enumerate(cuts) if cut), 0)
     try:
-        true = _run(function, inputs, lambda i, t: t, second_order)
+        true = _run(function, inputs, lambda i, t: t, second_order, subject)
     except HaloclineError:
         raise
     except Exception as error:  # noqa: BLE001  whatever torch raises, the call is not valid on one rank either
@@ -81,7 +82,7 @@ def check_rule(
         traffic = layout.world.traffic
         traffic.clear()
         note = lambda: seen.append((traffic.moved_bytes, traffic.gathered_bytes))  # noqa: E731
-        outputs, gradients = _run(function, inputs, place, second_order, note)
+        outputs, gradients = _run(function, inputs, place, second_order, subject, note)
         return outputs, gradients, *seen[0]
 
     ranks = 1
@@ -101,6 +102,7 @@ def _run(
     inputs: tuple[Any, ...],
     place: Callable[[int, Tensor], Tensor],
     second_order: bool,
+    subject: int,
     after_forward: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Outputs (gathered) and the gradients of a fixed random combination of them by every floating input."""
@@ -123,15 +125,18 @@ def _run(
     gradients: list[Tensor | None] = [None] * len(leaves)
     if loss is not None:
         gradients = list(torch.autograd.grad(loss, leaves, create_graph=second_order, allow_unused=True))
-        if second_order and isinstance(handed[0], Tensor):
-            gradients += _penalty_gradients(function, handed, leaves)
+        if second_order:
+            gradients += _penalty_gradients(function, handed, leaves, subject)
     return [o.detach() for o in outputs], [None if g is None else g.detach() for g in gradients]
 
 
-def _penalty_gradients(function: Callable[..., Any], handed: list[Any], leaves: list[Tensor]) -> list[Tensor | None]:
+def _penalty_gradients(
+    function: Callable[..., Any], handed: list[Any], leaves: list[Tensor], subject: int
+) -> list[Tensor | None]:
+    """Of the first cut input: of a whole one a rank holds a share, which only its owner may square."""
     result = function(*handed)
     result = result[0] if isinstance(result, (tuple, list)) else result
-    (slope,) = torch.autograd.grad(result.square().sum(), handed[0], create_graph=True)
+    (slope,) = torch.autograd.grad(result.square().sum(), handed[subject], create_graph=True)
     penalty = (slope.square().sum() - 1).square()
     if not penalty.requires_grad:
         return []

@@ -101,6 +101,7 @@ class World(ABC):
         self.journal: list[object] | None = None
         self._turns: Counter[tuple[int, ...]] = Counter()
         self._exchanges = 0
+        self.engines = 0  # gradient averages made so far, in the same order on every rank
 
     @abstractmethod
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
@@ -120,9 +121,11 @@ class World(ABC):
         """Start an exchange among ``ranks`` (the same tuple on each of them: it keeps their count of messages)."""
         self._turns[ranks] += 1
         turn = self._turns[ranks]
-        outgoing = [(peer, message, _tag(turn, label, message.numel())) for peer, message in sends]
+        outgoing = [(peer, message, _tag(turn, label, message.numel(), like.dtype)) for peer, message in sends]
         buffers = [torch.empty(n, dtype=like.dtype, device=like.device) for _, n in receives]
-        incoming = [(r.peer, b, _tag(turn, label, r.elements)) for r, b in zip(receives, buffers, strict=True)]
+        incoming = [
+            (r.peer, b, _tag(turn, label, r.elements, like.dtype)) for r, b in zip(receives, buffers, strict=True)
+        ]
         self.traffic.messages += len(outgoing)
         self._exchanges += 1
         self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
@@ -220,7 +223,7 @@ def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:
     return tuple((peer, message.numel() * message.element_size()) for peer, message, _ in messages)
 
 
-def _tag(turn: int, label: Label, elements: int) -> int:
-    """31 bits: 15 of the operation and size, 16 of the turn."""
-    signature = zlib.crc32(f"{label.operation}|{elements}".encode()) & 0x7FFF
+def _tag(turn: int, label: Label, elements: int, dtype: torch.dtype) -> int:
+    """31 bits: 15 of the operation, size and dtype, 16 of the turn."""
+    signature = zlib.crc32(f"{label.operation}|{elements}|{dtype}".encode()) & 0x7FFF
     return signature << 16 | (turn & 0xFFFF)

@@ -16,8 +16,13 @@ _process_world: list[ProcessWorld] = []
 
 
 def init(deadline: float = 600.0) -> None:
-    """Join the ranks, with the seconds that any wait for another rank may last. ``Mesh`` does it with the default."""
-    if not _process_world and current_local_world() is None:
+    """Join the ranks, with the seconds that any wait for another rank may last; later calls change these.
+
+    ``Mesh`` does it with the default.
+    """
+    if _process_world:
+        _process_world[0].set_deadline(deadline)
+    elif current_local_world() is None:
         joined = connect(deadline)
         if joined is not None:
             _process_world.append(joined)
@@ -32,7 +37,8 @@ def this_world() -> World:
     local = current_local_world()
     if local is not None:
         return local
-    init()
+    if not _process_world:
+        init()
     return _process_world[0] if _process_world else DryWorld(0, 1)
 
 

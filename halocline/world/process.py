@@ -25,18 +25,23 @@ class ProcessWorld(World):
 
     def __init__(self, deadline: float = 600.0) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
-        self._wait = timedelta(seconds=deadline)
-        self._groups = {channel: dist.new_group(timeout=self._wait) for channel in CHANNELS}
+        self.set_deadline(deadline)
+        # Flags and shapes travel as CPU tensors, so that NCCL alone would not do.
+        self._nccl = "nccl" in str(dist.get_backend_config())
+        self._backend = "cpu:gloo,cuda:nccl" if self._nccl else None
+        self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
         self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._on_device = dist.get_backend(self._groups["moves"]) == "nccl"
         self._failed: str | None = None
+
+    def set_deadline(self, seconds: float) -> None:
+        self.deadline, self._wait = seconds, timedelta(seconds=seconds)
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         if self._failed:
             raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
         group = self._groups[label.channel]
         self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
-        if self._on_device:
+        if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
             return _post_on_device(sends, receives, group)
         jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
         for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
@@ -77,11 +82,11 @@ class ProcessWorld(World):
                 buffer.copy_(host)
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        host = tensor if self._on_device else self._host(tensor, fill=True)
+        host = tensor if self._nccl and tensor.is_cuda else self._host(tensor, fill=True)
         real = torch.view_as_real(host) if host.is_complex() else host
         self.traffic.transport_bytes += real.numel() * real.element_size()
         try:
-            dist.all_reduce(real, group=self._ring(ranks, label.channel))
+            dist.all_reduce(real, group=self._ring(ranks, label.channel), async_op=True).wait(self._wait)
         except RuntimeError as error:
             raise self._failure(None, error, label) from error
         if host is not tensor:
@@ -91,7 +96,9 @@ class ProcessWorld(World):
         """A group for these ranks, made when first needed by its members alone."""
         key = (channel, ranks)
         if key not in self._rings:
-            self._rings[key] = dist.new_group(list(ranks), timeout=self._wait, use_local_synchronization=True)
+            self._rings[key] = dist.new_group(
+                list(ranks), timeout=self._wait, backend=self._backend, use_local_synchronization=True
+            )
         return self._rings[key]
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
@@ -138,7 +145,7 @@ def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], gro
 
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes: gloo sends those for every dtype."""
-    flat = tensor.reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
@@ -147,9 +154,10 @@ def connect(deadline: float = 600.0) -> ProcessWorld | None:
     if not dist.is_initialized():
         if not adopt_environment():
             return None
-        backend = "nccl" if torch.cuda.is_available() and _one_gpu_each() else "gloo"
-        if backend == "nccl":
+        with_gpus = torch.cuda.is_available() and _one_gpu_each()
+        if with_gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if with_gpus else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=deadline))
     return ProcessWorld(deadline)
 
