@@ -1,11 +1,15 @@
 """On a GPU: two ranks on one device, whose messages go through pinned host memory, train as one rank does."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from test_ranks import make, train
 
 import halocline as hc
-from halocline.testing import shared_pool
+from halocline.testing import RankPool, shared_pool
+from halocline.world.mesh import forget
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +32,32 @@ def test_training_on_a_gpu_equals_one_rank(sizes: dict[str, int]) -> None:
         assert losses == pytest.approx(true_losses, rel=1e-10)
         for name, value in true_state.items():
             torch.testing.assert_close(state[name], value.cpu(), rtol=1e-9, atol=1e-12)
+
+
+def one_rank_with_nccl() -> tuple[list[float], str]:
+    """What torchrun with one GPU a rank selects. With one GPU there is one rank: start-up and control are all it shows."""
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29611",
+    }
+    dist.destroy_process_group()
+    forget()
+    hc.init(deadline=30)
+    mesh = hc.Mesh(data=1)
+    model, x, y = (thing.cuda() for thing in make())
+    model = hc.distribute(model, mesh)
+    return train(model, hc.shard(x, mesh, {0: "data"}), hc.shard(y, mesh, {0: "data"}))[0], str(
+        dist.get_backend_config()
+    )
+
+
+def test_nccl_starts_beside_gloo() -> None:
+    model, x, y = (thing.cuda() for thing in make())
+    with RankPool(1) as pool:
+        ((losses, backend),) = pool.run(one_rank_with_nccl)
+    assert "nccl" in backend
+    assert "gloo" in backend
+    assert losses == pytest.approx(train(model, x, y)[0], rel=1e-10)

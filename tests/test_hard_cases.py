@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halocline as hc
+from halocline.program import dry
 from halocline.rules.executor import _plans
 from halocline.testing import check_rule
 from halocline.world import run_local
@@ -213,15 +214,13 @@ def test_dims_out_of_range_are_torchs_errors() -> None:
 
 
 def test_a_changing_number_is_not_planned_anew() -> None:
-    def body() -> None:
-        x = hc.shard(X, hc.Mesh(data=2), {0: "data"})
+    with dry(0, 2):
+        x = hc.shard(X.to("meta"), hc.Mesh(data=2), {0: "data"})
         x * 0.5
         before = len(_plans)
         for step in range(5):
-            torch.testing.assert_close(hc.gather(x * (1.5 + step)), X * (1.5 + step))
+            x * (1.5 + step)
         assert len(_plans) == before
-
-    run_local(2, body)
 
 
 def test_autocast_with_an_empty_tile_agrees_on_the_dtype() -> None:
