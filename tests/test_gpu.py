@@ -35,7 +35,7 @@ def test_training_on_a_gpu_equals_one_rank(sizes: dict[str, int]) -> None:
 
 
 def one_rank_with_nccl() -> tuple[list[float], str]:
-    """What torchrun with one GPU a rank selects. With one GPU there is one rank: start-up and control are all it shows."""
+    """What torchrun with one GPU a rank selects; with one GPU, start-up and control are all it can show."""
     os.environ |= {
         "RANK": "0",
         "WORLD_SIZE": "1",
