@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from halocline.geometry import (
     Adaptive,
-    Blocks,
     DimMove,
     Interval,
     Mirror,
     Partition,
     Same,
-    Spread,
     Transposed,
     Window,
     plan_transfer,
@@ -92,7 +90,7 @@ def test_carried_cuts_are_cuts_of_the_output(data: st.DataObject) -> None:
     size, count, out = data.draw(sizes), data.draw(parts), data.draw(st.integers(0, 50))
     points = data.draw(cut_points(size, count))
     accesses = [windows(data.draw), Transposed(3, 2, 1, 1), Adaptive(size, max(1, out)), Mirror(size, 1, "reflect")]
-    for access in [*accesses, Blocks(3), Spread(2)]:
+    for access in accesses:
         carried = Partition(access.carry(points, out))
         assert carried.parts == count and carried.size == out
     assert Same().carry(points, size) == points

@@ -1,6 +1,6 @@
 """Integers only: what is needed, what is owned, and so what must move. No torch here."""
 
-from .access import Access, Adaptive, Blocks, Mirror, Part, Same, Spread, Transposed, Window
+from .access import Access, Adaptive, Mirror, Part, Same, Transposed, Window
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
 from .transfer import DimMove, Transfer, plan_transfer
@@ -8,7 +8,6 @@ from .transfer import DimMove, Transfer, plan_transfer
 __all__ = [
     "Access",
     "Adaptive",
-    "Blocks",
     "Box",
     "DimMove",
     "Interval",
@@ -16,7 +15,6 @@ __all__ = [
     "Part",
     "Partition",
     "Same",
-    "Spread",
     "Transfer",
     "Transposed",
     "Window",

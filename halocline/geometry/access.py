@@ -185,34 +185,6 @@ class Part(Access):
 
 
 @dataclass(frozen=True)
-class Blocks(Access):
-    """Output i needs inputs ``[i*factor, (i+1)*factor)``: the leading dim of a split or a merge, cut on a boundary."""
-
-    factor: int
-
-    def need(self, out: Interval) -> tuple[Interval, ...]:
-        return (Interval(out.lo * self.factor, out.hi * self.factor),)
-
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
-        return _monotone((-(-point // self.factor) for point in points), out_size)
-
-
-@dataclass(frozen=True)
-class Spread(Access):
-    """Output i needs input ``i // factor``: the leading dim of a merge, whose output may only be cut on a boundary."""
-
-    factor: int
-
-    def need(self, out: Interval) -> tuple[Interval, ...]:
-        if out.empty:
-            return (Interval(0, 0),)
-        return (Interval(out.lo // self.factor, (out.hi - 1) // self.factor + 1),)
-
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
-        return _monotone((point * self.factor for point in points), out_size)
-
-
-@dataclass(frozen=True)
 class Rows(Access):
     """The same elements in other rows: output row i holds ``made`` elements, input rows hold ``held``.
 

@@ -129,8 +129,13 @@ def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
         )
 
 
-def _class_dim(input: Operand) -> int:
-    return 0 if input.ndim == 1 else 1
+def _voxels(input: Operand) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Link, ...]]:
+    """Scores as voxels, each with its classes: the space of voxels, its dims, and how the scores follow them."""
+    classes = 0 if input.ndim == 1 else 1
+    space = tuple(n for d, n in enumerate(input.shape) if d != classes)
+    places = iter(range(len(space)))
+    links = tuple(WHOLE if d == classes else Link(next(places)) for d in range(input.ndim))
+    return space, tuple(range(len(space))), links
 
 
 def _class_rule(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
@@ -139,16 +144,12 @@ def _class_rule(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
     def describe(
         input: Operand, target: Operand, weight: Operand | None, ignore_index: int, smoothing: float
     ) -> Recipe:
-        classes = _class_dim(input)
-        space = tuple(n for d, n in enumerate(input.shape) if d != classes)
+        space, dims, links = _voxels(input)
         if target.shape != space:
             raise ShardingError(
                 f"{function.__name__} in {here()}: classes {list(input.shape)} want a target {list(space)} in global "
                 f"terms, got {list(target.shape)}; a target read as a tile becomes sharded by hc.from_tile(...)"
             )
-        dims = tuple(range(len(space)))
-        places = iter(dims)
-        links = tuple(WHOLE if d == classes else Link(next(places)) for d in range(input.ndim))
         reads = [Read(input, links), Read(target, tuple(map(Link, dims)))]
         if weight is not None:
             reads.append(read_whole(weight))
@@ -183,11 +184,7 @@ def _class_loss(function: Any, describe: Any, reduction: str, *call: Any) -> Ten
 
 
 def _probability_rule(input: Operand, target: Operand, weight: Operand | None, smoothing: float) -> Recipe:
-    classes = _class_dim(input)
-    space = tuple(n for d, n in enumerate(input.shape) if d != classes)
-    dims = tuple(range(len(space)))
-    places = iter(dims)
-    links = tuple(WHOLE if d == classes else Link(next(places)) for d in range(input.ndim))
+    space, dims, links = _voxels(input)
 
     def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> Tensor:
         return F.cross_entropy(tile, aim, weight=w, reduction="none", label_smoothing=smoothing)

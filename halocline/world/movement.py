@@ -46,7 +46,7 @@ class Sum(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, route: Route, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
         ctx.route, ctx.scales = route, scales
         total = route.world.sum(partial.detach(), route.ranks, route.label)
-        return total * scales[0] if scales[0] != 1 else total.view_as(total) if total is partial else total
+        return total * scales[0] if scales[0] != 1 else total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
