@@ -3,7 +3,7 @@
 from .access import Access, Adaptive, Mirror, Part, Same, Transposed, Window
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
-from .transfer import DimMove, Transfer, plan_transfer
+from .transfer import DimMove, Transfer, plan_transfer, volume
 
 __all__ = [
     "Access",
@@ -21,5 +21,6 @@ __all__ = [
     "plan_transfer",
     "shape_of",
     "slices",
+    "volume",
     "whole",
 ]

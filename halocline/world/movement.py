@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..geometry import Transfer, slices
+from ..geometry import Transfer, slices, volume
 from .base import Exchange, Label, Receive, Send, World
 
 #: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
@@ -78,7 +78,7 @@ def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: fl
 
 def _begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:
     sends = [Send(peer, _pack(tile, boxes)) for peer, boxes in transfer.sends]
-    receives = [Receive(peer, sum(_volume(box) for box in boxes)) for peer, boxes in transfer.receives]
+    receives = [Receive(peer, sum(volume(box) for box in boxes)) for peer, boxes in transfer.receives]
     route.world.traffic.moved_bytes += sum(r.elements for r in receives) * tile.element_size()
     return route.world.begin(sends, receives, tile, route.ranks, route.label)
 
@@ -101,10 +101,3 @@ def _place(target: Tensor, box: Any, values: Tensor, accumulate: bool) -> None:
         target[slices(box)] += values
     else:
         target[slices(box)] = values
-
-
-def _volume(box: Any) -> int:
-    total = 1
-    for interval in box:
-        total *= interval.size
-    return total
