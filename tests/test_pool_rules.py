@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from placing import place
 from torch import Tensor, nn
 
 import halocline as hc
@@ -45,22 +46,6 @@ class Setup:
         return check_rule(
             self.call, self.sample(), cuts=[self.cuts], mesh=self.mesh, points=[self.points], second_order=second_order
         )
-
-
-def place(
-    random: Random, shape: list[int], dims: list[int]
-) -> tuple[dict[int, str], dict[str, int], dict[int, list[int]]]:
-    """One or two of ``dims`` cut over up to five ranks, evenly or anywhere, so that tiles may be empty."""
-    chosen = random.sample(dims, min(len(dims), random.choice((1, 1, 2))))
-    ranks = [random.randint(1, 5)] if len(chosen) == 1 else [2, random.randint(2, 3)]
-    mesh = dict(zip("ab", ranks, strict=False))
-    cuts = dict(zip(chosen, mesh, strict=True))
-    points = {
-        dim: [0, *sorted(random.randint(0, shape[dim]) for _ in range(mesh[axis] - 1)), shape[dim]]
-        for dim, axis in cuts.items()
-        if random.random() < 0.5
-    }
-    return cuts, mesh, points
 
 
 def geometry(random: Random) -> tuple[int, list[int], list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from placing import place
 from torch import Tensor, nn
 
 import halocline as hc
@@ -29,16 +30,7 @@ FACTORS = (2, 2.0, 3, 0.5, 1 / 3, 1.5, 2.1, 1.1, 0.7)
 
 
 def placed(random: Random, shape: list[int], dims: list[int]) -> dict[str, Any]:
-    """One or two of ``dims`` cut over up to five ranks, evenly or anywhere, so that tiles may be empty."""
-    chosen = random.sample(dims, min(len(dims), random.choice((1, 1, 2))))
-    ranks = [random.randint(1, 5)] if len(chosen) == 1 else [2, random.randint(2, 3)]
-    mesh = dict(zip("ab", ranks, strict=False))
-    cuts = dict(zip(chosen, mesh, strict=True))
-    points = {
-        dim: [0, *sorted(random.randint(0, shape[dim]) for _ in range(mesh[axis] - 1)), shape[dim]]
-        for dim, axis in cuts.items()
-        if random.random() < 0.5
-    }
+    cuts, mesh, points = place(random, shape, dims)
     return {"cuts": [cuts], "mesh": mesh, "points": [points]}
 
 
