@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,15 @@ def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
     """A tensor's own grad_fn and requires_grad, past any subclass."""
     with no_torch_function():
         return tensor.grad_fn, tensor.requires_grad
+
+
+#: The state of a running torch.jit.trace; None where there is none.
+tracing = torch._C._get_tracing_state
+
+
+def quick_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply`` without asking first whether a functorch transform runs: none can reach plain tiles."""
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def default_store() -> Any:
@@ -42,6 +51,18 @@ def caller_value(function: Any, name: str) -> Any:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_locals.get(name)
+
+
+_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
+
+
+def running_modules() -> Iterator[torch.nn.Module]:
+    """The modules whose forward is now running in this thread, from the innermost."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CALLS:
+            yield frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -41,7 +41,8 @@ def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global") ->
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)
     model.__dict__["_halocline_average"] = GradientAverage(parameters, mesh.world)
-    model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
+    if next(model.buffers(), None) is not None:
+        model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     return model
 
 

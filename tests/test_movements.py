@@ -7,7 +7,7 @@ import halocline as hc
 from halocline.geometry import Interval, Partition
 from halocline.tensor import Cut, Sharding, recut
 from halocline.testing import check_adjoint
-from halocline.world import Label, Route, Scale, Sum, run_local
+from halocline.world import Label, Route, Sum, run_local, scaled
 
 MESHES = [{"a": 2, "b": 2}, {"a": 3, "b": 1}, {"a": 1, "b": 4}, {"a": 2, "b": 3}]
 SHAPE = (7, 9)
@@ -74,7 +74,7 @@ def test_sum_and_scale_are_adjoint(ranks: int, dtype: torch.dtype) -> None:
         return Sum.apply(x, Route(mesh.world, tuple(range(ranks)), Label("sum", "test")), (1.0, 1.0 / ranks))
 
     def enter(mesh: hc.Mesh, x: torch.Tensor) -> torch.Tensor:
-        return Scale.apply(x, (1.0, float(ranks)))
+        return scaled((1.0, float(ranks)), x)
 
     mesh = {"a": ranks}
     assert check_adjoint(total, lambda mesh: (4, 3), mesh, whole_target=True, dtype=dtype) < 1e-12

@@ -25,7 +25,7 @@ def run_backward(
         return function(*args, **kwargs)  # torch says what is wrong with it
     with mode:
         if ShardedTensor in types:
-            return ShardedTensor.dispatcher(function, args, kwargs)
+            return ShardedTensor.__torch_function__(function, types, args, kwargs)
         if function is torch.autograd.grad:
             return _grad(tensors, inputs, **kwargs)
         seeds = kwargs.pop("gradient" if function is Tensor.backward else "grad_tensors", None)

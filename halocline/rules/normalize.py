@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..world import Route, Scale, Sum
+from ..world import Route, Sum, scaled
 
 NARROW = (torch.half, torch.bfloat16)
 
@@ -169,7 +169,7 @@ def _group_mean(seen: Tensor, layout: Layout) -> Tensor:
     total = layout.by_group(seen.double().sum((0, 2)))
     if layout.route is not None:
         ranks = len(layout.route.ranks)
-        total = Scale.apply(Sum.apply(total, layout.route, (1.0, 1.0 / ranks)), (1.0, float(ranks)))
+        total = scaled((1.0, float(ranks)), Sum.apply(total, layout.route, (1.0, 1.0 / ranks)))
     return total / layout.count
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ShardingError
 from ..tensor import here
-from .recipe import WHOLE, Link, Operand, Output, Read, Recipe
+from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, as_called
 from .table import composite, refuse, rule
 
 _NAMES = """
@@ -89,7 +89,7 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         space=space,
         reads=tuple(Read(operand, _links(operand.shape, space)) for operand in operands),
         outputs=(Output(space, tuple(range(len(space)))),),
-        local=lambda work, *tiles, **named: function(*tiles, **named),
+        local=as_called(function),
         inplace=inplace,
         runs_empty=True,
     )
@@ -119,8 +119,7 @@ def register_elementwise(function: Any, inplace: bool = False) -> None:
         flag = kwargs.get("inplace", position is not None and len(args) > position and args[position])
         return elementwise(function, args, kwargs, inplace or bool(flag))
 
-    describe.scalars_pass_through = True  # type: ignore[attr-defined]
-    rule(function, family="pointwise")(describe)
+    rule(function, family="pointwise", by_value=False)(describe)
 
 
 for _function, _inplace in _functions().items():

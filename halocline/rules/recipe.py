@@ -99,6 +99,21 @@ class Work:
         return self.slots[operand.index][dim].native
 
 
+class Local:
+    """Local work of which all that follows from this rank's share alone is found out once: ``bound(work)(*args)``."""
+
+    def __init__(self, bound: Callable[[Work], Callable[..., Any]]) -> None:
+        self.bound = bound
+
+    def __call__(self, work: Work, *args: Any, **kwargs: Any) -> Any:
+        return self.bound(work)(*args, **kwargs)
+
+
+def as_called(function: Callable[..., Any]) -> Local:
+    """Local work that is the call itself: for functions whose other arguments speak of no sizes."""
+    return Local(lambda work: function)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of

@@ -21,23 +21,29 @@ class Entry:
     kind: str
     run: Callable[..., Any]
     family: str
+    by_value: bool = True  # do numbers among the arguments change the plan?
 
 
 _TABLE: dict[Any, Entry] = {}
 
 
-def _register(kind: str, functions: tuple[Any, ...], family: str | None) -> Callable[[Function], Function]:
+def _register(
+    kind: str, functions: tuple[Any, ...], family: str | None, by_value: bool = True
+) -> Callable[[Function], Function]:
     def keep(run: Function) -> Function:
         for function in functions:
-            _TABLE[function] = Entry(kind, run, family or run.__module__.rpartition(".")[2])
+            _TABLE[function] = Entry(kind, run, family or run.__module__.rpartition(".")[2], by_value)
         return run
 
     return keep
 
 
-def rule(*functions: Any, family: str | None = None) -> Callable[[Function], Function]:
-    """Register ``def f(<the torch function's own parameters>) -> Recipe`` for these torch functions."""
-    return _register("rule", functions, family)
+def rule(*functions: Any, family: str | None = None, by_value: bool = True) -> Callable[[Function], Function]:
+    """Register ``def f(<the torch function's own parameters>) -> Recipe`` for these torch functions.
+
+    With ``by_value`` False, numbers among the arguments are handed on and do not change the recipe.
+    """
+    return _register("rule", functions, family, by_value)
 
 
 def composite(*functions: Any, family: str | None = None) -> Callable[[Function], Function]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..geometry import Window, shape_of
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from .recipe import as_called as as_called  # the view rules' tools in one place
 from .table import composite, refuse, rule
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg)
@@ -100,11 +101,6 @@ def _meta(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _meta(item) for name, item in value.items()}
     return value
-
-
-def as_called(function: Any) -> Callable[..., Any]:
-    """Local work that is the call itself: for functions whose other arguments speak of no sizes."""
-    return lambda work, *args, **kwargs: function(*args, **kwargs)
 
 
 def on_tile(compute: Callable[[Work, Tensor], Tensor]) -> Callable[..., Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ShardingError
 from ..geometry import Transposed, Window
 from ..tensor import here
-from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, pair, read_whole
+from .recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, Work, pair, read_whole
 from .table import rule
 
 
@@ -52,13 +52,18 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             Link(lead + 1 + i, Window(kernel[i], strides[i], dilations[i], before[i]), 0.0) for i in range(spatial)
         ]
 
-        def local(work: Work, tile: Tensor, w: Tensor, b: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        def local(work: Work) -> Callable[..., Tensor]:
             native = [work.native(input, lead + 1 + i) for i in range(spatial)]
-            sides = [(before[i], after[i]) if native[i] else (0, 0) for i in range(spatial)]
-            if any(lo != hi for lo, hi in sides):  # 'same' padding of an even kernel is not symmetric
-                tile = F.pad(tile, [side for pads in reversed(sides) for side in pads])
-                sides = [(0, 0)] * spatial
-            return torch_function(tile, w, b, strides, [lo for lo, _ in sides], dilations, groups)
+            inner = [amount if at_home else 0 for amount, at_home in zip(before, native, strict=True)]
+            outer = [a - b if at_home else 0 for a, b, at_home in zip(after, before, native, strict=True)]
+            more = [side for amount in reversed(outer) for side in (0, amount)]
+
+            def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+                if any(more):  # 'same' padding of an even kernel is not symmetric
+                    input = F.pad(input, more)
+                return torch_function(input, weight, bias, strides, inner, dilations, groups)
+
+            return compute
 
         reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
         if bias is not None:
@@ -67,7 +72,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             space=space,
             reads=tuple(reads),
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
-            local=local,
+            local=Local(local),
             flops=2.0 * _product(space) * _product(weight.shape[1:]),
         )
 

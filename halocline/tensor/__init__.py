@@ -4,7 +4,7 @@ from .copy import CopyOf, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_averaged, entering, recut
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
-from .sharded import ShardedTensor, unwrap, wrap
+from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "recut",
     "refuse_write",
     "same_memory",
+    "simple_tiles",
     "unwrap",
     "watch",
     "watch_leaf",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import Refused
 from ..geometry import DimMove, Transfer, plan_transfer, whole
-from ..world import AVERAGED, Label, Mesh, Move, Route, Scale
+from ..world import AVERAGED, Label, Mesh, Move, Route, scaled
 from .sharding import Sharding
 
 
@@ -67,7 +67,7 @@ class Fetch:
         if not self.untouched:
             tile = self._cut_out(tile)
         if self.adjoint_scale != 1 and tile.requires_grad:
-            tile = Scale.apply(tile, (1.0, self.adjoint_scale))
+            tile = scaled((1.0, self.adjoint_scale), tile)
         return tile
 
     def _cut_out(self, tile: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def entering(operand: Tensor, scale: float, label: Label) -> Tensor:
     if not operand.requires_grad:
         return operand
     check_averaged(operand, label)
-    return Scale.apply(operand, (1.0, scale))
+    return scaled((1.0, scale), operand)
 
 
 def check_averaged(operand: Tensor, label: Label) -> None:

@@ -7,12 +7,12 @@ function): on the bare tile it would give a wrong number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from .._torch_private import autograd_state
+from .._torch_private import autograd_state, no_torch_function
 from ..errors import Refused
 from .copy import CopyOf
 from .leaf import watch_leaf
@@ -28,12 +28,7 @@ class ShardedTensor(Tensor):
     sharding: Sharding
     _tile: Tensor
     _copy_of: CopyOf | None = None
-    #: Set by the rules: (function, args, kwargs) -> result.
-    dispatcher: ClassVar[Callable[..., Any]]
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return ShardedTensor.dispatcher(function, args, kwargs or {})
+    #: ``__torch_function__`` is set by the rules' executor.
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -55,11 +50,32 @@ class ShardedTensor(Tensor):
         return wrap(self._tile.detach().clone().requires_grad_(self._tile.requires_grad), self.sharding)
 
 
+def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
+    """:func:`unwrap` for all operands of a call at once; None if one of them is a marked copy or of a foreign class."""
+    tiles = []
+    with no_torch_function():
+        for tensor in tensors:
+            kind: Any = type(tensor)
+            if isinstance(tensor, ShardedTensor):
+                node, tile = tensor.grad_fn, tensor._tile
+                if tensor._copy_of is not None:
+                    return None
+                if node.name() not in _OURS if node is not None else tensor.requires_grad and not tile.requires_grad:
+                    unwrap(tensor)  # says what is wrong
+                tiles.append(tile)
+            elif kind is Tensor or kind is Parameter:
+                tiles.append(tensor)
+            else:
+                return None
+    return tiles
+
+
 def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
     """The tile as a sharded tensor; the tile itself stays the node of the autograd graph."""
-    if tuple(tile.shape) != sharding.tile_shape:
+    if tile.shape != sharding.tile_shape:
         raise AssertionError(f"a tile of {tuple(tile.shape)} was made where {sharding} owns {sharding.tile_shape}")
-    watch_leaf(tile, sharding)
+    if tile.requires_grad and tile.is_leaf:
+        watch_leaf(tile, sharding)
     shell = tile.as_subclass(ShardedTensor)
     shell.sharding, shell._tile = sharding, tile
     return shell

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from ..errors import ShardingError
 from ..geometry import Box, Interval, Partition, shape_of, whole
@@ -20,13 +22,29 @@ class Cut:
 
 
 class Sharding:
-    """Immutable. ``cuts[dim]`` is None where every rank of every axis has the dim whole."""
+    """Immutable. ``cuts[dim]`` is None where every rank of every axis has the dim whole.
 
-    def __init__(self, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Cut | None]) -> None:
-        self.mesh, self.shape, self.cuts = mesh, tuple(shape), tuple(cuts)
-        self._key = (self.shape, self.cuts, mesh)
-        self._hash = hash(self._key)
-        self._check()
+    Equal shardings are one object, so that plans are found by it without comparing anything.
+    """
+
+    _made: ClassVar[WeakValueDictionary[Any, Sharding]] = WeakValueDictionary()
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    cuts: tuple[Cut | None, ...]
+
+    def __new__(cls, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Cut | None]) -> Sharding:
+        key = (tuple(shape), tuple(cuts), mesh)
+        made = cls._made.get(key)
+        if made is None:
+            made = super().__new__(cls)
+            made.shape, made.cuts, made.mesh = key
+            made._check()
+            cls._made[key] = made
+        return made
+
+    def __deepcopy__(self, memo: object) -> Sharding:
+        return self
 
     def _check(self) -> None:
         for dim, cut in enumerate(self.cuts):
@@ -42,12 +60,6 @@ class Sharding:
         used = [cut.axis for cut in self.cuts if cut]
         if len(set(used)) != len(used):
             raise ShardingError(f"an axis may cut one dim only; got {used}")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sharding) and self._key == other._key)
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __repr__(self) -> str:
         cuts = [f"{dim}: {c.axis} at {list(c.partition.points)}" for dim, c in enumerate(self.cuts) if c]

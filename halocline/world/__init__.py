@@ -4,7 +4,7 @@ from .base import Began, Exchange, Label, Receive, Send, Summed, Traffic, Waited
 from .dry import DryWorld
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
-from .movement import AVERAGED, Move, Route, Scale, Sum
+from .movement import AVERAGED, Move, Route, Scale, Sum, scaled
 from .process import ProcessWorld
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "forget",
     "init",
     "run_local",
+    "scaled",
     "this_world",
 ]

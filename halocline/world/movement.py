@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch_private import quick_apply
 from ..geometry import Transfer, slices, volume
 from .base import Exchange, Label, Receive, Send, World
 
@@ -54,16 +55,24 @@ class Sum(torch.autograd.Function):
 
 
 class Scale(torch.autograd.Function):
-    """Identity whose adjoint multiplies: a whole operand that enters a cut operation."""
+    """Identity whose adjoint multiplies: whole operands that enter a cut operation, all of a call at once."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, scales: tuple[float, float], *tensors: Tensor):  # type: ignore[no-untyped-def]
         ctx.scales = scales
-        return tensor * scales[0] if scales[0] != 1 else tensor.view_as(tensor)
+        ctx.set_materialize_grads(False)
+        # A detached alias is no view to autograd, and still shares the count of writes to its base.
+        found = [t.detach() if scales[0] == 1 else t * scales[0] for t in tensors]
+        return found[0] if len(found) == 1 else tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return Scale.apply(gradient, (ctx.scales[1], ctx.scales[0])), None
+    def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[no-untyped-def]
+        swapped = (ctx.scales[1], ctx.scales[0])
+        return None, *(None if g is None else Scale.apply(swapped, g) for g in gradients)
+
+
+def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
+    return quick_apply(Scale, scales, *tensors)
 
 
 def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:

@@ -1,0 +1,229 @@
+"""From a rule's recipe to a plan: how the space is cut, what each operand must bring, how the results lie."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import MeshError
+from ..geometry import DimMove, Interval, Partition, whole
+from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
+from ..world import Label, Mesh
+from .recipe import Local, Operand, Read, Recipe, Slot, Work
+from .table import name_of, refuse
+
+_log = logging.getLogger("halocline")
+_WORTH_SAYING = 1 << 20  # bytes of a whole operand that are worth a line in the log
+
+
+def substitute(value: Any, replacements: Iterator[Any]) -> Any:
+    """The arguments again, with each tensor replaced by the next of ``replacements``."""
+    if isinstance(value, Tensor):
+        return next(replacements)
+    if isinstance(value, (tuple, list)):
+        items = [substitute(item, replacements) for item in value]
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    if isinstance(value, dict):
+        return {name: substitute(item, replacements) for name, item in value.items()}
+    return value
+
+
+@dataclass
+class Plan:
+    """Everything about a call that does not depend on values."""
+
+    name: str
+    mesh: Mesh
+    recipe: Recipe
+    fetches: tuple[Fetch | None, ...]
+    work: Work
+    shardings: tuple[Sharding, ...]
+    sum_axes: frozenset[str]
+    some_empty: bool  # has any rank nothing to compute?
+    places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
+
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        """The local work, to be called as the torch function itself was."""
+        local = self.recipe.local
+        return local.bound(self.work) if isinstance(local, Local) else partial(local, self.work)
+
+    @cached_property
+    def idle(self) -> bool:
+        """Has this rank nothing to compute?"""
+        return not self.recipe.runs_empty and any(interval.empty for interval in self.work.box)
+
+    @cached_property
+    def scales(self) -> tuple[float, ...]:
+        """Law 3's factor of each operand, and of plain ones that are not read."""
+        return tuple(fetch.adjoint_scale if fetch else 1.0 for fetch in self.fetches)
+
+    @cached_property
+    def gathers(self) -> bool:
+        return any(fetch is not None and fetch.gathers for fetch in self.fetches)
+
+    @cached_property
+    def steady(self) -> bool:
+        """Every operand is used where it lies, and the one result is new and cut: nothing to do but compute."""
+        recipe = self.recipe
+        return (
+            all(fetch is None or fetch.untouched for fetch in self.fetches)
+            and not (recipe.inplace or recipe.view or self.sum_axes or self.some_empty)
+            and len(self.shardings) == 1
+            and bool(self.shardings[0].axes)
+        )
+
+    @cached_property
+    def factors(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+        """Each factor but 1, and the operands that have it."""
+        return tuple(
+            (factor, tuple(index for index, scale in enumerate(self.scales) if scale == factor))
+            for factor in sorted(set(self.scales) - {1.0})
+        )
+
+
+def make_plan(
+    function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Plan:
+    mesh = _common_mesh(function, tensors)
+    operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
+    described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
+    recipe: Recipe = describe(*described[0], **described[1])
+    shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
+    cuts = _assign(mesh, recipe, shardings)
+    work_axes = frozenset(cut.axis for cut in cuts.values())
+    fetches: list[Fetch | None] = [None] * len(tensors)
+    slots: list[tuple[Slot, ...]] = [()] * len(tensors)
+    for read in recipe.reads:
+        index = read.operand.index
+        fetches[index], slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
+    _check_inplace(function, recipe, tensors, fetches)
+    _say_if_whole_and_large(function, mesh, tensors, fetches)
+    box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
+    return Plan(
+        name=name_of(function),
+        mesh=mesh,
+        recipe=recipe,
+        fetches=tuple(fetches),
+        work=Work(box, tuple(slots)),
+        shardings=tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs),
+        sum_axes=_sum_axes(function, recipe, cuts),
+        some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
+        places=_places(args, len(tensors)),
+    )
+
+
+def _places(args: tuple[Any, ...], count: int) -> tuple[int, ...] | None:
+    found = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
+    return found if len(found) == count else None
+
+
+def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
+    """A plain tensor of the size of what is cut is right, and takes on every rank the memory that the cut saves."""
+    largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
+    for tensor, fetch in zip(tensors, fetches, strict=True):
+        if isinstance(tensor, ShardedTensor) or fetch is None or fetch.untouched or mesh.rank:
+            continue
+        size = plain(tensor).untyped_storage().nbytes()  # an expanded tensor takes little
+        if size >= largest * tensor.element_size() and size >= _WORTH_SAYING:
+            label = Label(name_of(function), here())
+            _log.warning(
+                "%s: a whole operand of %d bytes on every rank; zeros_like(x) and its kin are cut", label, size
+            )
+
+
+def _operand(index: int, tensor: Tensor) -> Operand:
+    if isinstance(tensor, ShardedTensor):
+        cut = frozenset(tensor.sharding.dims_by_axis())
+        return Operand(index, tensor.sharding.shape, tensor._tile.dtype, cut)
+    return Operand(index, tuple(tensor.shape), tensor.dtype, frozenset())
+
+
+def _common_mesh(function: Any, tensors: list[Tensor]) -> Mesh:
+    meshes = {t.sharding.mesh for t in tensors if isinstance(t, ShardedTensor)}
+    if len(meshes) != 1:
+        raise MeshError(f"{name_of(function)} in {here()}: its operands lie on different meshes {meshes}; use one mesh")
+    return meshes.pop()
+
+
+def _whole(mesh: Mesh, tensor: Tensor) -> Sharding:
+    return Sharding(mesh, tuple(tensor.shape), (None,) * tensor.ndim)
+
+
+def _piece(mesh: Mesh, cut: Cut | None, size: int) -> Interval:
+    return cut.partition.piece(mesh.coordinates[cut.axis]) if cut else whole(size)
+
+
+def _assign(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
+    """Cut the space as its operands are cut. The first operand that speaks for an axis or a dim decides (in place,
+    only the target speaks).
+    """
+    cuts: dict[int, Cut] = {}
+    taken: set[str] = set()
+    for read in recipe.reads[:1] if recipe.inplace else recipe.reads:
+        for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
+            if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
+                continue
+            points = link.access.carry(cut.partition.points, recipe.space[link.dim])
+            cuts[link.dim] = Cut(cut.axis, Partition(points))
+            taken.add(cut.axis)
+    return cuts
+
+
+def _plan_read(
+    mesh: Mesh, read: Read, sharding: Sharding, cuts: dict[int, Cut], work_axes: frozenset[str]
+) -> tuple[Fetch, tuple[Slot, ...]]:
+    dims, slots, fill = [], [], 0.0
+    for dim, link in enumerate(read.links):
+        own = sharding.cuts[dim]
+        cut = cuts.get(link.dim) if link.dim is not None else None
+        size = sharding.shape[dim]
+        needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)  # not cut: all of it, and torch pads it itself
+        if link.dim is None:
+            needs = (link.access.need(whole(size)),)
+        elif cut is not None:
+            needs = tuple(link.access.need(piece) for piece in cut.partition.pieces())
+        fill = link.fill if link.fill is not None else fill
+        move = DimMove(
+            size=size,
+            owner_axis=own.axis if own else None,
+            owned=own.partition.pieces() if own else (whole(size),),
+            need_axis=cut.axis if cut else None,
+            needs=needs,
+            filled=link.fill is not None,
+        )
+        dims.append(move)
+        slots.append(Slot(move.wanted(mesh.coordinates[cut.axis] if cut else 0), cut is None))
+    return Fetch(mesh, tuple(dims), work_axes, fill), tuple(slots)
+
+
+def _out_sharding(mesh: Mesh, shape: tuple[int, ...], dims: tuple[int | None, ...], cuts: dict[int, Cut]) -> Sharding:
+    return Sharding(mesh, shape, [None if dim is None else cuts.get(dim) for dim in dims])
+
+
+def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[str]:
+    """Axes that cut a dim which no output has: the local results are parts of a sum."""
+    kept = {dim for output in recipe.outputs for dim in output.dims}
+    axes = frozenset(cut.axis for dim, cut in cuts.items() if dim not in kept)
+    if axes and not recipe.sums:
+        raise refuse(function, "its rule reduces a cut dim and does not say how to combine the parts", "mend the rule")
+    return axes
+
+
+def _check_inplace(function: Any, recipe: Recipe, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
+    if not recipe.inplace:
+        return
+    target = fetches[0]
+    if not isinstance(tensors[0], ShardedTensor):
+        raise refuse(
+            function,
+            "a whole tensor cannot take in a cut one in place",
+            "write it out of place, or hc.gather the other",
+        )
+    if target is None or not target.untouched or target.adjoint_scale != 1:
+        raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")
