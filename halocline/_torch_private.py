@@ -25,7 +25,7 @@ tracing = torch._C._get_tracing_state
 
 def quick_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply`` without asking first whether a functorch transform runs: none can reach plain tiles."""
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def default_store() -> Any:

@@ -3,6 +3,7 @@
 from .access import Access, Adaptive, Mirror, Part, Same, Transposed, Window
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
+from .slabs import Slabs, slabs_of
 from .transfer import DimMove, Transfer, plan_transfer, volume
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "Part",
     "Partition",
     "Same",
+    "Slabs",
     "Transfer",
     "Transposed",
     "Window",
     "plan_transfer",
     "shape_of",
+    "slabs_of",
     "slices",
     "volume",
     "whole",

@@ -51,7 +51,7 @@ class CutInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sharding: Sharding, cut: Fetch, join: Fetch):  # type: ignore[no-untyped-def]
         ctx.sharding, ctx.join = sharding, join
-        return cut(tensor.detach(), Label("shard", here())).clone(memory_format=torch.contiguous_format)
+        return cut(tensor.detach(), Label("shard", here())).clone(memory_format=torch.preserve_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
@@ -159,5 +159,5 @@ def cut_like(tensor: Tensor, sharding: Sharding) -> Tensor:
         raise ShardingError(f"a tensor of global shape {list(old.shape)} cannot take the cut of {list(sharding.shape)}")
     moved = recut(old, sharding)(tile, Label("reshard", here()))
     if same_memory(moved, tile):  # a box of a larger tensor, or all of it: never the caller's own memory
-        moved = moved.clone(memory_format=torch.contiguous_format)
+        moved = moved.clone(memory_format=torch.preserve_format)
     return wrap(moved, sharding) if sharding.axes else moved

@@ -28,6 +28,7 @@ from ..tensor import (
     wrap,
 )
 from ..world import AVERAGED, Label, Route, Sum, scaled
+from .halo import Halo, with_halo
 from .plan import Plan, make_plan, substitute
 from .recipe import Output
 from .table import entry_for, refuse
@@ -172,6 +173,8 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
     if plan.recipe.inplace and getattr(tensors[0], "_copy_of", None) is not None:
         raise refuse_write(plan.name)
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
+    if plan.halo is not None:
+        return _run_with_halo(plan, plan.halo, tiles, label)
     brought = [_bring(fetch, tile, label) for fetch, tile in zip(plan.fetches, tiles, strict=True)]
     if plan.gathers:
         _count_gathers(plan, tiles, label)
@@ -188,6 +191,16 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
     marks = [_mark(plan, tensors, tiles, r) for r in results]
     wrapped = [_wrapped(*result) for result in zip(results, plan.shardings, marks, strict=True)]
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+
+def _run_with_halo(plan: Plan, halo: Halo, tiles: list[Tensor], label: Label) -> Tensor:
+    """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
+    tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
+    for operand in others:
+        check_averaged(operand, label)
+    fetch = plan.fetches[plan.recipe.reads[0].operand.index]
+    route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
+    return wrap(with_halo(halo, route, tile, *others), plan.shardings[0])
 
 
 def _mark(plan: Plan, tensors: list[Tensor], tiles: list[Tensor], result: Tensor) -> CopyOf | None:

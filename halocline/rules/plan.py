@@ -14,6 +14,7 @@ from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh
+from .halo import Halo, plan_halo
 from .recipe import Local, Operand, Read, Recipe, Slot, Work
 from .table import name_of, refuse
 
@@ -45,13 +46,12 @@ class Plan:
     shardings: tuple[Sharding, ...]
     sum_axes: frozenset[str]
     some_empty: bool  # has any rank nothing to compute?
+    halo: Halo | None  # where the halo is not glued to the tile
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
 
     @cached_property
     def call(self) -> Callable[..., Any]:
-        """The local work, to be called as the torch function itself was."""
-        local = self.recipe.local
-        return local.bound(self.work) if isinstance(local, Local) else partial(local, self.work)
+        return bound(self.recipe, self.work)
 
     @cached_property
     def idle(self) -> bool:
@@ -105,17 +105,36 @@ def make_plan(
     _check_inplace(function, recipe, tensors, fetches)
     _say_if_whole_and_large(function, mesh, tensors, fetches)
     box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
+    work = Work(box, tuple(slots))
     return Plan(
         name=name_of(function),
         mesh=mesh,
         recipe=recipe,
         fetches=tuple(fetches),
-        work=Work(box, tuple(slots)),
+        work=work,
         shardings=tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs),
         sum_axes=_sum_axes(function, recipe, cuts),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
+        halo=_halo(mesh, recipe, work, fetches, cuts),
         places=_places(args, len(tensors)),
     )
+
+
+def _halo(mesh: Mesh, recipe: Recipe, work: Work, fetches: list[Fetch | None], cuts: dict[int, Cut]) -> Halo | None:
+    """Only the first operand moves; the others are whole, and used as they are."""
+    first, *others = (fetches[read.operand.index] for read in recipe.reads) if recipe.addend else (None,)
+    factor = float(mesh.count(cut.axis for cut in cuts.values()))
+    if any(fetch is None or not fetch.untouched or fetch.adjoint_scale != factor for fetch in others):
+        return None
+    if any(piece.empty for cut in cuts.values() for piece in cut.partition.pieces()):
+        return None
+    return plan_halo(recipe, work, first, factor, bound(recipe, work))
+
+
+def bound(recipe: Recipe, work: Work) -> Callable[..., Any]:
+    """The local work, to be called as the torch function itself was."""
+    local = recipe.local
+    return local.bound(work) if isinstance(local, Local) else partial(local, work)
 
 
 def _places(args: tuple[Any, ...], count: int) -> tuple[int, ...] | None:

@@ -115,10 +115,25 @@ def as_called(function: Callable[..., Any]) -> Local:
 
 
 @dataclass(frozen=True)
+class Addend:
+    """What a piece of the first operand adds to the result: ``out`` of the local output, through ``sees`` of the second.
+
+    ``compute.forward(piece, *others)`` gives it, ``compute.backward(gradient, piece, *others, needed)`` the gradients
+    of piece and others.
+    """
+
+    out: tuple[slice, ...]
+    sees: tuple[slice, ...]
+    compute: Any
+
+
+@dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
     it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
     torch's result shares memory with the first operand read; ``may_copy``: unless its strides forbid it (reshape).
+    ``addend(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of that adds
+    to the box ``out``, both in global indices. The ``main`` piece is the own tile, which must reach all of the box.
     """
 
     space: tuple[int, ...]
@@ -132,6 +147,7 @@ class Recipe:
     view: bool = False
     may_copy: bool = False
     flops: float = 0.0
+    addend: Callable[[Box, Box, bool], Addend] | None = None
 
 
 def follow(operand: Operand, *dims: int | None) -> Read:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ShardingError
 from ..geometry import Transposed, Window
 from ..tensor import here
+from .convolve import Convolve
 from .recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, Work, pair, read_whole
 from .table import rule
 
@@ -74,6 +75,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
             local=Local(local),
             flops=2.0 * _product(space) * _product(weight.shape[1:]),
+            addend=Convolve(torch_function, kernel, strides, dilations, before, groups).addend if lead else None,
         )
 
     return describe
@@ -169,6 +171,9 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
             local=local,
             flops=2.0 * input.numel() * _product(weight.shape[1:]),
+            addend=Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True).addend
+            if lead
+            else None,
         )
 
     return describe

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import Refused
-from ..geometry import DimMove, Transfer, plan_transfer, whole
+from ..geometry import DimMove, Slabs, Transfer, plan_transfer, slabs_of, whole
 from ..world import AVERAGED, Label, Mesh, Move, Route, scaled
 from .sharding import Sharding
 
@@ -38,6 +38,16 @@ class Fetch:
     def communicates(self) -> bool:
         """Does any rank need what it has not, or its own in several runs (which only a transfer can lay out)?"""
         return not all(dim.local and all(len(needs) == 1 for needs in dim.needs) for dim in self.dims)
+
+    @cached_property
+    def beside(self) -> bool:
+        """Does every rank need something of what it holds, so that what comes from others lies beside it?"""
+        return all(dim.untouched if dim.owner_axis is None else _keeps_some(dim) for dim in self.dims)
+
+    @cached_property
+    def slabs(self) -> Slabs:
+        """What comes to lie beside the tile; for a fetch that is ``beside``."""
+        return slabs_of(self.transfer)
 
     @cached_property
     def gathers(self) -> bool:
@@ -87,6 +97,12 @@ class Fetch:
         return self.mesh.coordinates[axis] if axis else 0
 
 
+def _keeps_some(dim: DimMove) -> bool:
+    return dim.owner_axis == dim.need_axis and all(
+        len(needs) == 1 and not needs[0].intersect(own).empty for needs, own in zip(dim.needs, dim.owned, strict=True)
+    )
+
+
 def entering(operand: Tensor, scale: float, label: Label) -> Tensor:
     """A whole operand of cut work: itself forward, its gradient times the ranks it works for."""
     if not operand.requires_grad:
@@ -109,7 +125,7 @@ def check_averaged(operand: Tensor, label: Label) -> None:
         )
 
 
-_LOOKED_AT = ("MoveBackward", "SumBackward", "ScaleBackward", "NormalizeBackward", "CutInputBackward")
+_LOOKED_AT = tuple(f"{name}Backward" for name in ("Move", "Sum", "Scale", "Normalize", "CutInput", "WithHalo", "Known"))
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:

@@ -4,7 +4,7 @@ from .base import Began, Exchange, Label, Receive, Send, Summed, Traffic, Waited
 from .dry import DryWorld
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
-from .movement import AVERAGED, Move, Route, Scale, Sum, scaled
+from .movement import AVERAGED, Known, Move, Route, Scale, Sum, begin, exchange_messages, pack, scaled, unpack
 from .process import ProcessWorld
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Began",
     "DryWorld",
     "Exchange",
+    "Known",
     "Label",
     "LocalWorld",
     "Mesh",
@@ -27,9 +28,13 @@ __all__ = [
     "Waited",
     "World",
     "as_world",
+    "begin",
+    "exchange_messages",
     "forget",
     "init",
+    "pack",
     "run_local",
     "scaled",
     "this_world",
+    "unpack",
 ]

@@ -101,6 +101,7 @@ class World(ABC):
         self.journal: list[object] | None = None
         self._turns: Counter[tuple[int, ...]] = Counter()
         self._exchanges = 0
+        self.overlap = True  # False: wait for every exchange as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
 
     @abstractmethod
@@ -214,9 +215,15 @@ class Exchange:
         self._world, self._posted, self._buffers, self._label, self._number = world, posted, buffers, label, number
 
     def wait(self) -> list[Tensor]:
-        self._world._write(Waited, self._number, self._label)
-        self._world.complete(self._posted, self._label)
+        """What arrived; waiting a second time gives it again."""
+        if self._posted is not _DONE:
+            self._world._write(Waited, self._number, self._label)
+            self._world.complete(self._posted, self._label)
+            self._posted = _DONE
         return self._buffers
+
+
+_DONE = object()
 
 
 def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:

@@ -40,6 +40,19 @@ class Move(torch.autograd.Function):
         return Move.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
 
 
+class Known(torch.autograd.Function):
+    """A movement of which the result is known: nothing travels until backward, which is that of :class:`Move`."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, arrived: Tensor, transfer: Transfer, route: Route):  # type: ignore[no-untyped-def]
+        ctx.transfer, ctx.route = transfer, route
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        return Move.apply(gradient, ctx.transfer.reversed, ctx.route, (1.0, 1.0), 0.0), None, None, None
+
+
 class Sum(torch.autograd.Function):
     """Sum over the ranks of a route, times a scale. SUM's adjoint is MEAN, since a whole gradient is a mean."""
 
@@ -76,28 +89,37 @@ def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
 
 
 def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:
-    exchange = _begin(tile, transfer, route)
+    exchange = begin(tile, transfer, route)
     target = tile.new_full(transfer.target_shape, fill)
     for source, box in transfer.own:
         _place(target, box, tile[slices(source)], transfer.accumulate)
     for (_, boxes), message in zip(transfer.receives, exchange.wait(), strict=True):
-        _unpack(target, boxes, message, transfer.accumulate)
+        unpack(target, boxes, message, transfer.accumulate)
     return target.mul_(scale) if scale != 1 else target
 
 
-def _begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:
-    sends = [Send(peer, _pack(tile, boxes)) for peer, boxes in transfer.sends]
+def begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:
+    """Send the boxes of ``tile`` that others need, and ask for those that this rank needs."""
+    return exchange_messages([pack(tile, boxes) for _, boxes in transfer.sends], transfer, tile, route)
+
+
+def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, route: Route) -> Exchange:
+    """The same with the messages already packed, one for each peer of the transfer."""
+    sends = [Send(peer, message) for (peer, _), message in zip(transfer.sends, messages, strict=True)]
     receives = [Receive(peer, sum(volume(box) for box in boxes)) for peer, boxes in transfer.receives]
-    route.world.traffic.moved_bytes += sum(r.elements for r in receives) * tile.element_size()
-    return route.world.begin(sends, receives, tile, route.ranks, route.label)
+    route.world.traffic.moved_bytes += sum(r.elements for r in receives) * like.element_size()
+    exchange = route.world.begin(sends, receives, like, route.ranks, route.label)
+    if not route.world.overlap:
+        exchange.wait()
+    return exchange
 
 
-def _pack(tile: Tensor, boxes: tuple[Any, ...]) -> Tensor:
+def pack(tile: Tensor, boxes: tuple[Any, ...]) -> Tensor:
     parts = [tile[slices(box)].reshape(-1) for box in boxes]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def _unpack(target: Tensor, boxes: tuple[Any, ...], message: Tensor, accumulate: bool) -> None:
+def unpack(target: Tensor, boxes: tuple[Any, ...], message: Tensor, accumulate: bool) -> None:
     at = 0
     for box in boxes:
         view = target[slices(box)]
