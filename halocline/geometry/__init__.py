@@ -4,7 +4,7 @@ from .access import Access, Adaptive, Mirror, Part, Same, Transposed, Window
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
 from .slabs import Slabs, slabs_of
-from .transfer import DimMove, Transfer, plan_transfer, volume
+from .transfer import DimMove, Message, Slices, Transfer, plan_transfer, volume
 
 __all__ = [
     "Access",
@@ -12,11 +12,13 @@ __all__ = [
     "Box",
     "DimMove",
     "Interval",
+    "Message",
     "Mirror",
     "Part",
     "Partition",
     "Same",
     "Slabs",
+    "Slices",
     "Transfer",
     "Transposed",
     "Window",

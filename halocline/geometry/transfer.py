@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
+from typing import NamedTuple
 
-from .interval import Box, Interval, whole
+from .interval import Box, Interval, shape_of, slices, whole
 
 Needs = tuple[Interval, ...]
 Rank = Callable[[Mapping[str, int]], int]
@@ -99,7 +101,53 @@ class Transfer:
 
     @cached_property
     def received_elements(self) -> int:
-        return sum(volume(box) for _, boxes in self.receives for box in boxes)
+        return sum(message.elements for message in self.arriving)
+
+    @cached_property
+    def leaving(self) -> tuple[Message, ...]:
+        return tuple(_message(peer, boxes) for peer, boxes in self.sends)
+
+    @cached_property
+    def arriving(self) -> tuple[Message, ...]:
+        return tuple(_message(peer, boxes) for peer, boxes in self.receives)
+
+    @cached_property
+    def staying(self) -> tuple[tuple[Slices, Slices], ...]:
+        """From where in the source to where in the target."""
+        return tuple((slices(source), slices(target)) for source, target in self.own)
+
+    @cached_property
+    def covers(self) -> bool:
+        """Is every element of the target written just once?"""
+        kept = sum(volume(target) for _, target in self.own)
+        return not self.accumulate and kept + self.received_elements == prod(self.target_shape)
+
+
+Slices = tuple[slice, ...]
+
+
+class Strip(NamedTuple):
+    """A box of a tensor, and where in a flat message its elements lie."""
+
+    place: Slices
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    peer: int
+    elements: int
+    strips: tuple[Strip, ...]
+
+
+def _message(peer: int, boxes: tuple[Box, ...]) -> Message:
+    strips, at = [], 0
+    for box in boxes:
+        size = volume(box)
+        strips.append(Strip(slices(box), shape_of(box), at, at + size))
+        at += size
+    return Message(peer, at, tuple(strips))
 
 
 def volume(box: Box) -> int:

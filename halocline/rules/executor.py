@@ -140,17 +140,21 @@ def _run_steady(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: 
     """Nothing moves and nothing is shared: the short way that most calls go."""
     if plan.factors and torch.is_grad_enabled():
         _enter(plan, tiles)
-    if plan.places is None:
-        given = iter(tiles)
-        result = plan.call(*[substitute(value, given) for value in args], **substitute(kwargs, given))
-    else:
-        local = list(args)
-        for place, tile in zip(plan.places, tiles, strict=True):
-            local[place] = tile
-        result = plan.call(*local, **kwargs)
+    result = _call(plan, tiles, args, kwargs)
     if result is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
         return NotImplemented
     return wrap(result, plan.shardings[0])
+
+
+def _call(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The local work, with the call's own arguments but for the tensors."""
+    if plan.places is None:
+        given = iter(tiles)
+        return plan.call(*[substitute(value, given) for value in args], **substitute(kwargs, given))
+    local = list(args)
+    for place, tile in zip(plan.places, tiles, strict=True):
+        local[place] = tile
+    return plan.call(*local, **kwargs)
 
 
 def _enter(plan: Plan, tiles: list[Tensor]) -> None:
@@ -175,7 +179,7 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
     if plan.halo is not None:
         return _run_with_halo(plan, plan.halo, tiles, label)
-    brought = [_bring(fetch, tile, label) for fetch, tile in zip(plan.fetches, tiles, strict=True)]
+    brought = _bring(plan, tiles, label)
     if plan.gathers:
         _count_gathers(plan, tiles, label)
     results = _compute(plan, brought, args, kwargs)
@@ -197,7 +201,8 @@ def _run_with_halo(plan: Plan, halo: Halo, tiles: list[Tensor], label: Label) ->
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
     tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
     for operand in others:
-        check_averaged(operand, label)
+        if not hasattr(operand, AVERAGED):
+            check_averaged(operand, label)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
     return wrap(with_halo(halo, route, tile, *others), plan.shardings[0])
@@ -231,9 +236,7 @@ def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: d
     if plan.idle:
         outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
         return [_nothing(output, sharding, brought) for output, sharding in outputs]
-    tiles = iter(brought)
-    local_args = [substitute(a, tiles) for a in args]
-    result = plan.call(*local_args, **substitute(kwargs, tiles))
+    result = _call(plan, brought, args, kwargs)
     if result is NotImplemented:
         return NotImplemented
     return list(result) if isinstance(result, (tuple, list)) else [result]
@@ -269,12 +272,18 @@ def _autocasting(tiles: list[Tensor]) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def _bring(fetch: Fetch | None, tile: Tensor, label: Label) -> Tensor:
-    if fetch is None:
-        return tile
-    if fetch.adjoint_scale != 1:
-        check_averaged(tile, label)
-    return fetch(tile, label)
+def _bring(plan: Plan, tiles: list[Tensor], label: Label) -> list[Tensor]:
+    """Each operand's needed box, with law 3's factor on its gradient."""
+    brought = list(tiles)
+    if plan.factors and torch.is_grad_enabled():
+        _enter(plan, brought)
+    for place, fetch in enumerate(plan.fetches):
+        if fetch is None or fetch.untouched:
+            continue
+        if fetch.adjoint_scale != 1:
+            check_averaged(tiles[place], label)
+        brought[place] = fetch(tiles[place], label)
+    return brought
 
 
 def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Box, Slabs, Transfer, shape_of, slices, volume
 from ..tensor import Fetch
-from ..world import Exchange, Known, Route, begin, exchange_messages, scaled
+from ..world import Exchange, Known, Route, begin, exchange_messages, scaled, unpack
 from .recipe import Addend, Recipe, Work
 
 #: Elements of a tile below which the halo is glued on: a second call then costs more than the copy.
@@ -177,12 +177,9 @@ class _Backward:
         return total.to(main.dtype)
 
     def _add_rim(self, mine: Tensor, exchange: Exchange) -> None:
-        for (_, boxes), message in zip(self.halo.transfer.sends, exchange.wait(), strict=True):
-            at = 0
-            for box in boxes:
-                view = mine[slices(box)]
-                view += message[at : at + view.numel()].view(view.shape)
-                at += view.numel()
+        back = self.halo.transfer.reversed
+        for message, values in zip(back.arriving, exchange.wait(), strict=True):
+            unpack(mine, message, values, accumulate=True)
 
 
 def _glued_backward(

@@ -59,11 +59,6 @@ class Plan:
         return not self.recipe.runs_empty and any(interval.empty for interval in self.work.box)
 
     @cached_property
-    def scales(self) -> tuple[float, ...]:
-        """Law 3's factor of each operand, and of plain ones that are not read."""
-        return tuple(fetch.adjoint_scale if fetch else 1.0 for fetch in self.fetches)
-
-    @cached_property
     def gathers(self) -> bool:
         return any(fetch is not None and fetch.gathers for fetch in self.fetches)
 
@@ -80,11 +75,9 @@ class Plan:
 
     @cached_property
     def factors(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
-        """Each factor but 1, and the operands that have it."""
-        return tuple(
-            (factor, tuple(index for index, scale in enumerate(self.scales) if scale == factor))
-            for factor in sorted(set(self.scales) - {1.0})
-        )
+        """Law 3: each factor but 1 of operands that are used where they lie, and which they are."""
+        still = {i: f.adjoint_scale for i, f in enumerate(self.fetches) if f and f.untouched and f.adjoint_scale != 1}
+        return tuple((factor, tuple(i for i in still if still[i] == factor)) for factor in sorted(set(still.values())))
 
 
 def make_plan(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch_private import quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Slabs, Transfer, plan_transfer, slabs_of, whole
 from ..world import AVERAGED, Label, Mesh, Move, Route, scaled
@@ -73,7 +74,7 @@ class Fetch:
     def __call__(self, tile: Tensor, label: Label) -> Tensor:
         if self.communicates:
             route = Route(self.mesh.world, self.ranks, label)
-            return Move.apply(tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
+            return quick_apply(Move, tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
         if not self.untouched:
             tile = self._cut_out(tile)
         if self.adjoint_scale != 1 and tile.requires_grad:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -129,7 +130,8 @@ class World(ABC):
         ]
         self.traffic.messages += len(outgoing)
         self._exchanges += 1
-        self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
+        if self.journal is not None:
+            self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
         return Exchange(self, self.post(outgoing, incoming, label), buffers, label, self._exchanges)
 
     def _write(self, event: type, *facts: object) -> None:
@@ -232,5 +234,9 @@ def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:
 
 def _tag(turn: int, label: Label, elements: int, dtype: torch.dtype) -> int:
     """31 bits: 15 of the operation, size and dtype, 16 of the turn."""
-    signature = zlib.crc32(f"{label.operation}|{elements}|{dtype}".encode()) & 0x7FFF
-    return signature << 16 | (turn & 0xFFFF)
+    return _signature(label.operation, elements, dtype) << 16 | (turn & 0xFFFF)
+
+
+@lru_cache(maxsize=4096)
+def _signature(operation: str, elements: int, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{operation}|{elements}|{dtype}".encode()) & 0x7FFF

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import quick_apply
-from ..geometry import Transfer, slices, volume
+from ..geometry import Message, Slices, Transfer
 from .base import Exchange, Label, Receive, Send, World
 
 #: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
@@ -90,45 +90,47 @@ def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
 
 def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:
     exchange = begin(tile, transfer, route)
-    target = tile.new_full(transfer.target_shape, fill)
-    for source, box in transfer.own:
-        _place(target, box, tile[slices(source)], transfer.accumulate)
-    for (_, boxes), message in zip(transfer.receives, exchange.wait(), strict=True):
-        unpack(target, boxes, message, transfer.accumulate)
+    shape = transfer.target_shape
+    target = tile.new_empty(shape) if transfer.covers else tile.new_full(shape, fill)
+    for source, place in transfer.staying:
+        _place(target, place, tile[source], transfer.accumulate)
+    for message, values in zip(transfer.arriving, exchange.wait(), strict=True):
+        unpack(target, message, values, transfer.accumulate)
     return target.mul_(scale) if scale != 1 else target
 
 
 def begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:
     """Send the boxes of ``tile`` that others need, and ask for those that this rank needs."""
-    return exchange_messages([pack(tile, boxes) for _, boxes in transfer.sends], transfer, tile, route)
+    return exchange_messages([pack(tile, message) for message in transfer.leaving], transfer, tile, route)
 
 
 def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, route: Route) -> Exchange:
     """The same with the messages already packed, one for each peer of the transfer."""
-    sends = [Send(peer, message) for (peer, _), message in zip(transfer.sends, messages, strict=True)]
-    receives = [Receive(peer, sum(volume(box) for box in boxes)) for peer, boxes in transfer.receives]
-    route.world.traffic.moved_bytes += sum(r.elements for r in receives) * like.element_size()
+    sends = [Send(to.peer, message) for to, message in zip(transfer.leaving, messages, strict=True)]
+    receives = [Receive(message.peer, message.elements) for message in transfer.arriving]
+    route.world.traffic.moved_bytes += transfer.received_elements * like.element_size()
     exchange = route.world.begin(sends, receives, like, route.ranks, route.label)
     if not route.world.overlap:
         exchange.wait()
     return exchange
 
 
-def pack(tile: Tensor, boxes: tuple[Any, ...]) -> Tensor:
-    parts = [tile[slices(box)].reshape(-1) for box in boxes]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+def pack(tile: Tensor, message: Message) -> Tensor:
+    strips = [tile[strip.place].reshape(-1) for strip in message.strips]
+    return strips[0] if len(strips) == 1 else torch.cat(strips)
 
 
-def unpack(target: Tensor, boxes: tuple[Any, ...], message: Tensor, accumulate: bool) -> None:
-    at = 0
-    for box in boxes:
-        view = target[slices(box)]
-        _place(target, box, message[at : at + view.numel()].view(view.shape), accumulate)
-        at += view.numel()
+def unpack(target: Tensor, message: Message, values: Tensor, accumulate: bool) -> None:
+    if len(message.strips) == 1:
+        (strip,) = message.strips
+        _place(target, strip.place, values.view(strip.shape), accumulate)
+        return
+    for strip in message.strips:
+        _place(target, strip.place, values[strip.start : strip.stop].view(strip.shape), accumulate)
 
 
-def _place(target: Tensor, box: Any, values: Tensor, accumulate: bool) -> None:
+def _place(target: Tensor, place: Slices, values: Tensor, accumulate: bool) -> None:
     if accumulate:
-        target[slices(box)] += values
+        target[place] += values
     else:
-        target[slices(box)] = values
+        target[place] = values

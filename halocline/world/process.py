@@ -17,6 +17,7 @@ from .._torch_private import default_store
 from ..errors import MeshError, RankFailure
 from .base import CHANNELS, Incoming, Label, Outgoing, World
 
+_SENT_AS_IT_IS = (torch.float32, torch.float64)
 _GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
 
 
@@ -55,13 +56,13 @@ class ProcessWorld(World):
         self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
     ) -> tuple[int, dist.Work | None, Tensor, Tensor]:
         host = self._host(buffer)
-        return peer, dist.irecv(_bytes(host), src=peer, group=group, tag=tag), buffer, host
+        return peer, group.recv([_bytes(host)], peer, tag), buffer, host
 
     def _send(
         self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup
     ) -> tuple[int, dist.Work | None, Tensor, Tensor]:
         host = self._host(message, fill=True)
-        return peer, dist.isend(_bytes(host), dst=peer, group=group, tag=tag), host, host
+        return peer, group.send([_bytes(host)], peer, tag), host, host
 
     @staticmethod
     def _host(tensor: Tensor, fill: bool = False) -> Tensor:
@@ -145,6 +146,8 @@ def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], gro
 
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes: gloo sends those for every dtype."""
+    if tensor.dtype in _SENT_AS_IT_IS:
+        return tensor
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
