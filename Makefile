@@ -10,7 +10,7 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check zoo clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,9 @@ demo: .venv/.stamp ## Train a small 3D U-Net cut over 2 ranks next to the one-ra
 
 test: .venv/.stamp ## Run the tests
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+zoo: .venv/.zoo ## Check 49 networks of MONAI, each cut over 2 ranks
+	@$(BIN)/halocline check --zoo monai --ranks 2 --cut depth=2
 
 check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/ruff format --check .
@@ -40,4 +43,9 @@ clean: ## Remove all that make and its tools have written, .venv included
 	@echo "Setting up .venv (the first time takes a few minutes: PyTorch is large)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The networks of others are large, so only the target that runs them installs them.
+.venv/.zoo: .venv/.stamp
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[zoo-monai]'
 	@touch $@

@@ -4,6 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 from . import random
+from ._torch_private import run_eagerly
 from .distribute import average_gradients, distribute, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
@@ -19,15 +20,22 @@ from .rules import (
     from_tile,
     gather,
     read_whole,
+    remedy,
     reshard,
     rule,
     shard,
     shard_inputs,
 )
-from .tensor import ShardedTensor, Sharding, unwrap
+from .rules.dtensor import from_dtensor, to_dtensor
+from .rules.keep import keep_halos
+from .tensor import ShardedTensor, Sharding, trust, unwrap
 from .world import Mesh, init
 
 __version__ = "0.1.0"
+
+
+for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, unwrap):
+    run_eagerly(_entrance)
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -58,15 +66,20 @@ __all__ = [
     "composite",
     "distribute",
     "follow",
+    "from_dtensor",
     "from_tile",
     "gather",
     "init",
+    "keep_halos",
     "no_sync",
     "random",
     "read_whole",
+    "remedy",
     "reshard",
     "rule",
     "shard",
     "shard_inputs",
+    "to_dtensor",
+    "trust",
     "unwrap",
 ]

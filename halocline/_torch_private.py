@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._python_dispatch
 
 #: Inside, torch functions do not come to ``__torch_function__``.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+#: Inside, no dispatch mode that somebody has set sees what torch is asked.
+unseen = torch.utils._python_dispatch._disable_current_modes
 
 
 def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
@@ -19,12 +24,27 @@ def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
         return tensor.grad_fn, tensor.requires_grad
 
 
+def function_of(node: object) -> type[torch.autograd.Function] | None:
+    """The autograd Function in Python whose node this is; None for torch's own nodes."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def take_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let ``tensor`` be what ``other`` is to torch, its graph included; what Python knows of the two stays."""
+    with no_torch_function():
+        torch._C._swap_tensor_impl(tensor, other)
+
+
 #: The state of a running torch.jit.trace; None where there is none.
 tracing = torch._C._get_tracing_state
 
 
+#: Does a transform of torch.func (vmap, grad, jvp) run now?
+transforming = torch._C._are_functorch_transforms_active
+
+
 def quick_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply`` without asking first whether a functorch transform runs: none can reach plain tiles."""
+    """``function.apply`` without asking first whether a transform of torch.func runs: those are refused at the door."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -65,6 +85,17 @@ def running_modules() -> Iterator[torch.nn.Module]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def hooked_the_old_way() -> bool:
+    """Is a module putting hooks of the old kind (``register_backward_hook``) on the node that is being asked for?"""
+    frame = sys._getframe(1)
+    for _ in range(3):  # the getter, the function protocol, the module
+        if frame.f_globals.get("__name__") == "torch.nn.modules.module":
+            return bool(frame.f_locals.get("non_full_backward_hooks"))
+        if frame.f_back is not None:
+            frame = frame.f_back
+    return False
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass now running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -77,6 +108,15 @@ def is_captured(node: object) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def run_eagerly(function: Any) -> None:
+    """Have torch.compile leave ``function``, and all that it calls, to Python. Costs nothing where nobody compiles."""
+    function._torchdynamo_disable = True  # do not trace into it
+    function._torchdynamo_disable_msg = "functions of cut tensors run by rules"
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # nor compile it by itself
 
 
 def cuda_kernel(code: str) -> Callable[..., torch.Tensor]:

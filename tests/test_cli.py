@@ -77,7 +77,6 @@ def test_the_table_has_what_was_measured() -> None:
         "operations with no rule",
     ):
         assert fact in out
-    assert "flatten in head.0" in out
     assert "exact: the cut run gives the answer of one rank" in out
 
 

@@ -61,3 +61,38 @@ def test_nccl_starts_beside_gloo() -> None:
     assert "nccl" in backend
     assert "gloo" in backend
     assert losses == pytest.approx(train(model, x, y)[0], rel=1e-10)
+
+
+def halo_network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv3d(4, 8, 3, padding=1),
+        torch.nn.MaxPool3d(3, 2, 1),
+        torch.nn.ConvTranspose3d(8, 4, 3, 2, 1, 1),
+        torch.nn.Conv3d(4, 4, 5, padding=2),
+    ).double()
+
+
+def halo_step(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    y = model(x)
+    y.square().mean().backward()
+    return hc.gather(y).detach().cpu(), [p.grad.cpu() for p in model.parameters()]
+
+
+def halo_on_gpu(channels_last: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Tiles above the size from which halos lie beside them."""
+    mesh = hc.Mesh(depth=2)
+    x = torch.randn(1, 4, 32, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
+    x = x.to(memory_format=torch.channels_last_3d) if channels_last else x
+    model = hc.distribute(halo_network().cuda(), mesh)
+    return halo_step(model, hc.shard(x, mesh, {2: "depth"}))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_halos_beside_the_tile_on_a_gpu(channels_last: bool) -> None:
+    x = torch.randn(1, 4, 32, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    true, true_gradients = halo_step(halo_network().cuda(), x.cuda())
+    for y, gradients in shared_pool(2).run(halo_on_gpu, channels_last):
+        torch.testing.assert_close(y, true, rtol=1e-9, atol=1e-11)
+        for found, gradient in zip(gradients, true_gradients, strict=True):
+            torch.testing.assert_close(found, gradient, rtol=1e-8, atol=1e-11)

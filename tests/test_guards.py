@@ -49,6 +49,7 @@ def disabled(x: torch.Tensor) -> torch.Tensor:
 WAYS_AROUND = {
     "vmap": lambda x: torch.func.vmap(lambda row: row * 2)(x),
     "func.grad": lambda x: torch.func.grad(lambda t: (t * 2).sum())(x),
+    "func.grad of a weight": lambda x: torch.func.grad(lambda w: (x * w).sum())(torch.ones(4, dtype=torch.float64)),
     "torch.tensor": lambda x: torch.tensor(x),
     "as_tensor in numpy": lambda x: np.asarray(x),
     "disabled torch function": disabled,
@@ -58,7 +59,7 @@ WAYS_AROUND = {
     "bool": lambda x: bool((x > 0).any(1)),
     "set data": lambda x: setattr(x, "data", torch.zeros(1, 2, 8, 4)),
     "numpy": lambda x: x.numpy(),
-    "no rule": lambda x: torch.linalg.svd(x),
+    "no rule": lambda x: torch.linalg.eigvals(x),
     "in place into whole": lambda x: torch.zeros(1, 2, 8, 4, dtype=torch.float64).add_(x),
     "out=": lambda x: torch.add(x, 1, out=torch.empty(1, 2, 8, 4)),
     "requires_grad of the shell": lambda x: Double.apply(x.requires_grad_()).sum(),
@@ -84,7 +85,7 @@ def test_refusal_has_four_parts() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Module()
-            self.inner.forward = lambda x: torch.linalg.svd(x)
+            self.inner.forward = lambda x: torch.linalg.eigvals(x)
 
         def forward(self, x):
             return self.inner(x)
@@ -96,7 +97,7 @@ def test_refusal_has_four_parts() -> None:
         return error.operation, error.place, error.why, error.remedy
 
     operation, place, why, remedy = on_ranks(body)[0]
-    assert "svd" in operation and place == "inner"
+    assert "eigvals" in operation and place == "inner"
     assert "no rule" in why and "@hc.rule" in remedy
 
 

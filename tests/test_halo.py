@@ -1,10 +1,12 @@
-"""Convolutions whose halo is not glued on: exact to the second derivative, no copy of the tile, half precision too."""
+"""Halos that are not glued on: exact to the second derivative, no copy of the tile, half precision too."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,19 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halocline as hc
-from halocline.rules import executor, halo
+from halocline.rules import boxes, executor, halo
 from halocline.testing import check_rule, peak_bytes, shared_pool
 from halocline.testing.compare import relative_error
 from halocline.world import run_local
+
+
+def _counted(calls: list[int], run: Callable[..., Tensor], *args: Any) -> Tensor:
+    calls.append(1)
+    return run(*args)
 
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Small tiles go the way of large ones; the list has an entry for each call that did."""
     calls: list[int] = []
-    run = halo.with_halo
-    monkeypatch.setattr(halo, "SMALL", 0)
-    monkeypatch.setattr(executor, "with_halo", lambda *args: calls.append(1) or run(*args))
+    for module, name in ((halo, "with_halo"), (boxes, "in_boxes")):
+        monkeypatch.setattr(module, "SMALL", 0)
+        monkeypatch.setattr(executor, name, partial(_counted, calls, getattr(module, name)))
     executor._plans.clear()
     yield calls
     executor._plans.clear()
@@ -84,6 +91,39 @@ def test_transposed_convolution(
     )
     assert found.verdict == "exact", found
     assert apart
+
+
+POOLS = {
+    "max 3/2/1": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max 3/1/1": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "max 2/1, ceil": lambda x: F.max_pool2d(x, 2, 1, 0, 1, True),
+    "average 3/2/1": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "average 3/1/1 without padding": lambda x: F.avg_pool2d(x, 3, 1, 1, False, False),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_in_boxes(apart: list[int], name: str, cut: tuple[dict[int, str], dict[str, int]]) -> None:
+    x = torch.randn(2, 3, 20, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = check_rule(POOLS[name], x, cuts=[cut[0]], mesh=cut[1], second_order=True)
+    assert found.verdict == "exact", found
+    assert apart
+
+
+def kept_by_pool(size: int) -> float:
+    """What stays after the forward of a pool with a halo, over its output."""
+    mesh = hc.Mesh(depth=2)
+    tile = torch.randn(1, 8, size // 2, size, size, requires_grad=True)
+    x = hc.from_tile(tile, mesh, {2: "depth"}, shape=(1, 8, size, size, size))
+    kept: list[Tensor] = []
+    stays = peak_bytes(lambda: kept.append(F.max_pool3d(x, 3, 2, 1))).end
+    return stays / kept[0]._tile.nbytes  # type: ignore[attr-defined]
+
+
+def test_a_pool_keeps_its_output_and_a_slab() -> None:
+    """Its input is somebody else's already: no copy of it with a halo stays."""
+    assert max(shared_pool(2).run(kept_by_pool, 32, deadline=60)) < 1.6
 
 
 def test_three_cut_dims_with_corners(apart: list[int]) -> None:

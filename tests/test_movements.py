@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 import halocline as hc
 from halocline.geometry import Interval, Partition
@@ -140,3 +141,25 @@ def test_interval_arithmetic_reads_well() -> None:
     assert Partition.even(10, 3).points == (0, 4, 7, 10)
     assert Partition.even(2, 4).points == (0, 1, 2, 2, 2)
     assert Partition.weighted(10, [2, 1, 1]).points == (0, 5, 8, 10)
+
+
+def test_operands_that_move_together_share_their_messages() -> None:
+    """Two operands are re-cut for one sum: one message each way and rank, forward and backward."""
+
+    def on_rank() -> tuple[int, int, Tensor]:
+        mesh = hc.Mesh(a=2)
+        x, y, z = (torch.arange(8.0, dtype=torch.float64).requires_grad_() for _ in range(3))
+        cut = [hc.shard(t, mesh, {0: "a"}, points={0: (0, at, 8)}) for t, at in ((x, 4), (y, 3), (z, 6))]
+        before = mesh.world.traffic.messages
+        total = torch.addcmul(*cut)
+        forward = mesh.world.traffic.messages - before
+        total.square().sum().backward()
+        assert all(t.grad is not None for t in (x, y, z))
+        return forward, mesh.world.traffic.messages, torch.stack([t.grad for t in (x, y, z) if t.grad is not None])
+
+    x, y, z = (torch.arange(8.0, dtype=torch.float64).requires_grad_() for _ in range(3))
+    torch.addcmul(x, y, z).square().sum().backward()
+    true = torch.stack([t.grad for t in (x, y, z) if t.grad is not None])
+    for forward, _, gradients in run_local(2, on_rank):
+        assert forward == 1
+        assert torch.equal(gradients, true)

@@ -1,6 +1,7 @@
 """The random sweep: thousands of set-ups against one rank, exact or refused, none wrong."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import ranges
@@ -9,17 +10,30 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from setups import FAMILIES, Setup
 
+from halocline.rules import boxes, executor, halo
 from halocline.testing import check_rule
 
+#: Families whose halo may lie beside the tile or be glued to it.
+HALOS = {family: st.booleans() for family in ("convolution", "transposed", "pool")}
 COUNTS: dict[str, Counter[str]] = {}
 
 
+@pytest.fixture
+def _sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the sweep changes is put back."""
+    for module in (halo, boxes):
+        monkeypatch.setattr(module, "SMALL", module.SMALL)
+    yield
+    executor._plans.clear()
+
+
+@pytest.mark.usefixtures("_sizes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sweep(family: str) -> None:
     counts = COUNTS[family] = Counter()
     refusals: Counter[str] = Counter()
 
-    @given(FAMILIES[family](), st.sampled_from(["float64", "float32"]))
+    @given(FAMILIES[family](), st.sampled_from(["float64", "float32"]), HALOS.get(family, st.just(False)))
     @settings(
         max_examples=ranges.EXAMPLES[family],
         deadline=None,
@@ -28,7 +42,9 @@ def test_sweep(family: str) -> None:
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    def one(setup: Setup, precision: str) -> None:
+    def one(setup: Setup, precision: str, apart: bool) -> None:
+        halo.SMALL = boxes.SMALL = 0 if apart else 1 << 40  # halos beside the tile, or glued to it
+        executor._plans.clear()
         found = check_rule(
             setup.function,
             *setup.tensors(getattr(torch, precision)),

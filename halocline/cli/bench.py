@@ -1,13 +1,16 @@
-"""``halocline bench``: what things cost. Timings live here, never in tests."""
+"""``halocline bench``: what things cost. The measuring itself is in ``halocline.bench``."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from .output import Debug, Json, clear_errors, fact_table, print_json, size_text, stderr, stdout
+from ..errors import HaloclineError
+from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what things cost on this machine.", rich_markup_mode="markdown")
 
@@ -17,6 +20,12 @@ Depth = Annotated[int, typer.Option("--depth", help="Ranks along depth.")]
 Height = Annotated[int, typer.Option("--height", help="Ranks along height.")]
 Rank = Annotated[int, typer.Option("--rank", help="Which rank to write down.")]
 Repeat = Annotated[int, typer.Option("--repeat", help="How often; the median counts.")]
+Rounds = Annotated[int, typer.Option("--repeat", min=2, help="Rounds; in each, everybody has a turn of 40 calls.")]
+Nodes = Annotated[str, typer.Option("--nodes", help="Numbers of nodes, one rank each, such as 2,4.")]
+Rates = Annotated[str, typer.Option("--rates", help="Speeds of every link, such as 200mbit,1gbit.")]
+Width = Annotated[int, typer.Option("--width", min=1, help="Of the U-Net: channels of its first convolution.")]
+Steps = Annotated[int, typer.Option("--repeat", min=1, help="Rounds; in each, every way has one step.")]
+Install = Annotated[bool, typer.Option("--install", help="Let apt-get install iproute2 if it is missing (as root).")]
 
 
 @bench.callback()
@@ -40,8 +49,10 @@ def dry(
     Nothing is computed and nothing moves: the program runs on meta tensors, through the code that runs between
     processes. By default rank 13,800 of 27,600, a sample of 256 cubed cut over 4 x 4 ranks.
     """
+    from ..bench.dry import measure_dry
+
     with clear_errors("bench dry", debug), stderr().status("writing down a step"):
-        result = _measure(size, {"data": data, "depth": depth, "height": height}, rank, repeat)
+        result = measure_dry(size, {"data": data, "depth": depth, "height": height}, rank, repeat)
     if as_json:
         print_json(result)
         return
@@ -59,43 +70,178 @@ def dry(
     )
 
 
-def _measure(size: int, mesh: dict[str, int], rank: int, repeat: int) -> dict[str, Any]:
-    seconds, found = [], None
-    for _ in range(max(1, repeat)):
-        start = time.perf_counter()
-        found = _record(size, mesh, rank)
-        seconds.append(time.perf_counter() - start)
-    assert found is not None
-    return {
-        "seconds": sorted(seconds)[len(seconds) // 2],
-        "first_seconds": seconds[0],  # torch imports what meta tensors need on first use
-        "rank": rank,
-        "ranks": found.ranks,
-        "mesh": mesh,
-        "size": size,
-        "operations": len(found.operations),
-        "flops": found.flops,
-        "messages": found.messages,
-        "sent_bytes": found.sent_bytes,
-    }
+@bench.command()
+def overhead(repeat: Rounds = 30, as_json: Json = False, debug: Debug = False) -> None:
+    """What does the library add to an operation? Small tiles on two ranks, where nothing hides it.
+
+    Two processes on this machine, one thread each, each with a tile of 1 x 4 x 8 x 8 x 8 of a volume cut in depth. Each
+    operation is done by plain torch on the tile, by this library, by torch's DTensor where DTensor gives the right
+    answer, and, where something must move, by the bare message or sum underneath. Turns alternate, so that noise hits
+    all alike; figures are medians of single calls in microseconds.
+
+    **Examples**
+
+    - `halocline bench overhead`: a table, in about half a minute.
+
+    - `halocline bench overhead --repeat 100`: steadier figures.
+
+    - `halocline bench overhead --json | tail -1`: everything, backward and spread too.
+
+    **Reading it**: *added* is this library less plain torch. Of a 3x3x3 convolution the halo's share is *added* over
+    the bare exchange of the same slab. If the run is called disturbed, other programs used the cores: gloo's threads
+    spin, and each call that waits for the scheduler loses milliseconds; run it again on a quiet machine.
+    """
+    from ..bench.overhead import measure_overhead
+
+    with clear_errors("bench overhead", debug), rounds_bar("measuring") as bar:
+        task = bar.add_task("", total=repeat)
+        result = measure_overhead(repeat, lambda: bar.advance(task))
+    if as_json:
+        print_json(result)
+    else:
+        show_overhead(result)
 
 
-def _record(size: int, sizes: dict[str, int], rank: int) -> Any:
-    import torch
-    import torch.nn.functional as F
+def rounds_bar(what: str) -> Progress:
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=stderr(), transient=True)
 
-    from .. import Mesh, distribute, shard
-    from ..program import dry as dry_ranks
-    from ..program import record
-    from ..workloads.unet3d import UNet3d
 
-    ranks = sizes["data"] * sizes["depth"] * sizes["height"]
-    with dry_ranks(rank, ranks):
-        mesh = Mesh(**sizes)
-        with torch.device("meta"):
-            model = distribute(UNet3d(), mesh)
-            volume = torch.empty(sizes["data"], 1, size, size, size)
-            target = torch.empty(sizes["data"], size, size, size, dtype=torch.long)
-        x = shard(volume, mesh, {0: "data", 2: "depth", 3: "height"})
-        y = shard(target, mesh, {0: "data", 1: "depth", 2: "height"})
-        return record(lambda: F.cross_entropy(model(x), y).backward(), mesh)
+NAMES = {
+    "relu": "relu",
+    "add": "x + y",
+    "window": "nn.Conv3d 1x1x1",
+    "window function": "F.conv3d 1x1x1",
+    "halo": "nn.Conv3d 3x3x3",
+    "norm": "batch norm",
+}
+
+
+def show_overhead(result: Mapping[str, Any]) -> None:
+    table = Table(title="Microseconds a call (medians)", title_style="bold", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for heading in ("plain", "halocline", "DTensor", "raw", "added"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for kind, words in (("forward", "forward"), ("forward_and_backward", "and backward")):
+        for subject, ways in result["details"].items():
+            table.add_row(NAMES[subject], words, *_cells(ways[kind], result["dtensor"][subject]))
+        table.add_section()
+    stdout().print(table)
+    for line in _overhead_lines(result):
+        say(stdout(), line)
+
+
+def _cells(row: Mapping[str, Any], dtensor: str) -> Iterable[str]:
+    for who in ("plain", "halocline"):
+        yield _micro(row[who]["median_us"])
+    yield _micro(row["dtensor"]["median_us"]) if row["dtensor"] else dtensor.split()[0].rstrip(":")
+    raw = [figure["median_us"] for who, figure in row.items() if who.startswith("raw")]
+    yield _micro(min(raw)) if raw else ""
+    yield _micro(row["added_us"])
+
+
+def _micro(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _overhead_lines(result: Mapping[str, Any]) -> Iterable[str]:
+    for key, words in (
+        ("pointwise_added_us", "added to a pointwise operation, us"),
+        ("window_added_us", "added to a 1x1x1 convolution, us"),
+        ("halo_over_raw", "a halo's cost over the bare exchange"),
+    ):
+        yield f"{words}: {result[key]:.1f} (aim: {result['targets'][key]})"
+    for subject, note in result["dtensor"].items():
+        if note != "right":
+            yield f"DTensor, {NAMES[subject]}: {note}"
+    yield from disturbance(result)
+
+
+def disturbance(result: Mapping[str, Any]) -> Iterable[str]:
+    machine = result["machine"]
+    if machine["disturbed"]:
+        taken = f"other programs took {machine['others_share']:.0%} of the cores' time"
+        yield f"[yellow]disturbed[/yellow]: {taken}; measure again on a quiet machine"
+
+
+@bench.command()
+def halo(
+    nodes: Nodes = "2,4",
+    rates: Rates = "200mbit,500mbit,1gbit,2gbit",
+    size: Size = 64,
+    width: Width = 8,
+    repeat: Steps = 5,
+    install: Install = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """How much of the exchanges shows in a training step? A 3D U-Net on an emulated cluster.
+
+    One volume is cut in depth over nodes that are network namespaces of this machine, joined by links of a given speed.
+    The same step (forward and backward; the averaging of gradients is left out, for it is not what is measured) is
+    timed in turn: untouched on a plain tile, cut with the exchanges switched off (compute), cut, and cut with
+    overlap switched off. It takes root and iproute2, and several minutes.
+
+    **Examples**
+
+    - `sudo halocline bench halo`: two and four nodes at four speeds.
+
+    - `sudo halocline bench halo --nodes 2 --rates 500mbit --size 96 --repeat 9`: one case, more closely.
+
+    - `sudo halocline bench halo --nodes 2 --rates 1gbit --json | tail -1`: everything about it.
+
+    **Reading it**: *wire* is how long the busiest link is busy; no program is faster than the larger of compute and
+    wire. *exposed* is the part of the step in which nothing was computed: (step - compute) / step. The figure that
+    counts is the worst among the cases whose wire takes less than half the compute. More ranks than cores share cores
+    in all ways alike.
+    """
+    from ..bench import cluster
+    from ..bench.halo import measure_halo
+
+    progress = stderr()
+    with clear_errors("bench halo", debug):
+        if install:
+            cluster.install()
+        counts, speeds = numbers(nodes), [rate.strip() for rate in rates.split(",")]
+        result = measure_halo(counts, speeds, size, width, repeat, lambda text: say(progress, text))
+    if as_json:
+        print_json(result)
+    else:
+        show_halo(result)
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise HaloclineError(f"{text!r}: give numbers with commas between them, such as 2,4") from error
+
+
+HALO_COLUMNS = {
+    "plain": "plain_s",
+    "compute": "compute_s",
+    "step": "step_s",
+    "no\noverlap": "step_without_overlap_s",
+    "wire": "wire_s",
+}
+
+
+def show_halo(result: Mapping[str, Any]) -> None:
+    title = f"Seconds of a step, 3D U-Net of width {result['width']} at {result['size']} cubed (medians)"
+    table = Table(title=title, title_style="bold", title_justify="left")
+    for heading in ("nodes", "links", *HALO_COLUMNS, "exposed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for case in result["cases"]:
+        seconds = [f"{case[key]:.3f}" if case[key] is not None else "-" for key in HALO_COLUMNS.values()]
+        table.add_row(str(case["nodes"]), case["rate"], *seconds, f"{case['exposed_share']:.1%}")
+    stdout().print(table)
+    worst, aim = result["exposed_share"], result["targets"]["exposed_share"]
+    if worst is None:
+        say(stdout(), "in no case is there compute enough to hide the wire: take faster links or a larger --width")
+    else:
+        say(stdout(), f"exposed where the wire takes less than half the compute: {worst:.1%} (aim: {aim:.0%})")
+    for line in disturbance(result):
+        say(stdout(), line)
+    if any(case["oversubscribed"] for case in result["cases"]):
+        say(stdout(), f"some cases have more ranks than this machine's {result['machine']['cores']} cores")

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from ..testing.check import BadUsage, Report, check_network
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
+from .zoo import check_all, list_names
 
 STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}
 MEANING = {
@@ -19,7 +20,18 @@ MEANING = {
     "refused": "[yellow]refused[/yellow]: the network does something that has no exact cut yet",
 }
 
-Target = Annotated[str, typer.Argument(help="unet3d, cosmoflow, or package.module:factory.", show_default=False)]
+Target = Annotated[
+    str | None,
+    typer.Argument(help="unet3d, cosmoflow, zoo/network, or package.module:factory.", show_default=False),
+]
+Zoo = Annotated[
+    str | None,
+    typer.Option("--zoo", metavar="ZOO", help="All networks of a zoo: monai, transformers, or package.module:zoo."),
+]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="NAME", help="Of the zoo, this network; repeat for more.")
+]
+Names = Annotated[bool, typer.Option("--list", help="Print the names of the zoo's networks, and no more.")]
 Arguments = Annotated[
     str, typer.Option("--args", metavar="JSON", help="Arguments of the factory, such as '{\"width\": 8}'.")
 ]
@@ -43,7 +55,10 @@ Deadline = Annotated[
 
 
 def check(
-    target: Target,
+    target: Target = None,
+    zoo: Zoo = None,
+    only: Only = None,
+    names: Names = False,
     args: Arguments = "{}",
     shape: Shapes = None,
     ranks: Ranks = None,
@@ -70,27 +85,39 @@ def check(
     - `halocline check mypackage.models:make_net --shape 2,1,48,48,48 --cut data=2,depth=2`: your own network, made by
       any function that returns a torch.nn.Module.
 
+    - `halocline check --zoo monai`: 49 networks of MONAI, one after another; `halocline check monai/UNet` is one of
+      them. They want their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`).
+
     **Exit status**: 0 the answer is the same (exact; or gathered: right, but with little memory saved), 1 it is wrong,
-    3 the library refuses the network and says why, 2 the check cannot be run as asked.
+    3 the library refuses the network and says why, 2 the check cannot be run as asked. Of a zoo: 0, or 1 if any network
+    is wrong; those refused are listed.
     """
-    with clear_errors("check", debug), stderr().status("starting ranks") as status:
-        report = check_network(
-            target,
-            arguments=parse_arguments(args),
-            shapes=[parse_shape(one) for one in shape or ()],
-            ranks=ranks,
-            cut=parse_cut(cut) if cut is not None else None,
-            dtype=dtype,
-            steps=steps,
-            seed=seed,
-            deadline=deadline,
-            say=status.update,
-        )
+    with clear_errors("check", debug):
+        plan = parse_cut(cut) if cut is not None else None
+        settings: dict[str, Any] = {"ranks": ranks, "cut": plan, "dtype": dtype, "steps": steps, "seed": seed}
+        settings["deadline"] = deadline
+        if target is None or zoo or only or names:
+            named = zoo_alone(target, zoo, bool(shape) or args != "{}")
+            raise typer.Exit(list_names(named) if names else check_all(named, only or [], settings, as_json))
+        inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
+        with stderr().status("starting ranks") as status:
+            report = check_network(target, say=status.update, **inputs, **settings)  # type: ignore[arg-type]
     if as_json:
         print_json(report.as_json())
     else:
         show(report)
     raise typer.Exit(STATUS[report.verdict])
+
+
+def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:
+    """The zoo that is asked for, if nothing is that goes with one network only."""
+    if zoo is None:
+        raise BadUsage("name a network, such as unet3d, or a zoo, such as --zoo monai; --only and --list go with a zoo")
+    if target is not None:
+        raise BadUsage(f"{target} and --zoo {zoo}: name one network, or a zoo with --only to choose from it")
+    if inputs:
+        raise BadUsage("networks of a zoo have inputs and arguments of their own; leave out --shape and --args")
+    return zoo
 
 
 def parse_arguments(text: str) -> dict[str, Any]:

@@ -205,6 +205,31 @@ class Rows(Access):
 
 
 @dataclass(frozen=True)
+class Digit(Access):
+    """One of several dims that are merged, as one digit of the count of all their elements.
+
+    Output row i holds ``made`` elements, of which ``stride`` share an index of this dim. Where a run of rows goes on
+    beyond the digit's end, all of the dim is needed. The output is cut evenly: what lies together in a tile of the
+    input does not lie together in the output.
+    """
+
+    size: int
+    stride: int
+    made: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        first, last = out.lo * self.made // self.stride, (out.hi * self.made - 1) // self.stride
+        if first // self.size != last // self.size:
+            return (Interval(0, self.size),)
+        return (Interval(first % self.size, last % self.size + 1),)
+
+    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return Partition.even(out_size, len(points) - 1).points
+
+
+@dataclass(frozen=True)
 class Reversed(Access):
     """Output i needs input ``size - 1 - i``. The cuts stay, so that a later join with the input is free."""
 

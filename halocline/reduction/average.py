@@ -15,6 +15,7 @@ from .._torch_private import after_backward, backward_number, is_captured
 from ..world import AVERAGED, Label, Route, Sum, World
 
 _BUCKET_BYTES = 25 << 20
+_MOST_NESTED = 64  # passes inside each other
 
 
 class GradientAverage:
@@ -84,7 +85,9 @@ class GradientAverage:
 
     def _finish(self, task: int) -> None:
         self._pile |= self._touched.pop(task, set())
-        self._touched.clear()  # what is left belongs to passes that failed
+        # What is left belongs to passes that failed, or to those inside which this one ran (reentrant checkpoints).
+        while len(self._touched) > _MOST_NESTED:
+            del self._touched[next(iter(self._touched))]
         if not self.active:
             return
         touched, self._pile = self._pile, set()

@@ -1,22 +1,34 @@
 """Rules: for each torch function, what it needs and how it computes a box. One table, one executor."""
 
 from . import (  # noqa: F401  each registers its rules when imported
+    assign,
+    attention,
     contract,
     direct,
     factory,
+    fourier,
     grid,
     index,
     join,
     loss,
+    margin,
+    matrix,
     norm,
+    order,
     pad,
+    patches,
     pointwise,
     pool,
     pool_indices,
     random,
+    recurrent,
     reduce,
     resample,
     reshape,
+    scan,
+    scatter,
+    softmax,
+    stack,
     view,
     whole_axis,
     window,
@@ -24,6 +36,7 @@ from . import (  # noqa: F401  each registers its rules when imported
 from .api import cut_like, from_tile, reshard, shard
 from .executor import dispatch, planning
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
+from .remedy import remedy
 from .table import composite, entries, forget_rule, rule
 from .tree import gather, map_tensors, shard_inputs, tensors_in
 
@@ -46,6 +59,7 @@ __all__ = [
     "map_tensors",
     "planning",
     "read_whole",
+    "remedy",
     "reshard",
     "rule",
     "shard",

@@ -109,6 +109,22 @@ def outer(input: Tensor, vec2: Tensor) -> Tensor:
     return input.unsqueeze(1) * vec2
 
 
+@made_of("addr")
+def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _plus(input, torch.outer(vec1, vec2), beta, alpha)
+
+
+@made_of("vecdot")
+def vecdot(input: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    return (input.conj() * y).sum(dim)
+
+
+@made_of("bilinear")
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return result if bias is None else result + bias
+
+
 @made_of("inner")
 def inner(input: Tensor, other: Tensor) -> Tensor:
     if input.ndim == 0 or other.ndim == 0:

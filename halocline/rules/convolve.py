@@ -49,6 +49,9 @@ class Convolve:
         """What ``piece`` adds to the output box ``out`` (both global). The ``main`` piece reaches all of it."""
         find = self._transposed if self.transposed else self._direct
         along = [find(i, out[2 + i], piece[2 + i], main) for i in range(len(self.kernel))]
+        if any(way.taps.empty or way.out.empty for way in along):
+            nothing = (slice(0, 0),)
+            return Addend(nothing, nothing, _Nothing())
         thin = self._thin(along, piece[2:]) if not main else None
         sees = (slice(None), slice(None), *(slice(a.taps.lo, a.taps.hi) for a in along))
         local = [a.out.shift(-o.lo) for a, o in zip(along, out[2:], strict=True)]
@@ -177,6 +180,18 @@ class _Compute:
         self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> Gradients:
         raise NotImplementedError
+
+
+class _Nothing:
+    """A dilated kernel can step over all of a slab."""
+
+    def forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return piece.new_zeros(())
+
+    def backward(
+        self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> Gradients:
+        return torch.zeros_like(piece), torch.zeros_like(weight), None
 
 
 class _DirectPart(_Compute):

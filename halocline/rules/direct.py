@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import no_torch_function
-from ..tensor import ShardedTensor, Sharding, mean_over_whole_axes, unwrap, watch_leaf, wrap
+from .._torch_private import autograd_state, function_of, hooked_the_old_way, take_place
+from ..tensor import ShardedTensor, Sharding, mean_over_whole_axes, node_of, unwrap, watch_leaf, wrap
 from .table import direct, refuse
 
 
@@ -55,7 +55,7 @@ def _ask_tile(function: Any) -> Callable[..., Any]:
 
 _SAME_AS_TILE = """
 dtype device is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_complex is_floating_point is_signed is_conj
-is_neg layout requires_grad grad_fn is_leaf element_size is_contiguous is_inference get_device names is_nested
+is_neg layout requires_grad is_leaf element_size is_contiguous is_inference get_device names is_nested
 is_sparse_csr is_xpu is_mps is_ipu is_xla is_vulkan itemsize is_shared is_pinned retains_grad output_nr _version
 has_names
 """.split()
@@ -67,6 +67,26 @@ for _name in _SAME_AS_TILE:
 direct(torch.is_floating_point)(_ask_tile(torch.is_floating_point))
 direct(torch.is_complex)(_ask_tile(torch.is_complex))
 direct(torch.get_device)(_ask_tile(torch.get_device))
+
+
+@direct(getter("grad_fn"))
+def grad_fn(self: ShardedTensor) -> Any:
+    """The tile's node; of what an autograd Function made, its node, on which torch puts the hooks of modules."""
+    node = autograd_state(self)[0]
+    if node is not None and function_of(node) is not None:
+        node_of(self, node)
+        return node
+    if hooked_the_old_way():
+        raise refuse(
+            "register_backward_hook", "hooks of the old kind would see tiles", "use register_full_backward_hook"
+        )
+    return unwrap(self).grad_fn
+
+
+@direct(getter("_base"))
+def base(self: ShardedTensor) -> Tensor | None:
+    """Only whether there is one can be told: its tile may be of any shape."""
+    return None if unwrap(self)._base is None else self
 
 
 @direct(torch.is_tensor)
@@ -86,14 +106,17 @@ def result_type(*args: Any) -> torch.dtype:
 
 @direct(Tensor.requires_grad_, setter("requires_grad"))
 def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    """The tile is the leaf; the shell is marked too, so that a foreign autograd Function is noticed.
+    """The tile is the leaf. The shell becomes an alias of it, so that whoever takes the shell's node finds the leaf.
 
     On axes on which the tensor is whole, its gradient is the mean of what the ranks hold: taken as it arrives.
     """
-    self._tile.requires_grad_(requires_grad)
-    watch_leaf(self._tile, self.sharding)
-    with no_torch_function():
-        self.requires_grad_(requires_grad)
+    tile = unwrap(self)
+    if tile.requires_grad != requires_grad:
+        tile.requires_grad_(requires_grad)
+        watch_leaf(tile, self.sharding)
+        with torch.enable_grad():
+            alias = wrap(tile, self.sharding)
+        take_place(self, alias)
     return self
 
 
@@ -115,28 +138,37 @@ def set_grad(self: ShardedTensor, value: Any) -> None:
 
 @direct(getter("data"))
 def data(self: ShardedTensor) -> Tensor:
-    shell = wrap(self._tile.detach(), self.sharding)
+    shell = wrap(unwrap(self).detach(), self.sharding)
     shell._copy_of = self._copy_of
     return shell
 
 
 @direct(Tensor.retain_grad)
 def retain_grad(self: ShardedTensor) -> None:
-    if not self._tile.is_leaf:
-        self._tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, self.sharding))
-    self._tile.retain_grad()
+    tile, sharding = unwrap(self), self.sharding
+    if not tile.is_leaf:
+        tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, sharding))
+    tile.retain_grad()
 
 
 @direct(Tensor.register_hook)
 def register_hook(self: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The hook sees the gradient as a sharded tensor, and may return one."""
+    tile, sharding = unwrap(self), self.sharding
+    leaf = tile.is_leaf
 
     def on_tile(gradient: Tensor) -> Tensor | None:
-        whole = gradient if self._tile.is_leaf else mean_over_whole_axes(gradient, self.sharding)
-        answer = hook(wrap(whole, self.sharding))
-        return answer if answer is None else _as_tile(answer, self.sharding)
+        whole = gradient if leaf else mean_over_whole_axes(gradient, sharding)
+        answer = hook(wrap(whole, sharding))
+        return answer if answer is None else _as_tile(answer, sharding)
 
-    return self._tile.register_hook(on_tile)
+    return tile.register_hook(on_tile)
+
+
+@direct(Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(self: ShardedTensor, hook: Callable[[Tensor], None]) -> Any:
+    sharding = self.sharding
+    return unwrap(self).register_post_accumulate_grad_hook(lambda tile: hook(wrap(tile, sharding)))
 
 
 def _as_tile(value: Tensor, sharding: Sharding) -> Tensor:
@@ -202,6 +234,8 @@ def _seed(output: Tensor, gradient: Tensor | None) -> Tensor | None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(unwrap(output))
+    if type(gradient) is Tensor and gradient.shape == output.sharding.tile_shape and not gradient.any():
+        return gradient  # zeros that torch made where an output of a reentrant checkpoint got no gradient
     return unwrap(cut_like(gradient, output.sharding))
 
 

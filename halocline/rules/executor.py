@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import tracing
+from .._torch_private import tracing, transforming
+from ..errors import Refused
 from ..tensor import (
     CopyOf,
-    Fetch,
     ShardedTensor,
     Sharding,
     check_averaged,
     here,
     plain,
+    recut,
     refuse_write,
     same_memory,
     simple_tiles,
@@ -27,10 +28,12 @@ from ..tensor import (
     whole_copy,
     wrap,
 )
-from ..world import AVERAGED, Label, Route, Sum, scaled
+from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, Sum, scaled
+from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .plan import Plan, make_plan, substitute
 from .recipe import Output
+from .remedy import forced, forcing
 from .table import entry_for, refuse
 
 _log = logging.getLogger("halocline")
@@ -41,12 +44,19 @@ _MOST_PLANS = 4096
 def dispatch(function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run a torch function at least one of whose arguments is a sharded tensor."""
     kwargs = kwargs or {}
-    if tracing() is not None:
-        raise refuse(function, "a trace would keep this rank's numbers as constants", "trace the untouched model")
+    if tracing() is not None or transforming():
+        raise _refuse_capture(function)
     entry = entry_for(function)
     if entry.kind == "rule":
         return run_rule(function, entry.run, args, kwargs, entry.by_value)
     return entry.run(*args, **kwargs)
+
+
+def _refuse_capture(function: Any) -> Refused:
+    if transforming():
+        why = "a transform of torch.func sees this rank's tile alone, and movements have no rule in it"
+        return refuse(function, why, "use torch.autograd.grad, or call the transform on hc.gather(x)")
+    return refuse(function, "a trace would keep this rank's numbers as constants", "trace the untouched model")
 
 
 def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool = True) -> Any:
@@ -58,7 +68,7 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     picture = [_key(value, tensors, by_value) for value in args]
     if kwargs:
         picture += [(name, _key(value, tensors, by_value)) for name, value in kwargs.items()]
-    key = (function, describe, *picture)
+    key = (function, describe, *picture, forced()) if forcing else (function, describe, *picture)
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that cannot be hashed: plan anew
@@ -138,11 +148,16 @@ def _rare_key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
 
 def _run_steady(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing moves and nothing is shared: the short way that most calls go."""
-    if plan.factors and torch.is_grad_enabled():
+    entering = plan.factors and torch.is_grad_enabled()
+    if entering and plan.hooked:
+        _check_entering(plan, tiles)
+    elif entering:
         _enter(plan, tiles)
     result = _call(plan, tiles, args, kwargs)
     if result is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
         return NotImplemented
+    if entering and plan.hooked and result.requires_grad:
+        plan.hook(result, tiles)
     return wrap(result, plan.shardings[0])
 
 
@@ -151,19 +166,27 @@ def _call(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
     if plan.places is None:
         given = iter(tiles)
         return plan.call(*[substitute(value, given) for value in args], **substitute(kwargs, given))
+    if plan.leading:
+        return plan.call(*tiles, *args[len(tiles) :], **kwargs)
     local = list(args)
     for place, tile in zip(plan.places, tiles, strict=True):
         local[place] = tile
     return plan.call(*local, **kwargs)
 
 
+def _check_entering(plan: Plan, tiles: list[Tensor]) -> None:
+    for _, places in plan.factors:
+        for place in places:
+            tile = tiles[place]
+            if not hasattr(tile, AVERAGED) and tile.requires_grad:
+                check_averaged(tile, Label(plan.name, here()))
+
+
 def _enter(plan: Plan, tiles: list[Tensor]) -> None:
     """Law 3: whole operands of cut work, in place of themselves."""
+    _check_entering(plan, tiles)
     for factor, places in plan.factors:
         entering = [place for place in places if tiles[place].requires_grad]
-        for place in entering:
-            if not hasattr(tiles[place], AVERAGED):
-                check_averaged(tiles[place], Label(plan.name, here()))
         if len(entering) == 1:
             tiles[entering[0]] = scaled((1.0, factor), tiles[entering[0]])
         elif entering:
@@ -193,11 +216,13 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
         route = Route(plan.mesh.world, plan.mesh.ranks_along(plan.sum_axes), label)
         results = [Sum.apply(r, route, (1.0, 1.0 / plan.mesh.count(plan.sum_axes))) for r in results]
     marks = [_mark(plan, tensors, tiles, r) for r in results]
-    wrapped = [_wrapped(*result) for result in zip(results, plan.shardings, marks, strict=True)]
+    if plan.shuffles:
+        results = _put_back(plan, results, label)
+    wrapped = [_wrapped(*result) for result in zip(results, plan.goals, marks, strict=True)]
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
-def _run_with_halo(plan: Plan, halo: Halo, tiles: list[Tensor], label: Label) -> Tensor:
+def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: Label) -> Tensor:
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
     tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
     for operand in others:
@@ -205,7 +230,8 @@ def _run_with_halo(plan: Plan, halo: Halo, tiles: list[Tensor], label: Label) ->
             check_averaged(operand, label)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
-    return wrap(with_halo(halo, route, tile, *others), plan.shardings[0])
+    result = in_boxes(halo, route, tile) if isinstance(halo, Boxes) else with_halo(halo, route, tile, *others)
+    return wrap(result, plan.shardings[0])
 
 
 def _mark(plan: Plan, tensors: list[Tensor], tiles: list[Tensor], result: Tensor) -> CopyOf | None:
@@ -240,6 +266,16 @@ def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: d
     if result is NotImplemented:
         return NotImplemented
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _put_back(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:
+    """The second half of a shuffle. Counted, and said once a place, as a gather is."""
+    traffic = plan.mesh.world.traffic
+    traffic.shuffles[str(label)] += 1
+    if traffic.shuffles[str(label)] == 1 and plan.mesh.rank == 0:
+        _log.info("%s: its cut is shuffled to another dim and back", label)
+    moves = zip(results, plan.shardings, plan.goals, strict=True)
+    return [result if old is new else recut(old, new)(result, label) for result, old, new in moves]
 
 
 def _count_gathers(plan: Plan, tiles: list[Tensor], label: Label) -> None:
@@ -277,13 +313,31 @@ def _bring(plan: Plan, tiles: list[Tensor], label: Label) -> list[Tensor]:
     brought = list(tiles)
     if plan.factors and torch.is_grad_enabled():
         _enter(plan, brought)
-    for place, fetch in enumerate(plan.fetches):
-        if fetch is None or fetch.untouched:
-            continue
-        if fetch.adjoint_scale != 1:
+    together = _together(plan, tiles, label) if plan.joined else {}
+    for place, moved in together.items():
+        brought[place] = moved
+    for place in plan.touched:
+        fetch = plan.fetches[place]
+        if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
             check_averaged(tiles[place], label)
-        brought[place] = fetch(tiles[place], label)
+        if place not in together:
+            brought[place] = fetch(tiles[place], label)  # type: ignore[misc]
     return brought
+
+
+def _together(plan: Plan, tiles: list[Tensor], label: Label) -> dict[int, Tensor]:
+    """Operands that move among the same ranks go in the same messages, where their dtypes allow."""
+    places = [place for place in plan.joined if tiles[place].dtype == tiles[plan.joined[0]].dtype]
+    if len(places) < 2:
+        return {}
+    fetches = [fetch for fetch in (plan.fetches[place] for place in places) if fetch is not None]
+    bundle = Bundle(
+        Route(plan.mesh.world, fetches[0].ranks, label),
+        tuple(fetch.transfer for fetch in fetches),
+        tuple((1.0, fetch.adjoint_scale) for fetch in fetches),
+        tuple(fetch.fill for fetch in fetches),
+    )
+    return dict(zip(places, MoveTogether.apply(bundle, *(tiles[place] for place in places)), strict=True))
 
 
 def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:

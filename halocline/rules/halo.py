@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .._torch_private import quick_apply
-from ..geometry import Box, Slabs, Transfer, shape_of, slices, volume
+from ..geometry import Box
 from ..tensor import Fetch
-from ..world import Exchange, Known, Route, begin, exchange_messages, scaled, unpack
+from ..world import Exchange, Known, Route, scaled
 from .recipe import Addend, Recipe, Work
+from .rim import Rim
 
 #: Elements of a tile below which the halo is glued on: a second call then costs more than the copy.
 SMALL = 1 << 15
@@ -33,56 +33,9 @@ class Halo:
 
     main: Addend
     addends: tuple[Addend, ...]
-    slabs: Slabs
-    transfer: Transfer
+    rim: Rim
     factor: float
     glued: Callable[..., Tensor]  # the operation on tile and halo in one piece
-
-    def unpack(self, messages: list[Tensor], like: Tensor) -> list[Tensor]:
-        """The slabs; one that is just one message is that message."""
-        pieces = []
-        for piece, alone in zip(self.slabs.pieces, self.slabs.messages, strict=True):
-            shape = shape_of(piece)
-            pieces.append(like.new_zeros(shape) if alone is None else messages[alone].view(shape))
-        for message, places in zip(messages, self.slabs.placed, strict=True):
-            at = 0
-            for index, box in places:
-                size = volume(box)
-                if self.slabs.messages[index] is None:
-                    pieces[index][slices(box)] = message[at : at + size].view(shape_of(box))
-                at += size
-        return pieces
-
-    def used(self, tile: Tensor) -> Tensor:
-        """What is needed of the tile: all of it, but for some strides."""
-        return tile if self.uses_all else tile[slices(self.slabs.source)]
-
-    def of_tile(self, gradient: Tensor, tile: Tensor) -> Tensor:
-        if self.uses_all:
-            return gradient
-        found = torch.zeros_like(tile)
-        found[slices(self.slabs.source)] = gradient
-        return found
-
-    @cached_property
-    def uses_all(self) -> bool:
-        return shape_of(self.slabs.source) == self.transfer.source_shape
-
-    def pack(self, pieces: list[Tensor]) -> list[Tensor]:
-        """The adjoint: slabs into messages for those whom they came from."""
-        found = []
-        for places in self.slabs.placed:
-            parts = [pieces[piece][slices(box)].reshape(-1) for piece, box in places]
-            found.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
-        return found
-
-    def glue(self, tile: Tensor, pieces: list[Tensor]) -> Tensor:
-        """Tile and slabs as one tensor, for the second derivative."""
-        target = tile.new_zeros(self.transfer.target_shape)
-        target[slices(self.slabs.own)] = self.used(tile)
-        for piece, values in zip(self.slabs.pieces, pieces, strict=True):
-            target[slices(piece)] = values
-        return target
 
 
 def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, glued: Any) -> Halo | None:
@@ -99,7 +52,7 @@ def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, gl
 
     slabs = fetch.slabs
     addends = tuple(addend(piece, False) for piece in slabs.pieces)
-    return Halo(addend(slabs.own, True), addends, slabs, fetch.transfer, factor, glued)
+    return Halo(addend(slabs.own, True), addends, Rim.of(fetch), factor, glued)
 
 
 def with_halo(halo: Halo, route: Route, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,9 +68,9 @@ class WithHalo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, route: Route):  # type: ignore[no-untyped-def]
-        exchange = begin(tile, halo.transfer, route)
-        result = halo.main.compute.forward(halo.used(tile), weight, bias)
-        pieces = halo.unpack(exchange.wait(), tile)
+        exchange = halo.rim.begin(tile, route)
+        result = halo.main.compute.forward(halo.rim.used(tile), weight, bias)
+        pieces = halo.rim.arrived(exchange, tile)
         for addend, piece in zip(halo.addends, pieces, strict=True):
             result[addend.out] += addend.compute.forward(piece, weight[addend.sees], None)
         ctx.save_for_backward(tile, weight, bias, *pieces)
@@ -145,29 +98,26 @@ class _Backward:
     needed: tuple[bool, bool, bool]
 
     def run(self, gradient: Tensor, tile: Tensor, bias: Tensor | None, pieces: list[Tensor]) -> tuple[Any, Any, Any]:
-        weights: list[Tensor] = []
+        rim, factor, weights = self.halo.rim, self.halo.factor, list[Tensor]()
         exchange = self._send_rim(gradient, pieces, weights)
-        halo = self.halo
-        mine, slope, offset = halo.main.compute.backward(gradient, halo.used(tile), self.weight, bias, self.needed)
+        compute = self.halo.main.compute
+        mine, slope, offset = compute.backward(gradient, rim.used(tile), self.weight, bias, self.needed)
         if self.needed[1]:
             slope = self._total(slope, weights)
         if exchange is not None:
-            mine = halo.of_tile(mine, tile)
-            self._add_rim(mine, exchange)
-        factor = halo.factor
+            mine = _of_tile(rim, mine, tile)
+            rim.add_back(mine, exchange)
         return mine, (None if slope is None else slope * factor), (None if offset is None else offset * factor)
 
     def _send_rim(self, gradient: Tensor, pieces: list[Tensor], weights: list[Tensor]) -> Exchange | None:
-        rims: list[Tensor] = []
+        edges: list[Tensor] = []
         wanted = (*self.needed[:2], False)
         for addend, piece in zip(self.halo.addends, pieces, strict=True):
             part, weight = gradient[addend.out], self.weight[addend.sees]
-            rim, slope, _ = addend.compute.backward(part, piece, weight, None, wanted)
-            rims.append(rim)
+            edge, slope, _ = addend.compute.backward(part, piece, weight, None, wanted)
+            edges.append(edge)
             weights.append(slope)
-        if not self.needed[0]:
-            return None
-        return exchange_messages(self.halo.pack(rims), self.halo.transfer.reversed, gradient, self.route)
+        return self.halo.rim.send_back(edges, gradient, self.route) if self.needed[0] else None
 
     def _total(self, main: Tensor, weights: list[Tensor]) -> Tensor:
         """Of the weight: added in float32 at least."""
@@ -176,10 +126,13 @@ class _Backward:
             total[addend.sees] += slope
         return total.to(main.dtype)
 
-    def _add_rim(self, mine: Tensor, exchange: Exchange) -> None:
-        back = self.halo.transfer.reversed
-        for message, values in zip(back.arriving, exchange.wait(), strict=True):
-            unpack(mine, message, values, accumulate=True)
+
+def _of_tile(rim: Rim, gradient: Tensor, tile: Tensor) -> Tensor:
+    if rim.uses_all:
+        return gradient
+    found = torch.zeros_like(tile)
+    rim.used(found).copy_(gradient)
+    return found
 
 
 def _glued_backward(
@@ -187,7 +140,8 @@ def _glued_backward(
 ) -> Any:
     tile, weight, bias = operands
     with torch.enable_grad():
-        whole = Known.apply(tile, halo.glue(tile.detach(), [piece.detach() for piece in pieces]), halo.transfer, route)
+        arrived = halo.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
+        whole = Known.apply(tile, arrived, halo.rim.transfer, route)
         others = [None if t is None else scaled((1.0, halo.factor), t) for t in (weight, bias)]
         result = halo.glued(whole, *others)
         wanted = [t for t, flag in zip(operands, needed, strict=True) if flag]

@@ -10,50 +10,39 @@ from torch import Tensor
 
 from ..geometry import Window
 from ..geometry.access import Only, Reversed, Wrapped
-from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
-from .table import composite, refuse, rule
+from .executor import run_rule
+from .lookup import looked_up
+from .recipe import WHOLE, Link, Operand, Recipe, Work
+from .subscript import Basic, is_basic, items_of, located
+from .table import composite, refuse
 from .view import as_called, each, flat_ints, made_of, normal, on_tile, shape, viewing
 
-Item = int | slice | None
+
+@composite(Tensor.__getitem__, family="index")
+def getitem(self: Tensor, index: Any) -> Tensor:
+    """First what stands at known places, as a view; then tensors of positions, which may look anywhere."""
+    if is_basic(index):
+        return run_rule(Tensor.__getitem__, _basic_rule, (self, index), {})
+    items = located(items_of(index, self.ndim), self.shape)
+    basic = tuple(slice(None) if isinstance(item, Tensor) else item for item in items)
+    if not any(isinstance(item, Tensor) for item in items):
+        return self[basic]
+    part = self if all(item == slice(None) for item in basic) else self[basic]
+    indices = tuple(item if isinstance(item, Tensor) else None for item in items if not isinstance(item, int))
+    return looked_up(part, indices)
 
 
-@rule(Tensor.__getitem__)
-def getitem(input: Operand, index: Any) -> Recipe:
-    items = _items(index, input.ndim)
+def _basic_rule(input: Operand, index: Any) -> Recipe:
+    items = items_of(index, input.ndim)
     shape(Tensor.__getitem__, input, tuple(items))  # torch's own error for a bad index
     return taken(input, items)
 
 
-def _items(index: Any, ndim: int) -> list[Item]:
-    """One item a dim of the input, and a None for each new dim."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    items: list[Item] = []
-    for item in given:
-        if item is Ellipsis:
-            named = sum(other is not None and other is not Ellipsis for other in given)
-            items += [slice(None)] * (ndim - named)
-        else:
-            items.append(_basic(item))
-    return items + [slice(None)] * (ndim - sum(item is not None for item in items))
-
-
-def _basic(item: Any) -> Item:
-    if isinstance(item, slice) and not any(isinstance(end, Tensor) for end in (item.start, item.stop, item.step)):
-        return item
-    if item is None or (hasattr(item, "__index__") and not isinstance(item, (bool, Tensor, Operand))):
-        return None if item is None else int(item)
-    raise refuse(
-        "indexing",
-        "an index that is a tensor, a list or a mask may reach any tile, and a mask's result has a size of its own",
-        "use integers and slices, torch.where(mask, x, 0), x.index_select(dim, index), or index hc.gather(x)",
-    )
-
-
-def taken(input: Operand, items: Sequence[Item]) -> Recipe:
+def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
     """Integers, slices and new dims, in the order of the input's dims."""
     space: list[int] = []
     links: list[Link] = []
-    cuts: list[tuple[int, slice] | Item] = []
+    cuts: list[tuple[int, slice] | Basic] = []
     for item in items:
         size = input.shape[len(links)] if item is not None else 1
         if item is None:
@@ -83,7 +72,7 @@ def taken(input: Operand, items: Sequence[Item]) -> Recipe:
 def narrow(function: Any, input: Operand, dim: int, start: Any, length: int) -> Recipe:
     _no_tensor(function, start)
     shape(function, input, dim, start, length)
-    items: list[Item] = [slice(None)] * input.ndim
+    items: list[Basic] = [slice(None)] * input.ndim
     place = normal(dim, input.ndim)
     first = start % input.shape[place] if start < 0 else start
     items[place] = slice(first, first + length)
@@ -94,7 +83,7 @@ def narrow(function: Any, input: Operand, dim: int, start: Any, length: int) -> 
 def select(function: Any, input: Operand, dim: int, index: Any) -> Recipe:
     _no_tensor(function, index)
     shape(function, input, dim, index)
-    items: list[Item] = [slice(None)] * input.ndim
+    items: list[Basic] = [slice(None)] * input.ndim
     items[normal(dim, input.ndim)] = int(index)
     return taken(input, items)
 
@@ -102,45 +91,6 @@ def select(function: Any, input: Operand, dim: int, index: Any) -> Recipe:
 def _no_tensor(function: Any, value: Any) -> None:
     if isinstance(value, (Tensor, Operand)):
         raise refuse(function, "a position held in a tensor is not known when the move is planned", "give an integer")
-
-
-@composite(Tensor.__setitem__, family="index")
-def setitem(self: Tensor, index: Any, value: Any) -> None:
-    raise refuse(
-        "indexed assignment",
-        "it writes into part of a tensor whose parts lie on other ranks",
-        "build the result with torch.where(mask, value, x) or torch.cat of slices",
-    )
-
-
-@each("index_select")
-def index_select(function: Any, input: Operand, dim: int, index: Operand) -> Recipe:
-    """Any index may be asked for: along ``dim`` every rank reads all, of index and input."""
-    place = normal(dim, input.ndim)
-    space = tuple(index.numel() if d == place else size for d, size in enumerate(input.shape))
-    links = [WHOLE if d == place else Link(d) for d in range(input.ndim)]
-    return Recipe(
-        space=space,
-        reads=(Read(input, tuple(links)), Read(index, (WHOLE,) * index.ndim)),
-        outputs=(Output(space, tuple(range(len(space)))),),
-        local=as_called(function),
-        runs_empty=True,
-    )
-
-
-@each("gather")
-def gather_along(function: Any, input: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Recipe:
-    """``out[i][j] = input[index[i][j]][j]``: the input whole along ``dim``, elsewhere what the index has."""
-    shape(torch.gather, input, dim, index)
-    place = normal(dim, input.ndim)
-    links = [WHOLE if d == place else Link(d, Window()) for d in range(input.ndim)]
-    return Recipe(
-        space=index.shape,
-        reads=(Read(input, tuple(links)), Read(index, tuple(map(Link, range(index.ndim))))),
-        outputs=(Output(index.shape, tuple(range(index.ndim))),),
-        local=as_called(function),
-        runs_empty=True,
-    )
 
 
 @each("flip")
@@ -160,6 +110,13 @@ def fliplr(input: Tensor) -> Tensor:
 @made_of("flipud")
 def flipud(input: Tensor) -> Tensor:
     return input.flip(0)
+
+
+@made_of("rot90")
+def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
+    first, second = dims
+    turned = input.flip(second) if k % 4 == 1 else input.flip(first) if k % 4 == 3 else input
+    return input.flip(first, second) if k % 4 == 2 else turned.transpose(first, second) if k % 2 else turned.clone()
 
 
 @each("roll")
@@ -194,3 +151,50 @@ def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: 
         above, below = values.narrow(dim, 1, length), values.narrow(dim, 0, length)
         values = above ^ below if values.dtype == torch.bool else above - below
     return values
+
+
+@made_of("gradient")
+def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> tuple[Tensor, ...]:
+    """Differences of both neighbours; at the ends, of the next one or two."""
+    dims = [*range(input.ndim)] if dim is None else [normal(d, input.ndim) for d in flat_ints((dim,))]
+    steps = [*spacing] if isinstance(spacing, (tuple, list)) else [spacing] * len(dims)
+    if any(isinstance(step, Tensor) and step.ndim for step in steps):
+        raise refuse("gradient", "coordinates given as tensors make spacings that differ", "give numbers")
+    return tuple(_slope(input, d, step, edge_order) for d, step in zip(dims, steps, strict=True))
+
+
+def _slope(input: Tensor, dim: int, step: Any, edge_order: int) -> Tensor:
+    length = input.shape[dim]
+    if edge_order not in (1, 2) or length < edge_order + 1:
+        raise RuntimeError("torch.gradient: each dim needs edge_order + 1 elements, and edge_order is 1 or 2")
+    take = lambda start, count=1: input.narrow(dim, start, count)  # noqa: E731
+    inner = (take(2, length - 2) - take(0, length - 2)) / (2 * step)
+    if edge_order == 1:
+        ends = [(take(1) - take(0)) / step, (take(length - 1) - take(length - 2)) / step]
+    else:
+        ends = [
+            (-1.5 * take(0) + 2 * take(1) - 0.5 * take(2)) / step,
+            (1.5 * take(length - 1) - 2 * take(length - 2) + 0.5 * take(length - 3)) / step,
+        ]
+    return torch.cat([ends[0], inner, ends[1]], dim)
+
+
+def _slabs(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
+    """The area between each two neighbours."""
+    length = y.shape[dim] - 1
+    middle = (y.narrow(dim, 1, length) + y.narrow(dim, 0, length)) / 2
+    if x is None:
+        return middle * dx
+    widths = x.diff() if x.ndim == 1 else x.diff(dim=dim)
+    shape = [-1 if d == normal(dim, y.ndim) else 1 for d in range(y.ndim)]
+    return middle * (widths.reshape(shape) if x.ndim == 1 else widths)
+
+
+@composite(torch.trapezoid, torch.trapz)
+def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+    return _slabs(y, x, dx, dim).sum(dim)
+
+
+@composite(torch.cumulative_trapezoid)
+def cumulative_trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+    return _slabs(y, x, dx, dim).cumsum(dim)

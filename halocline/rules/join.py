@@ -71,6 +71,23 @@ def dstack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.atleast_3d(tensor) for tensor in tensors], 2)
 
 
+@made_of("column_stack")
+def column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
+
+
+@made_of("meshgrid")
+def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
+    """Each line stretched over the grid; a cut line cuts the grid along its own dim."""
+    given = list(operands(tensors, Tensor))
+    if indexing == "xy" and len(given) > 1:
+        second, first, *rest = meshgrid(given[1], given[0], *given[2:])
+        return first, second, *rest
+    sizes = [tensor.numel() for tensor in given]
+    lines = [t.reshape([n if d == i else 1 for d, n in enumerate(sizes)]) for i, t in enumerate(given)]
+    return tuple(line.expand(sizes) for line in lines)
+
+
 @each("repeat tile")
 def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     """Along a cut dim the rounds are laid side by side as they are fetched; along others they are still to do."""
@@ -126,6 +143,23 @@ def tensor_split(
     ends = [0, *given[0]], [*given[0], input.shape[place]]
     before = (slice(None),) * place
     return tuple(input[(*before, slice(lo, hi))] for lo, hi in zip(*ends, strict=True))
+
+
+def _split_along(names: str, dim: Any) -> None:
+    @made_of(names)
+    def split_along(
+        input: Tensor, indices_or_sections: Any = None, *, sections: Any = None, indices: Any = None
+    ) -> Any:
+        given = [v for v in (indices_or_sections, sections, indices) if v is not None]
+        place = dim(input)
+        if isinstance(given[0], int) and input.shape[place] % given[0]:
+            raise RuntimeError(f"{names}: dim {place} of size {input.shape[place]} does not split into {given[0]}")
+        return input.tensor_split(given[0], place)
+
+
+_split_along("hsplit", lambda x: 0 if x.ndim == 1 else 1)
+_split_along("vsplit", lambda x: 0)
+_split_along("dsplit", lambda x: 2)
 
 
 @made_of("unbind")

@@ -18,7 +18,7 @@ from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
 from .table import composite, refuse
 
 
-def _reduce(values: Tensor, reduction: str) -> Tensor:
+def reduced(values: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return values
     if reduction not in ("mean", "sum"):
@@ -41,7 +41,7 @@ def _voxelwise(function: Callable[..., Tensor]) -> None:
         reduction: str = "mean",
         **kwargs: Any,
     ) -> Tensor:
-        _no_legacy(function, size_average, reduce, args)
+        no_legacy(function, size_average, reduce, args)
         weight = kwargs.pop("weight", None)
         if function is F.l1_loss and weight is None:  # torch itself forgets to hand it on
             weight = caller_value(F.l1_loss, "weight")
@@ -50,7 +50,7 @@ def _voxelwise(function: Callable[..., Tensor]) -> None:
             return _weighted(function, values, weight, reduction)
         if reduction == "batchmean":
             return values.sum() / input.shape[0]
-        return _reduce(values, reduction)
+        return reduced(values, reduction)
 
     composite(function, family="loss")(loss)
 
@@ -60,10 +60,10 @@ def _weighted(function: Any, values: Tensor, weight: Tensor, reduction: str) -> 
     if tuple(weight.shape) != tuple(values.shape):
         raise refuse(function, "its weight has another shape than its input", "give a weight for each element")
     weighed = values * weight
-    return weighed.sum() / weight.sum() if reduction == "mean" else _reduce(weighed, reduction)
+    return weighed.sum() / weight.sum() if reduction == "mean" else reduced(weighed, reduction)
 
 
-def _no_legacy(function: Any, size_average: Any, reduce: Any, args: tuple[Any, ...]) -> None:
+def no_legacy(function: Any, size_average: Any, reduce: Any, args: tuple[Any, ...] = ()) -> None:
     if size_average is not None or reduce is not None or args:
         raise refuse(function, "size_average, reduce and positional options are torch's old way", "use reduction=...")
 
@@ -97,10 +97,10 @@ def binary_cross_entropy(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Tensor:
-    _no_legacy(F.binary_cross_entropy, size_average, reduce, ())
+    no_legacy(F.binary_cross_entropy, size_average, reduce)
     _same_shape("binary_cross_entropy", input, target)
     options = {"reduction": "none", **({} if weight is None else {"weight": weight})}
-    return _reduce(run_rule(F.binary_cross_entropy, _bce, (input, target), options), reduction)
+    return reduced(run_rule(F.binary_cross_entropy, _bce, (input, target), options), reduction)
 
 
 @composite(F.binary_cross_entropy_with_logits)
@@ -113,12 +113,12 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor:
-    _no_legacy(F.binary_cross_entropy_with_logits, size_average, reduce, ())
+    no_legacy(F.binary_cross_entropy_with_logits, size_average, reduce)
     _same_shape("binary_cross_entropy_with_logits", input, target)
     options: dict[str, Any] = {"reduction": "none"}
     options.update({n: v for n, v in (("weight", weight), ("pos_weight", pos_weight)) if v is not None})
     values = run_rule(F.binary_cross_entropy_with_logits, _bce_logits, (input, target), options)
-    return _reduce(values, reduction)
+    return reduced(values, reduction)
 
 
 def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
@@ -180,7 +180,7 @@ def _class_loss(function: Any, describe: Any, reduction: str, *call: Any) -> Ten
     values, weights = run_rule(function, describe, call, {})
     if reduction == "mean":
         return values.sum() / weights.sum()
-    return _reduce(values, reduction)
+    return reduced(values, reduction)
 
 
 def _probability_rule(input: Operand, target: Operand, weight: Operand | None, smoothing: float) -> Recipe:
@@ -204,11 +204,11 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    _no_legacy(F.cross_entropy, size_average, reduce, ())
+    no_legacy(F.cross_entropy, size_average, reduce)
     if target.is_floating_point():
         _same_shape("cross_entropy", input, target)
         values = run_rule(F.cross_entropy, _probability_rule, (input, target, weight, label_smoothing), {})
-        return _reduce(values, reduction)
+        return reduced(values, reduction)
     call = (input, target, weight, ignore_index, label_smoothing)
     return _class_loss(F.cross_entropy, _cross_entropy_rule, reduction, *call)
 
@@ -223,5 +223,5 @@ def nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Tensor:
-    _no_legacy(F.nll_loss, size_average, reduce, ())
+    no_legacy(F.nll_loss, size_average, reduce)
     return _class_loss(F.nll_loss, _nll_rule, reduction, input, target, weight, ignore_index, 0.0)

@@ -13,9 +13,11 @@ from torch import Tensor
 from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
-from ..world import Label, Mesh
+from ..world import Label, Mesh, scaled
+from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
 from .recipe import Local, Operand, Read, Recipe, Slot, Work
+from .remedy import cost, forced, lost_axes, put_back, shuffled
 from .table import name_of, refuse
 
 _log = logging.getLogger("halocline")
@@ -43,10 +45,11 @@ class Plan:
     recipe: Recipe
     fetches: tuple[Fetch | None, ...]
     work: Work
-    shardings: tuple[Sharding, ...]
+    shardings: tuple[Sharding, ...]  # of the results as they are computed
+    goals: tuple[Sharding, ...]  # and as they are handed out
     sum_axes: frozenset[str]
     some_empty: bool  # has any rank nothing to compute?
-    halo: Halo | None  # where the halo is not glued to the tile
+    halo: Halo | Boxes | None  # where the halo is not glued to the tile
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
 
     @cached_property
@@ -54,9 +57,31 @@ class Plan:
         return bound(self.recipe, self.work)
 
     @cached_property
+    def leading(self) -> bool:
+        """Do the tensors come before all other arguments?"""
+        return self.places == tuple(range(len(self.fetches)))
+
+    @cached_property
     def idle(self) -> bool:
         """Has this rank nothing to compute?"""
         return not self.recipe.runs_empty and any(interval.empty for interval in self.work.box)
+
+    @cached_property
+    def touched(self) -> tuple[int, ...]:
+        """Operands that are not used where they lie."""
+        return tuple(i for i, fetch in enumerate(self.fetches) if fetch is not None and not fetch.untouched)
+
+    @cached_property
+    def joined(self) -> tuple[int, ...]:
+        """Two or more operands that travel among the same ranks."""
+        moving = {i: f.ranks for i, f in enumerate(self.fetches) if f is not None and f.communicates}
+        alike = tuple(i for i in moving if list(moving.values()).count(moving[i]) > 1)
+        return tuple(i for i in alike if moving[i] == moving[alike[0]])
+
+    @cached_property
+    def shuffles(self) -> bool:
+        """Is a cut moved to another dim for the call, and back?"""
+        return self.goals != self.shardings
 
     @cached_property
     def gathers(self) -> bool:
@@ -68,6 +93,7 @@ class Plan:
         recipe = self.recipe
         return (
             all(fetch is None or fetch.untouched for fetch in self.fetches)
+            and self.goals == self.shardings
             and not (recipe.inplace or recipe.view or self.sum_axes or self.some_empty)
             and len(self.shardings) == 1
             and bool(self.shardings[0].axes)
@@ -79,6 +105,29 @@ class Plan:
         still = {i: f.adjoint_scale for i, f in enumerate(self.fetches) if f and f.untouched and f.adjoint_scale != 1}
         return tuple((factor, tuple(i for i in still if still[i] == factor)) for factor in sorted(set(still.values())))
 
+    @cached_property
+    def hooked(self) -> bool:
+        """May law 3 be a hook on the one node of the call? All operands but the first have the one factor."""
+        if self.recipe.lone is None or len(self.factors) != 1:
+            return False
+        return set(self.factors[0][1]) == {read.operand.index for read in self.recipe.reads[1:]}
+
+    def hook(self, result: Tensor, tiles: list[Tensor]) -> None:
+        node, lone = result.grad_fn, self.recipe.lone
+        if node is None or lone is None or node.name() != lone.node:
+            raise AssertionError(f"{self.name} was to make one {lone}, and made {node}")
+        others = [tiles[read.operand.index] for read in self.recipe.reads[1:]]
+        node.register_hook(partial(_scale_gradients, self, others))
+
+
+def _scale_gradients(plan: Plan, others: list[Tensor], found: Any, given: Any) -> Any:
+    factor, first, lone = plan.factors[0][0], found[0], plan.recipe.lone
+    if first is not None and first.requires_grad:  # a second derivative is to come
+        entered = [scaled((1.0, factor), tensor) if tensor.requires_grad else tensor for tensor in others]
+        first = lone.again(plan.work, given[0], first.detach(), *entered)  # type: ignore[union-attr]
+    # The adjoint of the identity with adjoint R is R with the identity as its adjoint: not a plain product.
+    return first, *(None if gradient is None else scaled((factor, 1.0), gradient) for gradient in found[1:])
+
 
 def make_plan(
     function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -88,24 +137,20 @@ def make_plan(
     described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
     recipe: Recipe = describe(*described[0], **described[1])
     shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
-    cuts = _assign(mesh, recipe, shardings)
-    work_axes = frozenset(cut.axis for cut in cuts.values())
-    fetches: list[Fetch | None] = [None] * len(tensors)
-    slots: list[tuple[Slot, ...]] = [()] * len(tensors)
-    for read in recipe.reads:
-        index = read.operand.index
-        fetches[index], slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
+    way = _choose(mesh, recipe, shardings)
+    cuts, fetches = way.cuts, way.fetches
     _check_inplace(function, recipe, tensors, fetches)
     _say_if_whole_and_large(function, mesh, tensors, fetches)
     box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
-    work = Work(box, tuple(slots))
+    work = Work(box, tuple(way.slots))
     return Plan(
         name=name_of(function),
         mesh=mesh,
         recipe=recipe,
         fetches=tuple(fetches),
         work=work,
-        shardings=tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs),
+        shardings=way.results,
+        goals=way.goals,
         sum_axes=_sum_axes(function, recipe, cuts),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
         halo=_halo(mesh, recipe, work, fetches, cuts),
@@ -113,13 +158,49 @@ def make_plan(
     )
 
 
-def _halo(mesh: Mesh, recipe: Recipe, work: Work, fetches: list[Fetch | None], cuts: dict[int, Cut]) -> Halo | None:
+class Way:
+    """One way to cut the space: what it makes each operand bring, and how the results lie, at first and in the end."""
+
+    def __init__(self, mesh: Mesh, recipe: Recipe, shardings: list[Sharding], cuts: dict[int, Cut]) -> None:
+        self.cuts = cuts
+        work_axes = frozenset(cut.axis for cut in cuts.values())
+        self.fetches: list[Fetch | None] = [None] * len(shardings)
+        self.slots: list[tuple[Slot, ...]] = [()] * len(shardings)
+        for read in recipe.reads:
+            index = read.operand.index
+            self.fetches[index], self.slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
+        self.results = tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs)
+        self.goals = self.results
+
+    def cost(self, mesh: Mesh) -> int:
+        return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
+
+
+def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> Way:
+    """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
+    gather = Way(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
+    lost = lost_axes(recipe, shardings, gather.cuts)
+    if not lost or recipe.inplace or forced() == "gather":
+        return gather
+    shuffle = Way(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
+    goals = zip(recipe.outputs, shuffle.results, strict=True)
+    shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
+    return shuffle if forced() == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
+
+
+def _halo(
+    mesh: Mesh, recipe: Recipe, work: Work, fetches: list[Fetch | None], cuts: dict[int, Cut]
+) -> Halo | Boxes | None:
     """Only the first operand moves; the others are whole, and used as they are."""
-    first, *others = (fetches[read.operand.index] for read in recipe.reads) if recipe.addend else (None,)
+    first, *others = (fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
+    if recipe.boxes and not others:
+        return plan_boxes(recipe, work, first, cuts, partial(bound, recipe))
+    if recipe.addend is None:
+        return None
     factor = float(mesh.count(cut.axis for cut in cuts.values()))
     if any(fetch is None or not fetch.untouched or fetch.adjoint_scale != factor for fetch in others):
         return None
-    if any(piece.empty for cut in cuts.values() for piece in cut.partition.pieces()):
+    if 0 in recipe.space or any(piece.empty for cut in cuts.values() for piece in cut.partition.pieces()):
         return None
     return plan_halo(recipe, work, first, factor, bound(recipe, work))
 

@@ -25,7 +25,9 @@ logical_and logical_not logical_or logical_xor logit lt masked_fill maximum mini
 neg negative nextafter not_equal polygamma positive pow rad2deg real reciprocal relu remainder resolve_conj resolve_neg
 round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh threshold true_divide trunc
 where xlogy clone detach contiguous nan_to_num zeros_like ones_like full_like double float half bfloat16 int long short
-char bool byte zero_ fill_ cfloat cdouble complex polar
+char bool byte zero_ fill_ copy_ cfloat cdouble complex polar
+entr erfcx expit gammainc gammaincc gammaln gcd i0e i1 i1e igamma igammac lcm log_ndtr multigammaln ndtr ndtri psi
+xlog1py zeta bessel_j0 bessel_j1
 """.split()
 _ACTIVATIONS = """
 relu relu6 elu selu celu leaky_relu hardtanh hardswish hardsigmoid silu mish gelu softplus softsign logsigmoid
@@ -45,6 +47,7 @@ def _functions() -> dict[Any, bool]:
             for variant in (name, f"{name}_") if not name.endswith("_") else (name,):
                 if callable(getattr(home, variant, None)):  # torch.float and its kind are dtypes
                     found[getattr(home, variant)] = variant.endswith("_")
+    found |= {getattr(Tensor, name).__get__: False for name in ("real", "imag")}
     for name in _ACTIVATIONS:
         for variant in (name, f"{name}_"):
             if hasattr(F, variant):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..geometry import Access, Box, Interval, Same
 
@@ -116,7 +117,7 @@ def as_called(function: Callable[..., Any]) -> Local:
 
 @dataclass(frozen=True)
 class Addend:
-    """What a piece of the first operand adds to the result: ``out`` of the local output, through ``sees`` of the second.
+    """What a piece of the first operand adds to ``out`` of the local output, through ``sees`` of the second operand.
 
     ``compute.forward(piece, *others)`` gives it, ``compute.backward(gradient, piece, *others, needed)`` the gradients
     of piece and others.
@@ -128,12 +129,26 @@ class Addend:
 
 
 @dataclass(frozen=True)
+class Lone:
+    """Local work that makes just one autograd node, of this name, whose inputs are the operands in order of reading.
+
+    Law 3's factors can then be a hook on it. ``again(work, gradient, found, *others)`` gives the gradient of the first
+    operand once more, as a function of the others: only so do their factors show in a second derivative.
+    """
+
+    node: str
+    again: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
     it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
     torch's result shares memory with the first operand read; ``may_copy``: unless its strides forbid it (reshape).
     ``addend(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of that adds
     to the box ``out``, both in global indices. The ``main`` piece is the own tile, which must reach all of the box.
+    ``boxes`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the space's:
+    the output is then computed box by box where that spares gluing a halo to the tile.
     """
 
     space: tuple[int, ...]
@@ -148,6 +163,8 @@ class Recipe:
     may_copy: bool = False
     flops: float = 0.0
     addend: Callable[[Box, Box, bool], Addend] | None = None
+    boxes: bool = False
+    lone: Lone | None = None
 
 
 def follow(operand: Operand, *dims: int | None) -> Read:

@@ -12,6 +12,7 @@ from ..tensor import ShardedTensor, Sharding, here, unwrap, wrap
 from ..world import Label
 from .executor import run_rule
 from .recipe import Link, Operand, Output, Read, Recipe
+from .scan import cut_points, extreme_along
 from .table import composite, refuse
 
 Dims = int | Sequence[int] | None
@@ -89,6 +90,11 @@ def mean(
 @composite(torch.nansum, Tensor.nansum)
 def nansum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     return sum_(torch.where(input.isnan(), torch.zeros((), dtype=input.dtype), input), dim, keepdim, dtype=dtype)
+
+
+@composite(torch.nanmean, Tensor.nanmean)
+def nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    return nansum(input, dim, keepdim, dtype=dtype) / sum_(~input.isnan(), dim, keepdim)
 
 
 @composite(torch.count_nonzero, Tensor.count_nonzero)
@@ -220,14 +226,24 @@ def _max_or_min(function: Any, pairwise: Any, largest: bool, input: Any, args: A
         return pairwise(input, other)
     if not args and not kwargs:
         return _extreme(input, None, False, largest)
-    return _along(function, input, *args, **kwargs)
+    return _along(function, input, *args, **kwargs) if args else _along(function, input, **{"dim": 0, **kwargs})
 
 
-def _along(function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Functions of one dim that answer with values and positions: that dim is read whole."""
-    result = run_rule(function, _whole_dim_rule(function), (input, *args), kwargs)
+def _along(function: Any, input: Tensor, dim: int, keepdim: bool = False, *, axis: int | None = None) -> Any:
+    """Functions of one dim that answer with values and positions, or with positions alone."""
+    place = normal_dim(dim if axis is None else axis, input.ndim)
+    points = cut_points(input, place)
+    if points is None or input.dtype == torch.bool:
+        result = run_rule(function, _whole_dim_rule(function), (input, place, keepdim), {})
+    else:
+        found = extreme_along(_PAIRED.get(function, function), input, place, points)
+        result = found if keepdim else tuple(part.squeeze(place) for part in found)
+        result = result[1] if function in _PAIRED else result
     kind = getattr(torch.return_types, function.__name__, tuple)
     return kind(result) if isinstance(result, tuple) else result
+
+
+_PAIRED = {torch.argmax: torch.max, torch.argmin: torch.min}
 
 
 _whole_dim_rules: dict[Any, Callable[..., Recipe]] = {}
@@ -235,7 +251,7 @@ _whole_dim_rules: dict[Any, Callable[..., Recipe]] = {}
 
 def _whole_dim_rule(function: Any) -> Callable[..., Recipe]:
     """One rule object a function, since plans are kept by it."""
-    outputs = 1 if function in (torch.argmax, torch.argmin) else 2
+    outputs = 1 if function in _PAIRED else 2
 
     def describe(input: Operand, dim: int, keepdim: bool = False) -> Recipe:
         place = normal_dim(dim, input.ndim)
@@ -268,7 +284,7 @@ def _argmax(function: Any, input: Tensor, dim: int | None, keepdim: bool) -> Ten
     return _along(function, input, dim, keepdim)
 
 
-@composite(torch.logsumexp, Tensor.logsumexp)
+@composite(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
     dims = normal_dims(dim, input.ndim)
     top = extreme_value(input, dims, True, True)

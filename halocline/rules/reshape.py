@@ -1,7 +1,7 @@
-"""The same elements under other dims. A cut stays where the cut dim leads its group of dims; else that dim is gathered.
+"""The same elements under other dims. A cut stays where the cut dim leads its group of dims; else tiles are exchanged.
 
 Input and output dims fall into groups of equal product: [N, C, D, H] -> [N, C*D*H] has the groups N -> N and
-C, D, H -> C*D*H, which C leads (or D, where C is one).
+C, D, H -> C*D*H, which C leads (or D, where C is one). A group is cut along one axis: others are gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..geometry.access import Rows
+from ..geometry import Access
+from ..geometry.access import Digit, Rows
 from .recipe import WHOLE, Link, Operand, Recipe, Work
 from .table import refuse
 from .view import each, local_shape, made_of, normal, on_tile, operands, shape, viewing
@@ -44,24 +45,21 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
 
 
 class Regroup(NamedTuple):
-    """What a group's rows hold, in elements: before by the input's leading dim, after by the output's."""
+    """A group, how many elements share an index of each of its input dims, and how many an output row holds."""
 
     group: Group
-    held: int
+    strides: tuple[int, ...]
     made: int
-
-    @property
-    def ragged(self) -> bool:
-        """May an output row begin inside an input row?"""
-        return self.held % self.made != 0 and self.made % self.held != 0
 
 
 def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
     found = []
     for group in groups(old, new):
-        held, made = prod(old[d] for d in group.before[1:]), prod(new[d] for d in group.after[1:])
-        if held and made:
-            found.append(Regroup(group, held, made))
+        sizes = [old[d] for d in group.before]
+        strides = tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
+        made = prod(new[d] for d in group.after[1:])
+        if prod(sizes) and made:
+            found.append(Regroup(group, strides, made))
     return found
 
 
@@ -70,23 +68,35 @@ def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
     links = [WHOLE] * input.ndim
     for one, other in _ones(input, space):
         links[one] = Link(other)
-    for group, held, made in parts:
-        links[group.before[0]] = Link(group.after[0], Rows(held, made))
+    for part in parts:
+        for dim, access in _accesses(input, part):
+            links[dim] = Link(part.group.after[0], access)
 
     def local(work: Work, tile: Tensor) -> Tensor:
-        if tile.numel() and any(part.ragged and not work.native(input, part.group.before[0]) for part in parts):
+        made = local_shape(work)
+        if tile.numel() != prod(made):
             tile = _trimmed(work, tile)
-        return tile.reshape(local_shape(work))
+        return tile.reshape(made)
 
     def _trimmed(work: Work, tile: Tensor) -> Tensor:
         """Each group as one dim, without the elements of the outermost rows that belong to neighbours."""
         flat = tile.reshape([prod(tile.shape[d] for d in part.group.before) for part in parts])
-        for place, (group, held, made) in enumerate(parts):
-            (need,), box = work.slots[input.index][group.before[0]].needs, work.box[group.after[0]]
-            flat = flat.narrow(place, box.lo * made - need.lo * held if box.size else 0, box.size * made)
+        for place, (group, strides, made) in enumerate(parts):
+            slots, box = work.slots[input.index], work.box[group.after[0]]
+            first = sum(slots[d].needs[0].lo * stride for d, stride in zip(group.before, strides, strict=True))
+            flat = flat.narrow(place, box.lo * made - first if box.size else 0, box.size * made)
         return flat
 
     return viewing(input, space, links, on_tile(local), may_copy=may_copy)
+
+
+def _accesses(input: Operand, part: Regroup) -> Iterator[tuple[int, Access]]:
+    """A cut dim that leads its group keeps its cut. One behind it has rows all over the output: they change places."""
+    before, strides = part.group.before, part.strides
+    inner = next((place for place, dim in enumerate(before) if dim in input.cut_dims), 0)
+    yield before[0], Rows(strides[0], part.made)
+    for dim, stride in zip(before[1 : inner + 1], strides[1:], strict=False):
+        yield dim, Digit(input.shape[dim], stride, part.made)
 
 
 def _ones(input: Operand, space: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -30,7 +30,7 @@ def each(names: str) -> Callable[[Describe], Describe]:
 
     def keep(describe: Describe) -> Describe:
         for function in forms(names):
-            rule(function, family=_family(describe))(_bound(describe, function))
+            rule(function, family=_family(describe))(bound(describe, function))
         return describe
 
     return keep
@@ -50,7 +50,9 @@ def _family(run: Callable[..., Any]) -> str:
     return run.__module__.rpartition(".")[2]
 
 
-def _bound(describe: Describe, function: Any) -> Describe:
+def bound(describe: Describe, function: Any) -> Describe:
+    """``describe(function, ...)`` as the rule of that function alone."""
+
     def call(*args: Any, **kwargs: Any) -> Recipe:
         return describe(function, *args, **kwargs)
 
@@ -81,7 +83,7 @@ def operands(value: Any, kind: type = Operand) -> Iterator[Any]:
 
 def shapes(function: Any, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
     """Ask torch itself for the shapes of the results; it raises its own error where the call makes no sense."""
-    result = function(*_meta(args), **_meta(kwargs))
+    result = function(*meta(args), **meta(kwargs))
     return [tuple(tensor.shape) for tensor in operands(result if isinstance(result, tuple) else (result,), Tensor)]
 
 
@@ -89,17 +91,18 @@ def shape(function: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return shapes(function, *args, **kwargs)[0]
 
 
-def _meta(value: Any) -> Any:
-    if isinstance(value, Operand):
+def meta(value: Any) -> Any:
+    """Operands and tensors as tensors of their shapes alone, of which torch can be asked."""
+    if isinstance(value, (Operand, Tensor)):
         real = (
             value.dtype.is_floating_point or value.dtype.is_complex
         )  # autocast would make these agree, but not on meta
         return torch.empty(value.shape, dtype=torch.float32 if real else value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
-        items = [_meta(item) for item in value]
+        items = [meta(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {name: _meta(item) for name, item in value.items()}
+        return {name: meta(item) for name, item in value.items()}
     return value
 
 

@@ -1,4 +1,4 @@
-"""Functions that need a dim whole: softmax, cumulative sums, sorting, look-ups. All other dims keep their cuts."""
+"""Functions that need a dim whole: sorting, shuffling, look-ups. All other dims keep their cuts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .executor import run_rule
-from .pointwise import broadcast_shape
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe
 from .table import refuse, rule
-from .view import as_called, each, made_of, normal, shape, shapes
+from .view import as_called, each, made_of, normal, shapes
 
 
 def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, **kwargs: Any) -> Recipe:
@@ -30,14 +29,7 @@ def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, 
     )
 
 
-@each("softmax log_softmax softmin")
-def softmax(function: Any, input: Operand, dim: int | None = None, *args: Any, **kwargs: Any) -> Recipe:
-    if dim is None:  # torch's old guess
-        dim = 0 if input.ndim in (0, 1, 3) else 1
-    return along(function, input, dim, dim)
-
-
-@each("cumsum cumprod logcumsumexp")
+@each("logcumsumexp")
 def cumulative(function: Any, input: Operand, dim: int, **kwargs: Any) -> Recipe:
     return along(function, input, dim, dim)
 
@@ -59,26 +51,7 @@ def local_response_norm(function: Any, input: Operand, size: int, *args: Any, **
     return along(function, input, 1, size)
 
 
-@each("normalize")
-def normalize(function: Any, input: Operand, p: float = 2.0, dim: Any = 1, *args: Any, **kwargs: Any) -> Recipe:
-    return along(function, input, dim, p, dim)
-
-
-@each("cosine_similarity")
-def cosine_similarity(function: Any, input: Operand, other: Operand, dim: int = 1, eps: float = 1e-8) -> Recipe:
-    space = broadcast_shape(input.shape, other.shape)
-    place = normal(dim, len(space))
-    return Recipe(
-        space=space,
-        reads=tuple(Read(operand, _stretched(operand.shape, space)) for operand in (input, other)),
-        outputs=(Output(shape(function, input, other, dim), tuple(d for d in range(len(space)) if d != place)),),
-        local=as_called(function),
-        uncut=frozenset({place}),
-        runs_empty=True,
-    )
-
-
-def _stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
+def stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
     """Dims aligned from the right; one of size one that is stretched is read whole."""
     first = len(space) - len(shape)
     return tuple(Link(first + d) if size == space[first + d] else WHOLE for d, size in enumerate(shape))
@@ -163,34 +136,4 @@ def one_hot(input: Operand, num_classes: int = -1) -> Recipe:
         outputs=(Output((*input.shape, num_classes), (*range(input.ndim), None)),),
         local=as_called(F.one_hot),
         runs_empty=True,
-    )
-
-
-@rule(F.scaled_dot_product_attention)
-def attention(
-    query: Operand,
-    key: Operand,
-    value: Operand,
-    attn_mask: Operand | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Recipe:
-    """Each query needs all keys and values: queries and the dims before them keep their cuts."""
-    if dropout_p > 0:
-        raise refuse(F.scaled_dot_product_attention, "its dropout would differ from one rank's", "use dropout_p=0")
-    space = shape(F.scaled_dot_product_attention, query, key, value, attn_mask, 0.0, is_causal, enable_gqa=enable_gqa)
-    rows = len(space) - 2
-    reads = [Read(query, (*_stretched(query.shape[:-1], space[:-1]), WHOLE))]
-    reads += [Read(x, (*_stretched(x.shape[:-2], space[:-2]), WHOLE, WHOLE)) for x in (key, value)]
-    if attn_mask is not None:
-        reads.append(Read(attn_mask, (*_stretched(attn_mask.shape[:-1], space[:-1]), WHOLE)))
-    uncut = frozenset([rows] * is_causal + [rows - 1] * enable_gqa)  # a causal mask counts rows from the first
-    return Recipe(
-        space=space,
-        reads=tuple(reads),
-        outputs=(Output(space, (*range(rows + 1), None)),),
-        local=as_called(F.scaled_dot_product_attention),
-        uncut=uncut,
     )

@@ -13,7 +13,7 @@ from ..errors import ShardingError
 from ..geometry import Transposed, Window
 from ..tensor import here
 from .convolve import Convolve
-from .recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, Work, pair, read_whole
+from .recipe import WHOLE, Link, Local, Lone, Operand, Output, Read, Recipe, Work, pair, read_whole
 from .table import rule
 
 
@@ -53,18 +53,28 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             Link(lead + 1 + i, Window(kernel[i], strides[i], dilations[i], before[i]), 0.0) for i in range(spatial)
         ]
 
+        def inner(work: Work) -> list[int]:
+            """Padding that torch does, on both sides: where the dim is not cut."""
+            return [amount if work.native(input, lead + 1 + i) else 0 for i, amount in enumerate(before)]
+
         def local(work: Work) -> Callable[..., Tensor]:
-            native = [work.native(input, lead + 1 + i) for i in range(spatial)]
-            inner = [amount if at_home else 0 for amount, at_home in zip(before, native, strict=True)]
-            outer = [a - b if at_home else 0 for a, b, at_home in zip(after, before, native, strict=True)]
-            more = [side for amount in reversed(outer) for side in (0, amount)]
+            home = [work.native(input, lead + 1 + i) for i in range(spatial)]
+            outer = [a - b if native else 0 for a, b, native in zip(after, before, home, strict=True)]
+            more, both = [side for amount in reversed(outer) for side in (0, amount)], inner(work)
 
             def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-                if any(more):  # 'same' padding of an even kernel is not symmetric
-                    input = F.pad(input, more)
-                return torch_function(input, weight, bias, strides, inner, dilations, groups)
+                return torch_function(input, weight, bias, strides, both, dilations, groups)
 
-            return compute
+            def padded(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                """'same' padding of an even kernel is not symmetric."""
+                return compute(F.pad(input, more), *args, **kwargs)
+
+            return padded if any(more) else compute
+
+        def again(work: Work, gradient: Tensor, found: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+            """The input's gradient. Of the input itself only the shape counts."""
+            call = (strides, inner(work), dilations, False, [0] * spatial, groups, [True, False, False])
+            return torch.ops.aten.convolution_backward(gradient, found, weight.to(gradient.dtype), None, *call)[0]
 
         reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
         if bias is not None:
@@ -76,6 +86,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             local=Local(local),
             flops=2.0 * _product(space) * _product(weight.shape[1:]),
             addend=Convolve(torch_function, kernel, strides, dilations, before, groups).addend if lead else None,
+            lone=Lone("ConvolutionBackward0", again) if lead else None,
         )
 
     return describe

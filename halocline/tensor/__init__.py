@@ -2,6 +2,7 @@
 
 from .copy import CopyOf, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_averaged, entering, recut
+from .foreign import node_of, trust
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
 from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
@@ -19,11 +20,13 @@ __all__ = [
     "here",
     "make_sharding",
     "mean_over_whole_axes",
+    "node_of",
     "plain",
     "recut",
     "refuse_write",
     "same_memory",
     "simple_tiles",
+    "trust",
     "unwrap",
     "watch",
     "watch_leaf",

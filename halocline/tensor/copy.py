@@ -34,6 +34,17 @@ class CopyOf:
             )
 
 
+class Loose(CopyOf):
+    """The mark of a shell that torch made behind its function protocol, and that may have got a node since."""
+
+    def __init__(self, mark: CopyOf | None) -> None:
+        self.mark = mark
+
+    def check(self) -> None:
+        if self.mark is not None:
+            self.mark.check()
+
+
 def refuse_write(operation: str) -> Refused:
     return Refused(
         operation,

@@ -52,11 +52,13 @@ class Fetch:
 
     @cached_property
     def gathers(self) -> bool:
-        """Is some axis given up, or some cut dim read whole by all, so that ranks end with the same data?"""
-        read_whole = any(
-            dim.owner_axis and all(needs == (whole(dim.size),) for needs in dim.needs) and dim.size for dim in self.dims
-        )
-        return bool(self.axes - self.work_axes) or read_whole
+        """Do the ranks of some axis that cuts the operand end with the same data?"""
+        told_apart = {
+            dim.need_axis
+            for dim in self.dims
+            if dim.need_axis and any(needs != (whole(dim.size),) for needs in dim.needs)
+        }
+        return any(dim.owner_axis and dim.size and dim.owner_axis not in told_apart for dim in self.dims)
 
     @cached_property
     def adjoint_scale(self) -> float:
@@ -126,7 +128,10 @@ def check_averaged(operand: Tensor, label: Label) -> None:
         )
 
 
-_LOOKED_AT = tuple(f"{name}Backward" for name in ("Move", "Sum", "Scale", "Normalize", "CutInput", "WithHalo", "Known"))
+_LOOKED_AT = tuple(
+    f"{name}Backward"
+    for name in ("Move", "Sum", "Scale", "Normalize", "CutInput", "WithHalo", "InBoxes", "RingAttention", "Known")
+)
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .._torch_private import autograd_state, no_torch_function
 from ..errors import Refused
-from .copy import CopyOf
+from .copy import CopyOf, Loose
 from .leaf import watch_leaf
 from .place import here
 from .sharding import Sharding
@@ -32,6 +33,8 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.detach.default:  # asked for by torch where it saves a tensor
+            return _detached(*args)
         raise Refused(
             str(function),
             here(),
@@ -47,7 +50,12 @@ class ShardedTensor(Tensor):
         raise Refused("pickle", here(), "a tile without its mesh means nothing elsewhere", "save hc.gather(x) instead")
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
-        return wrap(self._tile.detach().clone().requires_grad_(self._tile.requires_grad), self.sharding)
+        tile = unwrap(self)
+        if not tile.is_leaf:
+            raise RuntimeError("Only leaves of the graph can be copied deeply, cut or plain; detach this tensor first")
+        twin = tile.detach().clone().requires_grad_(tile.requires_grad)
+        twin.grad = None if tile.grad is None else tile.grad.clone()
+        return wrap(twin, self.sharding)
 
 
 def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
@@ -61,7 +69,7 @@ def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
                 if tensor._copy_of is not None:
                     return None
                 if node.name() not in _OURS if node is not None else tensor.requires_grad and not tile.requires_grad:
-                    unwrap(tensor)  # says what is wrong
+                    tile = unwrap(tensor)  # or says what is wrong
                 tiles.append(tile)
             elif kind is Tensor or kind is Parameter:
                 tiles.append(tensor)
@@ -81,26 +89,47 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
     return shell
 
 
+def _detached(shell: ShardedTensor) -> ShardedTensor:
+    """The same tile without a node; torch may give it one afterwards, which is looked for when somebody uses it."""
+    found = wrap(shell._tile.detach(), shell.sharding)
+    found._copy_of = Loose(shell._copy_of)
+    return found
+
+
 def unwrap(tensor: Tensor) -> Tensor:
     """The plain tile; a plain tensor is its own.
 
-    A shell that somebody else's autograd Function made has lost touch with its tile, and is refused.
+    A shell that somebody else's autograd Function made has lost touch with its tile: they are joined, or it is refused.
     """
     if not isinstance(tensor, ShardedTensor):
         return tensor
     node, requires_grad = autograd_state(tensor)
     if node is not None and node.name() not in _OURS:  # type: ignore[attr-defined]
-        raise Refused(
-            node.name().removesuffix("Backward"),  # type: ignore[attr-defined]
-            here(),
-            "an autograd Function made this tensor, and its backward would see this rank's tile alone",
-            "write it with torch functions, or give it a rule with @hc.rule",
-        )
-    tile = tensor._tile
+        _rejoin(tensor, node)
     if tensor._copy_of is not None:
-        tensor._copy_of.check()
+        if isinstance(tensor._copy_of, Loose):
+            _fasten(tensor, tensor._copy_of, requires_grad)
+        else:
+            tensor._copy_of.check()
+    tile = tensor._tile
     if requires_grad and not tile.requires_grad:
         raise Refused(
             "requires_grad", here(), "the shell asks for a gradient and its tile does not", "use hc.from_tile"
         )
     return tile
+
+
+def _rejoin(shell: ShardedTensor, node: object) -> None:
+    from .foreign import join  # which is made of what is here
+
+    join(shell, node)
+
+
+def _fasten(shell: ShardedTensor, loose: Loose, requires_grad: bool) -> None:
+    """By now torch has given the shell its node, if it was to get one."""
+    from .foreign import settle
+
+    loose.check()
+    shell._copy_of = loose.mark
+    if requires_grad and not shell._tile.requires_grad:
+        settle(shell)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -25,10 +26,10 @@ from ..errors import NoRule, Refused
 from ..rules.table import entries, name_of
 from ..world import Mesh, Traffic, init
 from .compare import EXACT, relative_error
-from .memory import peak_bytes
+from .memory import count_every_thread
 from .observe import Answer, CutSide, Tensors, named, observe, one_rank
 from .pool import RankError, RankPool
-from .task import BadUsage, Task, make_inputs, make_model, make_task
+from .task import BadUsage, Task, make_inputs, make_keywords, make_model, make_task
 
 #: In float32 rounding sets one rank itself apart from the true answer, some tensors far. The cut run may be so many
 #: times as far from one rank as that is from its own float64 answer, and need never be nearer than the second number.
@@ -57,6 +58,7 @@ class Report:
     gathered_bytes: int | None = None
     ranks: int = 1
     cut: dict[str, int] = field(default_factory=dict)
+    why: str = ""  # of a verdict that is none of this check's own
     # What follows is more than the verdict needs.
     buffer_error: float | None = None
     loss_error: float | None = None
@@ -96,16 +98,19 @@ def check_network(
 ) -> Report:
     """Run a network on one rank and cut over ``ranks``; compare outputs, gradients, buffers and loss curves.
 
-    ``target`` is a workload's name or ``package.module:factory``, ``cut`` is such as {"depth": 2}. ``deadline`` is in
-    seconds and for the cut run; by default it is many times what one rank took.
+    ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
+    ``deadline`` is in seconds and for the cut run; by default it is many times what one rank took.
     """
     started = time.monotonic()
-    peak_bytes(lambda: None)  # counting starts here: a tensor from before would count as freed by nobody
+    count_every_thread()  # from here on: a tensor from before would count as freed by nobody
     task = make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed)
     make_model(task)  # what cannot be built should fail before ranks are started
     with nullcontext(pool) if pool else RankPool(task.ranks) as ready:
         say("one rank: the untouched network")
-        true = one_rank(task)
+        try:
+            true = one_rank(task)
+        except Refused as refusal:  # of what `reproducible` cannot draw alike on one rank and on many
+            return _refused(task, [refusal])
         limit = deadline or 120 + 60 * (time.monotonic() - started)
         say(f"{task.ranks} ranks: {', '.join(f'{axis}={size}' for axis, size in task.cut.items())}")
         report = _cut_run(task, true, ready, limit)
@@ -120,7 +125,10 @@ def _cut_run(task: Task, true: Answer, pool: RankPool, deadline: float) -> Repor
             # The library's own deadline is the shorter one, for its error names rank, operation and module.
             found = pool.run(on_rank, task, str(path), deadline / 2, deadline=deadline)
         except RankError as error:
-            return _refused(task, error)
+            refusals = [one.error for one in error.outcomes if isinstance(one.error, Refused)]
+            if not refusals:  # a refusal is an answer; whatever else ends a rank is an error
+                raise
+            return _refused(task, refusals)
     return _judged(task, true, found)
 
 
@@ -138,7 +146,7 @@ class Found:
 
 def on_rank(task: Task, path: str, deadline: float) -> Found:
     init(deadline)
-    peak_bytes(lambda: None)  # as in check_network
+    count_every_thread()  # as in check_network
     with _quiet():
         answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)
     return Found(_errors(answer.tensors, torch.load(path, mmap=True)), answer.peak, answer.traffic)
@@ -146,12 +154,14 @@ def on_rank(task: Task, path: str, deadline: float) -> Found:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The report says what was gathered; the log need not."""
+    """The report says what was gathered; the log need not. Warnings of the network come from one rank already."""
     log = logging.getLogger("halocline")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.setLevel(before)
 
@@ -246,12 +256,19 @@ def _allowed(task: Task, found: Tensors) -> dict[str, Mapping[str, float]]:
     """float64: the one bound. float32: in proportion to how far one rank in float32 is from one rank in float64."""
     if task.dtype == "float64":
         return {kind: _Everywhere(EXACT) for kind in found}
-    exact = one_rank(replace(task, dtype="float64")).tensors
-    raised = {kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in found.items()}
     return {
         kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK_32 * error) for name, error in errors.items()})
-        for kind, errors in _errors(raised, exact).items()
+        for kind, errors in _rounding(task, found).items()
     }
+
+
+def _rounding(task: Task, found: Tensors) -> Errors:
+    """How far one rank is from float64; a network that fails in float64, from itself with weights and inputs nudged."""
+    try:
+        exact = one_rank(replace(task, dtype="float64")).tensors
+    except BadUsage:
+        return _errors(found, one_rank(task, nudged=True).tensors)
+    return _errors({kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in found.items()}, exact)
 
 
 class _Everywhere(dict[str, float]):
@@ -269,17 +286,10 @@ def _as_float64(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
-def _refused(task: Task, error: RankError) -> Report:
-    """A refusal is an answer; whatever else ends a rank is an error."""
-    refusals = {str(one.error): one.error for one in error.outcomes if isinstance(one.error, Refused)}
-    if not refusals:
-        raise error
-    return _report(
-        task,
-        "refused",
-        refusals=[{part: getattr(one, part) for part in PARTS} for one in refusals.values()],
-        without_rule=functions_without_rule(task) if any(isinstance(r, NoRule) for r in refusals.values()) else [],
-    )
+def _refused(task: Task, refusals: Sequence[Refused]) -> Report:
+    told = {str(one): {part: getattr(one, part) for part in PARTS} for one in refusals}
+    without = functions_without_rule(task) if any(isinstance(one, NoRule) for one in refusals) else []
+    return _report(task, "refused", refusals=list(told.values()), without_rule=without)
 
 
 def functions_without_rule(task: Task) -> list[str]:
@@ -291,7 +301,7 @@ def functions_without_rule(task: Task) -> list[str]:
     for tensor in inputs:
         setattr(tensor, MARK, True)
     with names, torch.no_grad():
-        make_model(task)(*inputs)
+        make_model(task)(*inputs, **make_keywords(task))
     return list(names.found)
 
 

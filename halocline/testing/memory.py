@@ -55,7 +55,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device | str = "cpu
         return _peak_on_cuda(function, device)
     if device.type != "cpu":
         raise HaloclineError(f"peak_bytes on {device}: only cpu and cuda report what they allocate; use one of these")
-    _count_every_thread()
+    count_every_thread()
     return _levels(_trace(function))
 
 
@@ -72,7 +72,7 @@ def _peak_on_cuda(function: Callable[[], object], device: torch.device) -> PeakM
 _from_before: list[weakref.ref[torch.UntypedStorage]] = []
 
 
-def _count_every_thread() -> None:
+def count_every_thread() -> None:
     """From now on the allocator adds up all threads' blocks; by itself it does so for profiled threads only.
 
     torch has no public name for this switch. It stays on: blocks taken while it is off would be freed uncounted.

@@ -1,4 +1,4 @@
-"""Run a network once to measure, once to compare and a few times to train: the same lines on one rank and on many."""
+"""Run a network once to measure, once to compare, then to train: the same lines on one rank and on many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..rules import from_tile, gather, shard
 from ..tensor import ShardedTensor, unwrap
 from ..world import AVERAGED, Label, Mesh, Traffic
 from .memory import peak_bytes
-from .task import BadUsage, Task, make_inputs, make_model
+from .task import BadUsage, Task, make_inputs, make_keywords, make_model
 
 RATE, MOMENTUM = 0.01, 0.9  # of the SGD that loss curves come from
 
@@ -30,8 +30,13 @@ class Side:
 
     traffic = Traffic()
 
-    def __init__(self, model: nn.Module, leaves: list[Tensor]) -> None:
-        self.model, self.leaves = model, leaves
+    def __init__(self, task: Task) -> None:
+        self.task, self.model, self.keywords = task, make_model(task), make_keywords(task)
+        self.leaves = make_inputs(task)
+
+    def __call__(self, leaves: list[Tensor]) -> dict[str, Tensor]:
+        """The outputs, by name."""
+        return dict(named(self.model(*map(self.place, range(len(leaves)), leaves), **self.keywords)))
 
     def place(self, index: int, leaf: Tensor) -> Tensor:
         return leaf
@@ -50,10 +55,10 @@ class CutSide(Side):
     """One rank of many: each input's tile is the leaf."""
 
     def __init__(self, task: Task, mesh: Mesh) -> None:
-        self.task, self.mesh, self.traffic = task, mesh, mesh.world.traffic
-        cut = [shard(x, mesh, task.dims(index)) for index, x in enumerate(make_inputs(task))]
-        tiles = [(unwrap(x) if isinstance(x, ShardedTensor) else x).detach() for x in cut]
-        super().__init__(distribute(make_model(task), mesh), tiles)
+        super().__init__(task)
+        self.mesh, self.traffic, self.model = mesh, mesh.world.traffic, distribute(self.model, mesh)
+        cut = [shard(x, mesh, task.dims(index)) for index, x in enumerate(self.leaves)]
+        self.leaves = [(unwrap(x) if isinstance(x, ShardedTensor) else x).detach() for x in cut]
 
     def place(self, index: int, leaf: Tensor) -> Tensor:
         if not self.task.dims(index):
@@ -83,21 +88,21 @@ class Answer:
 
 @reproducible(0)
 def observe(side: Side, steps: int) -> Answer:
-    """One step that allocates the gradients, one to measure, one to compare, and ``steps`` to train.
+    """One step to measure, one to compare, and ``steps`` to train.
 
-    Gradients stay allocated and are not averaged while measuring: neither they nor the buckets they travel in are
+    Gradients are allocated before and are not averaged while measuring: neither they nor the buckets they travel in are
     activations. Inputs need none, as in training.
     """
-    step = partial(_step, side, [leaf.detach().requires_grad_(_is_fixed(side.model)) for leaf in side.leaves])
+    for parameter in side.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    step = partial(_step, side, _leaves(side, _is_fixed(side.model)))
     with side.paused():
-        step()
-        side.model.zero_grad(set_to_none=False)
         side.traffic.clear()
         peak = peak_bytes(step).peak
         traffic = replace(side.traffic, gathers=side.traffic.gathers.copy())
     side.model.zero_grad(set_to_none=False)
-    leaves = [leaf.requires_grad_() for leaf in side.leaves]
-    outputs = _step(side, leaves)
+    side.leaves = _leaves(side, True)
+    outputs = _step(side, side.leaves)
     tensors = {
         "outputs": {name: side.whole(output).detach() for name, output in outputs.items()},
         "gradients": dict(_gradients(side)),
@@ -112,8 +117,13 @@ def _is_fixed(model: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def _leaves(side: Side, differentiable: bool) -> list[Tensor]:
+    """Whole numbers have no gradient."""
+    return [leaf.detach().requires_grad_(differentiable and leaf.is_floating_point()) for leaf in side.leaves]
+
+
 def _step(side: Side, leaves: list[Tensor]) -> dict[str, Tensor]:
-    outputs = dict(named(side.model(*(side.place(index, leaf) for index, leaf in enumerate(leaves)))))
+    outputs = side(leaves)
     loss_of(outputs).backward()
     return outputs
 
@@ -144,8 +154,9 @@ def _gradients(side: Side) -> Iterator[tuple[str, Tensor]]:
         if parameter.grad is not None:
             yield name, parameter.grad.detach().clone()
     for index, leaf in enumerate(side.leaves):
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        yield f"input {index}", side.whole_gradient(index, gradient)
+        if leaf.requires_grad:
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            yield f"input {index}", side.whole_gradient(index, gradient)
 
 
 def _train(side: Side, steps: int) -> Iterator[float]:
@@ -154,17 +165,29 @@ def _train(side: Side, steps: int) -> Iterator[float]:
     optimizer = torch.optim.SGD(side.model.parameters(), RATE, MOMENTUM)
     for _ in range(steps):
         optimizer.zero_grad()
-        outputs = named(side.model(*(side.place(index, leaf.detach()) for index, leaf in enumerate(side.leaves))))
-        loss = loss_of(dict(outputs))
+        loss = loss_of(side(_leaves(side, False)))
         loss.backward()
         optimizer.step()
         yield loss.item()
 
 
-def one_rank(task: Task) -> Answer:
+def one_rank(task: Task, *, nudged: bool = False) -> Answer:
+    """The untouched network on plain tensors; ``nudged``: with every weight and input off by about a rounding."""
     try:
-        return observe(Side(make_model(task), make_inputs(task)), task.steps)
+        side = Side(task)
+        if nudged:
+            _nudge([*side.model.parameters(), *side.leaves])
+        return observe(side, task.steps)
     except HaloclineError:
         raise
     except Exception as error:
         raise BadUsage(f"{task.target} fails on one rank, before any cut: {type(error).__name__}: {error}") from error
+
+
+@torch.no_grad()
+def _nudge(tensors: list[Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) * 2 - 1
+            tensor.mul_(1 + torch.finfo(tensor.dtype).eps * noise)

@@ -16,7 +16,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -40,13 +39,12 @@ import torch.distributed as dist
 
 from halocline.errors import HaloclineError
 
+from .place import START_DEADLINE, Place, environment
+
 T = TypeVar("T")
 
-START_DEADLINE = 120.0  # importing torch on a loaded machine takes tens of seconds
 GRACE = 1.0  # between the first failure and the killing: time for the other ranks to say what they saw
 SHARED_POOLS = 2  # a rank holds some 200 MB
-LOOPBACK = "127.0.0.1"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,16 @@ def _culprit(outcomes: list[Outcome]) -> Outcome:
 class RankPool:
     """`size` ranks joined by gloo over loopback, one thread each. They start at once; the first call waits for them.
 
-    One call at a time. `collective_timeout` is that of the ranks' default process group.
+    One call at a time. `collective_timeout` is that of the ranks' default process group; a `place` other than the
+    default has the ranks run elsewhere than on loopback.
     """
 
-    def __init__(self, size: int, *, collective_timeout: float = 60.0) -> None:
+    def __init__(self, size: int, *, collective_timeout: float = 60.0, place: Place | None = None) -> None:
         if size < 1:
             raise HaloclineError(f"RankPool({size}): a pool needs at least one rank")
         self.size, self.collective_timeout = size, collective_timeout
-        self._ranks: _Ranks | None = _Ranks(size, collective_timeout)
+        self.place = place or Place()
+        self._ranks: _Ranks | None = _Ranks(size, collective_timeout, self.place)
 
     def run(
         self,
@@ -151,7 +151,7 @@ class RankPool:
     def _started(self) -> _Ranks:
         if self._ranks is not None and not self._ranks.all_alive():
             self.close()  # one died between two calls, or before it joined
-        ranks = self._ranks = self._ranks or _Ranks(self.size, self.collective_timeout)
+        ranks = self._ranks = self._ranks or _Ranks(self.size, self.collective_timeout, self.place)
         if _failed(joined := ranks.join()):
             raise RankError(joined) from _culprit(joined).error
         return ranks
@@ -172,21 +172,21 @@ class RankPool:
 class _Ranks:
     """One generation of processes. It is used until something goes wrong, then killed; it is never mended."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, place: Place) -> None:
         context = mp.get_context("spawn")
         self.stacks = tempfile.TemporaryDirectory(prefix="halocline-ranks-")
-        self.store = _serve_store()
+        self.store = place.serve_store()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pipes]
-        start = partial(_rank_main, size=size, port=self.store.port, timeout=timeout)
+        start = partial(_rank_main, size=size, port=self.store.port, timeout=timeout, place=place)
         self.processes: list[BaseProcess] = [
             context.Process(target=start, args=(rank, theirs, self._stack(rank)), daemon=True, name=f"rank {rank}")
             for rank, (_, theirs) in enumerate(pipes)
         ]
         # Runs once: when killed, when collected, or at exit, whichever is first.
         self.kill = weakref.finalize(self, _end, self.processes, self.pipes, self.stacks)
-        with _environment(ENVIRONMENT):
-            for process in self.processes:
+        for rank, process in enumerate(self.processes):
+            with environment(place.environment(rank, size, self.store.port)):
                 process.start()
         for _, theirs in pipes:
             theirs.close()  # or its end would stay open here, and the rank's death would not read as end of file
@@ -261,16 +261,6 @@ class _Ranks:
         return "\n".join(takewhile(lambda line: not line.endswith("in _call"), lines))
 
 
-def _serve_store() -> Any:
-    listener = socket.create_server((LOOPBACK, 0))  # one that the store opens itself listens to the whole network
-    return _store(listener.getsockname()[1], is_master=True, master_listen_fd=listener.detach())
-
-
-def _store(port: int, **options: Any) -> Any:
-    store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
-    return store(LOOPBACK, port, wait_for_workers=False, timeout=timedelta(seconds=START_DEADLINE), **options)
-
-
 def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile.TemporaryDirectory[str]) -> None:
     _kill(processes)
     for pipe in pipes:
@@ -284,20 +274,6 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.kill()
     for process in started:
         process.join(5.0)
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Variables for processes started inside: OpenMP reads them at import, before any code of ours runs there."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _ask_for_stack(process: BaseProcess) -> None:
@@ -321,12 +297,12 @@ def _decoded(rank: int, reply: bytes) -> Outcome:
 # ---- in the rank processes ----
 
 
-def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float) -> None:
+def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float, place: Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_die_with_parent, args=(Path(stack),), daemon=True).start()
     with Path(stack).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-        pipe.send_bytes(_reply(rank, partial(_join, rank, size, port, timeout)))
+        pipe.send_bytes(_reply(rank, partial(_join, rank, size, port, timeout, place)))
         while job := _next_job(pipe):
             pipe.send_bytes(_reply(rank, partial(_call, job)))
     _die_with_parent(Path(stack))
@@ -349,9 +325,10 @@ def _next_job(pipe: Connection) -> bytes:
         return b""
 
 
-def _join(rank: int, size: int, port: int, timeout: float) -> None:
+def _join(rank: int, size: int, port: int, timeout: float, place: Place) -> None:
     torch.set_num_threads(1)
-    store, limit = _store(port), timedelta(seconds=timeout)
+    place.enter(rank)
+    store, limit = place.store(port), timedelta(seconds=timeout)
     store.set(f"rank {rank}", "here")  # ranks start seconds apart, which `timeout` should not have to allow for
     store.wait([f"rank {other}" for other in range(size)], timedelta(seconds=START_DEADLINE))
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)

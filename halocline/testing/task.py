@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import HaloclineError
 from ..workloads import WORKLOADS
+from ..zoo import draw, entry_of, find_zoo, load, split
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 #: Axes and the dims of the volume that they cut; spatial ones count from the end.
@@ -67,6 +67,12 @@ def make_task(
         raise BadUsage(f"no dtype {dtype!r} here; it is {' or '.join(DTYPES)}")
     if steps < 0:
         raise BadUsage(f"{steps} steps: the number of optimizer steps is 0 or more")
+    entry = entry_of(target)
+    if entry is not None:
+        if arguments or shapes:
+            raise BadUsage(f"{target} has arguments and inputs of its own; leave out those given")
+        dtype = entry.dtype if dtype == "float64" else dtype
+        return Task(target, {}, entry.shapes, _cut(entry.shapes[0], ranks, cut), dtype, steps, seed)
     sizes = _shapes(target, shapes)
     fitted = WORKLOADS[target].fit(sizes) if target in WORKLOADS else {}
     return Task(target, {**fitted, **(arguments or {})}, sizes, _cut(sizes[0], ranks, cut), dtype, steps, seed)
@@ -75,7 +81,8 @@ def make_task(
 def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
     known = WORKLOADS.get(target)
     if known is None and ":" not in target:
-        raise BadUsage(f"no network {target!r}; it is {', '.join(WORKLOADS)}, or package.module:factory")
+        known_names = ", ".join(WORKLOADS)
+        raise BadUsage(f"no network {target!r}; it is {known_names}, or package.module:factory, or such as monai/UNet")
     if known is None and not shapes:
         raise BadUsage(f"what goes into {target}? Give a shape for each input, such as --shape 1,1,32,32,32")
     sizes = tuple(tuple(shape) for shape in shapes or known.shapes)  # type: ignore[union-attr]
@@ -118,6 +125,8 @@ def make_model(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
     try:
         model = factory(**task.arguments)
+    except HaloclineError:
+        raise
     except Exception as error:
         raise BadUsage(f"{task.target} cannot be built with {dict(task.arguments)}: {error}") from error
     if not isinstance(model, nn.Module):
@@ -126,22 +135,35 @@ def make_model(task: Task) -> nn.Module:
 
 
 def find_factory(target: str) -> Callable[..., Any]:
-    """A workload's, or that of ``package.module:factory`` (as seen from the current folder)."""
+    """A workload's, that of a zoo's network, or ``package.module:factory`` (as seen from the current folder)."""
     if target in WORKLOADS:
         return WORKLOADS[target].factory
-    name, _, attribute = target.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if (parts := split(target)) is not None:
+        return partial(find_zoo(parts[0]).build, parts[1])
     try:
-        found = getattr(importlib.import_module(name), attribute)
+        found = load(target)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BadUsage(f"cannot find {target}: {error}; it is package.module:factory, seen from {folder}") from error
+        raise BadUsage(
+            f"cannot find {target}: {error}; it is package.module:factory, seen from {Path.cwd()}"
+        ) from error
     if not callable(found):
         raise BadUsage(f"{target} is a {type(found).__name__}; it must be a function that returns a torch.nn.Module")
     return found
 
 
 def make_inputs(task: Task) -> list[Tensor]:
+    """The same numbers for every dtype; whole numbers stay what they are."""
     generator = torch.Generator().manual_seed(task.seed + 1)
-    return [torch.randn(shape, generator=generator).to(DTYPES[task.dtype]) for shape in task.shapes]
+    entry = entry_of(task.target)
+    return [_cast(tensor, task) for tensor in draw(entry.inputs if entry else task.shapes, generator)]
+
+
+def make_keywords(task: Task) -> dict[str, Any]:
+    """What a zoo's network is given besides its inputs, whole on every rank."""
+    entry = entry_of(task.target)
+    given = entry.keywords if entry is not None else {}
+    return {name: _cast(value, task) if isinstance(value, Tensor) else value for name, value in given.items()}
+
+
+def _cast(tensor: Tensor, task: Task) -> Tensor:
+    return tensor.to(DTYPES[task.dtype]) if tensor.is_floating_point() else tensor

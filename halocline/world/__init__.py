@@ -4,12 +4,27 @@ from .base import Began, Exchange, Label, Receive, Send, Summed, Traffic, Waited
 from .dry import DryWorld
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
-from .movement import AVERAGED, Known, Move, Route, Scale, Sum, begin, exchange_messages, pack, scaled, unpack
+from .movement import (
+    AVERAGED,
+    Bundle,
+    Known,
+    Move,
+    MoveTogether,
+    Route,
+    Scale,
+    Sum,
+    begin,
+    exchange_messages,
+    pack,
+    scaled,
+    unpack,
+)
 from .process import ProcessWorld
 
 __all__ = [
     "AVERAGED",
     "Began",
+    "Bundle",
     "DryWorld",
     "Exchange",
     "Known",
@@ -17,6 +32,7 @@ __all__ = [
     "LocalWorld",
     "Mesh",
     "Move",
+    "MoveTogether",
     "ProcessWorld",
     "Receive",
     "Route",

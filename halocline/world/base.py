@@ -39,10 +39,14 @@ class Traffic:
     summed_bytes: int = 0
     transport_bytes: int = 0  # as handed to the transport, counted at that very call
     gathers: Counter[str] = field(default_factory=Counter)
+    shuffles: Counter[str] = field(default_factory=Counter)
+    rings: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
         self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = self.transport_bytes = 0
         self.gathers.clear()
+        self.shuffles.clear()
+        self.rings.clear()
 
 
 @dataclass(frozen=True)

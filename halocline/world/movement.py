@@ -5,6 +5,7 @@ A rank that waits for another does so here; everything above is local computatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,19 @@ class Move(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         swapped = (ctx.scales[1], ctx.scales[0])
         return Move.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
+
+
+class MoveTogether(torch.autograd.Function):
+    """Several movements among the same ranks, that are needed at the same moment, in one message for each peer."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: Bundle, *tiles: Tensor):  # type: ignore[no-untyped-def]
+        ctx.bundle = bundle
+        return tuple(bundle.carry(tiles))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):  # type: ignore[no-untyped-def]
+        return None, *MoveTogether.apply(ctx.bundle.reversed, *gradients)
 
 
 class Known(torch.autograd.Function):
@@ -97,6 +111,55 @@ def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: fl
     for message, values in zip(transfer.arriving, exchange.wait(), strict=True):
         unpack(target, message, values, transfer.accumulate)
     return target.mul_(scale) if scale != 1 else target
+
+
+class Bundle(NamedTuple):
+    """The transfers of :class:`MoveTogether`, each with its pair of scales and what stands where nothing arrives."""
+
+    route: Route
+    transfers: tuple[Transfer, ...]
+    scales: tuple[tuple[float, float], ...]
+    fills: tuple[float, ...]
+
+    @property
+    def reversed(self) -> Bundle:
+        swapped = tuple((after, before) for before, after in self.scales)
+        return Bundle(self.route, tuple(t.reversed for t in self.transfers), swapped, (0.0,) * len(self.fills))
+
+    def carry(self, tiles: Sequence[Tensor]) -> list[Tensor]:
+        world, like = self.route.world, tiles[0]
+        outgoing: dict[int, list[Tensor]] = {}
+        for tile, transfer in zip(tiles, self.transfers, strict=True):
+            for message in transfer.leaving:
+                outgoing.setdefault(message.peer, []).append(pack(tile, message))
+        incoming: dict[int, int] = {}
+        for transfer in self.transfers:
+            for message in transfer.arriving:
+                incoming[message.peer] = incoming.get(message.peer, 0) + message.elements
+        world.traffic.moved_bytes += sum(incoming.values()) * like.element_size()
+        sends = [Send(peer, torch.cat(outgoing[peer])) for peer in sorted(outgoing)]
+        receives = [Receive(peer, incoming[peer]) for peer in sorted(incoming)]
+        exchange = world.begin(sends, receives, like, self.route.ranks, self.route.label)
+        targets = [self._started(index, tile) for index, tile in enumerate(tiles)]
+        arrived = dict(zip(sorted(incoming), exchange.wait(), strict=True))
+        return [self._finished(index, target, arrived) for index, target in enumerate(targets)]
+
+    def _started(self, index: int, tile: Tensor) -> Tensor:
+        transfer = self.transfers[index]
+        target = tile.new_full(transfer.target_shape, self.fills[index])
+        for source, place in transfer.staying:
+            _place(target, place, tile[source], transfer.accumulate)
+        return target
+
+    def _finished(self, index: int, target: Tensor, arrived: dict[int, Tensor]) -> Tensor:
+        """Every message begins with what is left of it: the first transfer's part first."""
+        transfer, scale = self.transfers[index], self.scales[index][0]
+        for message in transfer.arriving:
+            values, arrived[message.peer] = arrived[message.peer].split(
+                (message.elements, arrived[message.peer].numel() - message.elements)
+            )
+            unpack(target, message, values, transfer.accumulate)
+        return target.mul_(scale) if scale != 1 else target
 
 
 def begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:

@@ -1,0 +1,82 @@
+"""``halocline check --zoo``: a line for each network as it is done, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..testing.check import Report
+from ..testing.zoo import ZooReport, check_zoo
+from ..zoo import find_zoo
+from .output import print_json, say, size_text, stderr, stdout
+
+COLOURS = {"exact": "green", "wrong": "red"}
+
+
+def list_names(zoo: str) -> int:
+    for name in find_zoo(zoo).names:
+        stdout().print(name, markup=False)
+    return 0
+
+
+def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_json: bool) -> int:
+    """The exit status: 1 if any network is wrong."""
+    console = stderr()
+
+    def done(count: str, name: str, found: Report) -> None:  # a line each: whoever watches a pipe should see it move
+        console.print(f"{count}, {name}: {found.verdict} ({found.seconds:.0f} s)", markup=False, soft_wrap=True)
+
+    with console.status("starting ranks") as status:
+        report = check_zoo(zoo, only=only, say=status.update, done=done, **settings)
+    if as_json:
+        print_json(report.as_json())
+    else:
+        show(report)
+    return 1 if report.counts["wrong"] else 0
+
+
+def show(report: ZooReport) -> None:
+    console, cut = stdout(), ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
+    title = f"{report.zoo}: {len(report.networks)} networks on {report.ranks} ranks ({cut})"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("network", "verdict"):
+        table.add_column(column, no_wrap=True)
+    for column in ("output", "gradient", "memory", "gathered"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, one in report.networks.items():
+        table.add_row(escape(name), coloured(one.verdict), *figures(one))
+    console.print(table)
+    for name, one in report.networks.items():
+        for text in reasons(one):
+            say(console, f"{escape(name)}: {coloured(one.verdict)}: {escape(text)}")
+    say(console, ", ".join(f"{count} {coloured(verdict)}" for verdict, count in report.counts.items()))
+
+
+def coloured(verdict: str) -> str:
+    colour = COLOURS.get(verdict, "yellow")
+    return f"[{colour}]{verdict}[/{colour}]"
+
+
+def figures(one: Report) -> list[str]:
+    """Errors of output and worst gradient, a rank's peak of activations as part of one rank's, bytes gathered."""
+    if one.output_error is None or one.gradient_error is None:
+        return []
+    ratio = "" if one.activation_ratio is None else f"{one.activation_ratio:.2f}"
+    gathered = size_text(one.gathered_bytes) if one.gathered_bytes else ""
+    return [f"{one.output_error:.0e}", f"{one.gradient_error:.0e}", ratio, gathered]
+
+
+def reasons(one: Report) -> list[str]:
+    """Why a network is not exact."""
+    if one.verdict == "gathered":
+        return [", ".join(f"{where} ({often})" for where, often in one.gathers.items())]
+    if one.why:
+        return [next(iter(one.why.splitlines()))]
+    if one.verdict == "wrong":
+        return [
+            f"the output is {one.output_error:.0e} off, the gradient of {one.worst_parameter} {one.gradient_error:.0e}"
+        ]
+    return ["{operation} in {place}: {why}; {remedy}".format(**refusal) for refusal in one.refusals]

@@ -1,0 +1,67 @@
+"""Parameters whose gradients somebody else averages: DistributedDataParallel, or FSDP2 (``fully_shard``).
+
+What they compute, the mean over their ranks, is law 3's last step if their ranks are all ranks. That is checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import MeshError
+from ..world import AVERAGED
+
+
+def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
+    """The parameters that others average, each marked so; those of FSDP2 anew in each forward, where it swaps them."""
+    owned: set[Tensor] = set()
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise MeshError("FSDP1 hides its parameters from others; use fully_shard (FSDP2)")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            _check_ranks("DistributedDataParallel", module.process_group.size(), ranks)
+            ignored = module.parameters_to_ignore
+            owned |= {p for name, p in module.module.named_parameters() if name not in ignored}
+        pieces = {p for p in module.parameters(recurse=False) if is_dtensor(p)}
+        for parameter in pieces:
+            _check_placed(parameter, ranks)
+        if pieces:
+            module.register_forward_pre_hook(_mark_parameters)
+        owned |= pieces
+    mark(owned)
+    return owned
+
+
+def mark(parameters: set[Tensor]) -> None:
+    for parameter in parameters:
+        setattr(parameter, AVERAGED, True)
+
+
+def _mark_parameters(module: nn.Module, _: Any) -> None:
+    mark(set(module.parameters(recurse=False)))
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    loaded = sys.modules.get("torch.distributed.tensor")  # where it is not, nothing is one
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def _check_placed(parameter: Any, ranks: int) -> None:
+    """Cut over all ranks of FSDP2's mesh, or over its second axis with copies along the first (HSDP)."""
+    *copies, cut = parameter.placements
+    if not cut.is_shard() or len(copies) > 1 or any(not placement.is_replicate() for placement in copies):
+        raise MeshError(
+            f"a parameter is a DTensor placed {parameter.placements}; of those, hc.distribute takes what "
+            "fully_shard makes on a mesh of one axis, or of two (copies, then shards)"
+        )
+    _check_ranks("fully_shard", parameter.device_mesh.size(), ranks)
+
+
+def _check_ranks(owner: str, theirs: int, ranks: int) -> None:
+    if theirs != ranks:
+        raise MeshError(
+            f"{owner} averages gradients over {theirs} ranks; each of the {ranks} ranks holds a share of them, cut "
+            f"samples included: give it all ranks (fully_shard: a mesh of one axis, or copies x shards)"
+        )

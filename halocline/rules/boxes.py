@@ -1,0 +1,174 @@
+"""Local work in boxes: an output computed box by box into one tensor, each box from just what it needs.
+
+Used where an operation is not linear and its halo would have to be glued to the whole tile: the inside of the output
+is computed from the tile as it lies, while the rim travels, and the few outputs along the edge from small glued pieces.
+Only the tile and the slabs are kept; backward computes each box again, the edge first, so that its gradient travels
+while the inside's is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_private import quick_apply
+from ..geometry import Box, Interval, shape_of, slices, whole
+from ..tensor import Cut, Fetch
+from ..world import Known, Route
+from .recipe import Read, Recipe, Slot, Work
+from .rim import Rim
+
+#: Elements of a tile below which the halo is glued on: several calls then cost more than the copy.
+SMALL = 1 << 15
+
+
+@dataclass(frozen=True)
+class Part:
+    """One output box: where it lies in the local output, what it needs (in the needed box), and how it is computed."""
+
+    place: tuple[slice, ...]
+    need: Box
+    compute: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    inside: Part
+    edges: tuple[Part, ...]
+    rim: Rim
+    shape: tuple[int, ...]
+    glued: Callable[[Tensor], Tensor]
+
+    def inner(self, tile: Tensor) -> Tensor:
+        """What the inside needs: a view of the tile."""
+        own = self.rim.slabs.own
+        within = tuple(i.shift(-o.lo) for i, o in zip(self.inside.need, own, strict=True))
+        return self.rim.used(tile)[slices(within)]
+
+
+def plan_boxes(recipe: Recipe, work: Work, fetch: Fetch | None, cuts: Mapping[int, Cut], bind: Any) -> Boxes | None:
+    """For an operation on one operand and with one result whose dims are those of the space."""
+    if not recipe.boxes or fetch is None or not fetch.communicates or not fetch.beside:
+        return None
+    read = recipe.reads[0]
+    if read.operand.numel() < SMALL * fetch.mesh.count(fetch.axes) or not _roomy(read, fetch, cuts):
+        return None
+    rim, slots = Rim.of(fetch), work.slots[read.operand.index]
+    first = [slot.needs[0].lo for slot in slots]
+
+    def need(box: Box) -> Box:
+        """In the needed box: dims that are not cut are needed whole."""
+        wanted = [slot.needs[0] if slot.native else _need(read, d, box[d]) for d, slot in enumerate(slots)]
+        return tuple(interval.shift(-lo) for interval, lo in zip(wanted, first, strict=True))
+
+    def part(box: Box) -> Part:
+        wanted = need(box)
+        here = [Slot((i.shift(lo),), s.native) for i, lo, s in zip(wanted, first, slots, strict=True)]
+        place = slices(tuple(i.shift(-w.lo) for i, w in zip(box, work.box, strict=True)))
+        return Part(place, wanted, bind(Work(box, _at(work.slots, read.operand.index, tuple(here)))))
+
+    own = [move.holds(fetch.mesh.coordinates.get(move.owner_axis or "", 0)) for move in fetch.dims]
+    inner = [
+        o if s.native else _inner(read, d, o, own[d]) for d, (o, s) in enumerate(zip(work.box, slots, strict=True))
+    ]
+    inside, edges = _split(work.box, inner)
+    return Boxes(part(inside), tuple(map(part, edges)), rim, shape_of(work.box), bind(work))
+
+
+def _need(read: Read, dim: int, out: Interval) -> Interval:
+    (need,) = read.links[dim].access.need(out)
+    return need if read.links[dim].fill is not None else need.intersect(whole(read.operand.shape[dim]))
+
+
+def _roomy(read: Read, fetch: Fetch, cuts: Mapping[int, Cut]) -> bool:
+    """Has every rank some output that needs nothing of others? Each dim is asked by itself; all ranks go one way."""
+    return all(
+        _inner(read, dim, out, own).size
+        for dim, move in enumerate(fetch.dims)
+        if move.owner_axis is not None
+        for own, out in zip(move.owned, cuts[dim].partition.pieces(), strict=True)
+    )
+
+
+def _at(slots: Any, index: int, mine: Any) -> Any:
+    return (*slots[:index], mine, *slots[index + 1 :])
+
+
+def _inner(read: Read, dim: int, out: Interval, own: Interval) -> Interval:
+    """The outputs that need nothing of others: a run, since windows go on in order."""
+    found = [i for i in range(out.lo, out.hi) if own.contains(_need(read, dim, Interval(i, i + 1)))]
+    return Interval(found[0], found[-1] + 1) if found else Interval(out.lo, out.lo)
+
+
+def _split(box: Box, inner: Sequence[Interval]) -> tuple[Box, list[Box]]:
+    """The inner box, and the slabs round it: dim after dim, each beside what is left."""
+    edges: list[Box] = []
+    for dim, inside in enumerate(inner):
+        outer = box[dim]
+        sides = Interval(outer.lo, inside.lo), Interval(inside.hi, outer.hi)
+        edges += [_with(box, dim, side) for side in sides if side.size]
+        box = _with(box, dim, inside)
+    return box, edges
+
+
+def _with(box: Box, dim: int, interval: Interval) -> Box:
+    return (*box[:dim], interval, *box[dim + 1 :])
+
+
+def in_boxes(boxes: Boxes, route: Route, tile: Tensor) -> Tensor:
+    return quick_apply(InBoxes, tile, boxes, route)
+
+
+class InBoxes(torch.autograd.Function):
+    """Saves the tile and the slabs. A backward that is itself differentiated goes the glued way."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, boxes: Boxes, route: Route):  # type: ignore[no-untyped-def]
+        exchange = boxes.rim.begin(tile, route)
+        inside = boxes.inside.compute(boxes.inner(tile))
+        result = inside.new_empty(boxes.shape)
+        result[boxes.inside.place] = inside
+        pieces = boxes.rim.arrived(exchange, tile)
+        for edge in boxes.edges:
+            result[edge.place] = edge.compute(boxes.rim.glued(tile, pieces, edge.need))
+        ctx.save_for_backward(tile, *pieces)
+        ctx.boxes, ctx.route = boxes, route
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        tile, *pieces = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _glued_backward(ctx.boxes, ctx.route, tile, pieces, gradient), None, None
+        return _backward(ctx.boxes, ctx.route, tile, pieces, gradient), None, None
+
+
+def _backward(boxes: Boxes, route: Route, tile: Tensor, pieces: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    rim, mine = boxes.rim, torch.zeros_like(tile)
+    given, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
+    for edge in boxes.edges:
+        found = _derivative(edge, rim.glued(tile, given, edge.need), gradient)
+        rim.add_glued(found, edge.need, mine, backs)
+    exchange = rim.send_back(backs, gradient, route)
+    boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient))
+    rim.add_back(mine, exchange)
+    return mine
+
+
+def _derivative(part: Part, piece: Tensor, gradient: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = piece.detach().requires_grad_()
+        (found,) = torch.autograd.grad(part.compute(leaf), leaf, gradient[part.place])
+    return found
+
+
+def _glued_backward(boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor) -> Tensor:
+    with torch.enable_grad():
+        arrived = boxes.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
+        everything = Known.apply(tile, arrived, boxes.rim.transfer, route)
+        (found,) = torch.autograd.grad(boxes.glued(everything), tile, gradient, create_graph=True)
+    return found

@@ -1,0 +1,99 @@
+"""What to do where a dim must be whole and is cut: gather it, or shuffle the cut to another dim while the call runs.
+
+A gather leaves every rank with the whole dim, and with the same work. A shuffle (an all-to-all there and back) leaves
+the tensor as large as it was on each rank, and the work divided. The cheaper is taken, counted in elements moved and
+computed, unless :func:`remedy` says which.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+
+from ..errors import MeshError
+from ..geometry import Partition, plan_transfer
+from ..tensor import Cut, Fetch, Sharding, recut
+from ..world import Mesh
+from .recipe import Output, Recipe
+
+NAMES = ("gather", "shuffle", "ring")
+_now = threading.local()
+forcing: list[str] = []  # empty while no thread forces anything: the quick question
+
+
+def forced() -> str | None:
+    """The remedy asked for in this thread, if any."""
+    return getattr(_now, "name", None)
+
+
+@contextmanager
+def remedy(name: str) -> Iterator[None]:
+    """Inside, operations that need a cut dim whole go this way where they can: "gather", "shuffle" or "ring".
+
+    "ring" is for attention over cut tokens, where keys and values go round; elsewhere it leaves the choice as it is.
+    """
+    if name not in NAMES:
+        raise MeshError(f"no remedy {name!r}; it is {', '.join(NAMES)}")
+    before, _now.name = forced(), name
+    forcing.append(name)
+    try:
+        yield
+    finally:
+        forcing.pop()
+        _now.name = before
+
+
+def lost_axes(recipe: Recipe, shardings: Sequence[Sharding], cuts: dict[int, Cut]) -> dict[str, tuple[int, Cut]]:
+    """Axes that cut a dim which must be whole, and no other dim of the work: where, and how."""
+    kept = {cut.axis for cut in cuts.values()}
+    return {
+        cut.axis: (link.dim, cut)
+        for read in recipe.reads
+        for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True)
+        if cut is not None and cut.axis not in kept and link.dim in recipe.uncut
+        if link.dim is not None
+    }
+
+
+def shuffled(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], lost: dict[str, tuple[int, Cut]]) -> dict[int, Cut]:
+    """The cuts with each lost axis on another dim that every result has; without those for which there is none."""
+    found = dict(cuts)
+    for axis in lost:
+        ranks = mesh.sizes[axis]
+        free = [
+            dim
+            for dim, size in enumerate(recipe.space)
+            if size >= ranks and dim not in found and dim not in recipe.uncut and _in_all(recipe.outputs, dim)
+        ]
+        if free:
+            dim = min(free, key=lambda d: (recipe.space[d] % ranks != 0, d))  # evenly, and in few large strips
+            found[dim] = Cut(axis, Partition.even(recipe.space[dim], ranks))
+    return found
+
+
+def _in_all(outputs: Sequence[Output], dim: int) -> bool:
+    return all(dim in output.dims for output in outputs)
+
+
+def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) -> Sharding:
+    """A result with each shuffled axis on the dim it came from, if it still has that dim; cut there as before."""
+    cuts = list(moved.cuts)
+    for axis, (dim, before) in lost.items():
+        at = next((place for place, cut in enumerate(cuts) if cut and cut.axis == axis), None)
+        if at is None or dim not in output.dims:
+            continue
+        place = output.dims.index(dim)
+        same = before.partition.size == output.shape[place]
+        cuts[at] = None
+        cuts[place] = before if same else Cut(axis, Partition.even(output.shape[place], before.partition.parts))
+    return Sharding(moved.mesh, output.shape, cuts)
+
+
+def cost(mesh: Mesh, fetches: Sequence[Fetch], results: Sequence[Sharding], goals: Sequence[Sharding]) -> int:
+    """Elements that the first rank receives and computes. Every rank finds the same number."""
+    moves = [*fetches, *(recut(a, b) for a, b in zip(results, goals, strict=True) if a is not b)]
+    first = dict.fromkeys(mesh.names, 0)
+    received = sum(plan_transfer(move.dims, first, mesh.rank_at).received_elements for move in moves)
+    return received + sum(prod(sharding.shape) // mesh.count(sharding.axes) for sharding in results)

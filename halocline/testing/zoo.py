@@ -1,0 +1,99 @@
+"""A whole zoo through the check, one network after another on the same ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..errors import HaloclineError
+from ..zoo import find_zoo
+from .check import Report, check_network
+from .pool import RankError, RankPool
+from .task import Task, make_task
+
+DEADLINE = 120.0  # seconds for the cut run of one network; those of the zoos take a few
+VERDICTS = ("exact", "gathered", "refused", "wrong")
+#: Verdicts that prove nothing: no gradient to compare, or a network that fails by itself. Each says why.
+UNPROVEN = ("vacuous", "broken")
+SHOWN = (
+    *("verdict", "why", "output_error", "gradient_error", "worst_parameter", "activation_ratio", "gathered_bytes"),
+    *("gathers", "moved_bytes", "messages", "seconds", "refusals", "without_rule", "gradient_zero", "dtype", "shapes"),
+)
+
+
+@dataclass(frozen=True)
+class ZooReport:
+    """What was found of each network, by name."""
+
+    zoo: str
+    ranks: int
+    cut: Mapping[str, int]
+    networks: Mapping[str, Report]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Networks by verdict; what is not proven counts as refused."""
+        found = ["refused" if one.verdict in UNPROVEN else one.verdict for one in self.networks.values()]
+        return {verdict: found.count(verdict) for verdict in VERDICTS}
+
+    def as_json(self) -> dict[str, Any]:
+        shown = {name: report.as_json() for name, report in self.networks.items()}
+        networks = {name: {key: one[key] for key in SHOWN} for name, one in shown.items()}
+        return {**self.counts, "zoo": self.zoo, "ranks": self.ranks, "cut": dict(self.cut), "networks": networks}
+
+
+def check_zoo(
+    name: str,
+    *,
+    only: Sequence[str] = (),
+    ranks: int | None = None,
+    cut: Mapping[str, int] | None = None,
+    dtype: str = "float64",
+    steps: int = 0,
+    seed: int = 0,
+    deadline: float | None = None,
+    pool: RankPool | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    done: Callable[[str, str, Report], None] = lambda number, name, report: None,
+) -> ZooReport:
+    """Every network of a zoo, or ``only`` those named, as `check_network` does one.
+
+    ``done`` is told of each: such as "3 of 49", the name, and what was found.
+    """
+    zoo = find_zoo(name)
+    asked = {"ranks": ranks, "cut": cut, "dtype": dtype, "steps": steps, "seed": seed}
+    tasks = {one: make_task(f"{name}/{one}", **asked) for one in only or zoo.names}  # type: ignore[arg-type]
+    zoo.package()
+    first = next(iter(tasks.values()))
+    found: dict[str, Report] = {}
+    with nullcontext(pool) if pool else RankPool(first.ranks) as ready:
+        for number, (one, task) in enumerate(tasks.items(), 1):
+            count = f"{number} of {len(tasks)}"
+            found[one] = _found(task, ready, deadline or DEADLINE, partial(_say_with, say, f"{count}, {one}: "))
+            done(count, one, found[one])
+    return ZooReport(name, first.ranks, first.cut, found)
+
+
+def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:
+    say(prefix + text)
+
+
+def _found(task: Task, pool: RankPool, deadline: float, say: Callable[[str], None]) -> Report:
+    """A refusal is an answer. Any other failure of the ranks is a defect of the library, one of one rank is not."""
+    nothing = Report(task.target, "broken", ranks=task.ranks, cut=dict(task.cut), dtype=task.dtype)
+    asked = {"cut": task.cut, "dtype": task.dtype, "steps": task.steps, "seed": task.seed}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of others are no news here
+            report = check_network(task.target, deadline=deadline, pool=pool, say=say, **asked)  # type: ignore[arg-type]
+    except RankError as error:
+        return replace(nothing, verdict="wrong", why=str(error))
+    except HaloclineError as error:
+        return replace(nothing, why=str(error))
+    if report.gradient_zero and report.verdict in ("exact", "gathered"):
+        return replace(report, verdict="vacuous", why="every gradient of one rank is zero: there is nothing to compare")
+    return report

@@ -1,0 +1,125 @@
+"""Networks that others wrote, as they come: proof that unchanged networks run cut.
+
+A zoo needs its own package, which is imported only when a network is built. Entries are data; every rank builds the
+network it is told the name of.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HaloclineError
+
+Input = tuple[int, ...] | Tensor
+ZOOS = {"monai": "halocline.zoo.monai:ZOO", "transformers": "halocline.zoo.transformers:ZOO"}
+
+
+class NoSuchNetwork(HaloclineError, LookupError):
+    """A zoo, or a network in it, that is not there. The message says which are."""
+
+
+class NotInstalled(HaloclineError, ImportError):
+    """The package of a zoo's networks is missing."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network and what goes into it.
+
+    ``build`` takes the zoo's package. An input is a shape, for normal numbers, or a tensor; the first is the volume to
+    cut. ``dtype`` is float32 for what fails in float64 even uncut.
+    """
+
+    name: str
+    build: Callable[[Any], nn.Module]
+    inputs: tuple[Input, ...]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float64"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(one.shape) if isinstance(one, Tensor) else one for one in self.inputs)
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """``library`` is the module that ``Entry.build`` is given, ``extra`` what to install for it."""
+
+    name: str
+    library: str
+    entries: tuple[Entry, ...]
+    extra: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    def __getitem__(self, name: str) -> Entry:
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise NoSuchNetwork(f"no network {name!r} in the zoo {self.name}; it has {', '.join(self.names)}")
+
+    def package(self) -> ModuleType:
+        try:
+            return importlib.import_module(self.library)
+        except ImportError as error:
+            how = f"; install it with: pip install -c constraints.txt -e '.[{self.extra}]'" if self.extra else ""
+            raise NotInstalled(f"the zoo {self.name} needs {self.library} ({error}){how}") from error
+
+    def build(self, name: str) -> nn.Module:
+        return prepare(self[name].build(self.package()))
+
+
+def find_zoo(name: str) -> Zoo:
+    """One that comes with the library, or your own: ``package.module:zoo``."""
+    try:
+        found = load(ZOOS.get(name, name))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise NoSuchNetwork(f"no zoo {name!r}; it is {', '.join(ZOOS)}, or package.module:zoo ({error})") from error
+    if not isinstance(found, Zoo):
+        raise NoSuchNetwork(f"{name} is a {type(found).__name__}; it must be a halocline.zoo.Zoo")
+    return found
+
+
+def load(place: str) -> Any:
+    """What ``package.module:name`` names, as seen from the current folder."""
+    module, _, attribute = place.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return getattr(importlib.import_module(module), attribute)
+
+
+def split(target: str) -> tuple[str, str] | None:
+    """Zoo and network of ``zoo/network``; None if the target is no such thing."""
+    zoo, slash, network = target.partition("/")
+    return (zoo, network) if slash else None
+
+
+def entry_of(target: str) -> Entry | None:
+    """The entry of ``zoo/network``."""
+    parts = split(target)
+    return find_zoo(parts[0])[parts[1]] if parts else None
+
+
+def draw(inputs: Sequence[Input], generator: torch.Generator) -> list[Tensor]:
+    return [one.clone() if isinstance(one, Tensor) else torch.randn(one, generator=generator) for one in inputs]
+
+
+def prepare(network: nn.Module) -> nn.Module:
+    """Small noise for parameters that start at zero: behind them gradients vanish, and any two runs would agree."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.numel() and not parameter.any():
+                parameter.normal_(std=0.02)
+    return network
