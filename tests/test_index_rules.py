@@ -258,7 +258,6 @@ REFUSED = """
 x[x > 0]                                                   | mask.sum
 x.masked_select(x > 0)                                     | mask.sum
 x.__setitem__(x > 0, torch.zeros(7).double())              | torch.where
-torch.zeros(4, 6, 5).double().__setitem__(0, x[0])         | zeros_like
 torch.zeros(4, 6, 5).double().index_put_((i,), x[:3])      | zeros_like
 torch.zeros(4, 6, 5).double().copy_(x)                     | out of place
 torch.zeros(4, 6, 5).double().index_copy_(0, i, x[:3])     | zeros_like
@@ -268,7 +267,6 @@ x[0].fill_diagonal_(1.0)                                   | torch.eye
 x[False]                                                   | if
 x[True, i]                                                 | if
 x[[i, i]]                                                  | say which
-torch.zeros(4, 6, 5).__setitem__(x > 0, 1.0)               | zeros_like
 x.nonzero()                                                | hc.gather
 torch.unique(x)                                            | hc.gather
 """
@@ -300,3 +298,20 @@ def test_torch_speaks_for_itself_where_a_call_makes_no_sense() -> None:
 
     i = NAMES["i"]
     on_two(body)
+
+
+def _into_zeros(x: Tensor) -> Tensor:
+    """As networks write it that make their own output: a whole target."""
+    out = torch.zeros(4, 6, 5, dtype=x.dtype)
+    out[1:3, :, 2:] = x[:2, :, :3]
+    out[x > 1] = 7.0
+    return out * 2
+
+
+@pytest.mark.parametrize("mesh", [{"a": 2}, {"a": 3}])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_whole_target_takes_in_the_gathered_value(dim: int, mesh: dict[str, int]) -> None:
+    x = torch.randn(4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = check_rule(_into_zeros, x, cuts=[{dim: "a"}], mesh=mesh, second_order=True)
+    assert found.verdict == "exact", found
+    assert found.gathered_bytes > 0

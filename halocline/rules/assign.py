@@ -6,6 +6,7 @@ whole, and those that point into other tiles are passed over.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..geometry import Interval, Transposed
-from ..tensor import ShardedTensor
+from ..tensor import ShardedTensor, here
+from ..world import Label
+from .api import gather
 from .executor import run_rule
 from .lookup import chosen_place
 from .pointwise import broadcast_shape
@@ -22,15 +25,34 @@ from .subscript import Item, is_mask, items_of, located
 from .table import composite, refuse
 from .view import made_of, meta, normal
 
+_log = logging.getLogger("halocline")
+
 
 @composite(Tensor.__setitem__, family="index")
 def setitem(self: Tensor, index: Any, value: Any) -> None:
-    check_target("indexed assignment", self)
+    """A whole target (``torch.zeros(shape)`` inside a model) takes in the whole value, gathered."""
+    if not isinstance(self, ShardedTensor):
+        self[_all_of(index)] = _all_of(value)
+        return
     items = items_of(index, self.ndim)
     given = _as_tensor(self, value)
     if any(is_mask(item) for item in items) and _fills(self, items, given):
         return
     _write(self, located(items, self.shape), given, accumulate=False)
+
+
+def _all_of(value: Any) -> Any:
+    """Cut tensors whole, wherever they stand in an index; counted and said, since cutting the target would save it."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_all_of(item) for item in value)
+    if not isinstance(value, ShardedTensor):
+        return value
+    label = str(Label("indexed assignment into a whole tensor", here()))
+    traffic = value.sharding.mesh.world.traffic
+    traffic.gathers[label] += 1
+    if traffic.gathers[label] == 1 and value.sharding.mesh.rank == 0:
+        _log.warning("%s: gathers the value; make the target of a cut tensor (x.new_zeros(shape)) to spare it", label)
+    return gather(value)
 
 
 def check_target(name: str, target: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import tracing, transforming
+from .._torch_private import tracing, transforming, unseen
 from ..errors import Refused
 from ..tensor import (
     CopyOf,
@@ -105,7 +105,8 @@ def planned() -> Iterator[None]:
     """Inside, what torch is asked is part of a plan."""
     before, _now.planning = planning(), True
     try:
-        yield
+        with unseen():
+            yield
     finally:
         _now.planning = before
 

@@ -88,7 +88,7 @@ def batch_norm(
     if count <= 1 and not replica:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(sharding.shape)}")
     tile = unwrap(input)
-    layout = Layout(_view(tile), tile.shape[1], max(1, count), _route(mesh, axes, "batch_norm"))
+    layout = Layout(tuple(tile.shape), tile.shape[1], max(1, count), _route(mesh, axes, "batch_norm"))
     y, mean, var = normalize(tile, _entering(input, weight), _entering(input, bias), eps, layout)
     if running_mean is not None and running_var is not None:
         unbiased = var * (count / max(1, count - 1))

@@ -7,6 +7,7 @@ norm has K = channels; instance and group norm K = batch x channels with the bat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ NARROW = (torch.half, torch.bfloat16)
 class Layout:
     """How a tile is seen by the kernel, and over which ranks its statistics run."""
 
-    view: tuple[int, ...]  # [B, K, rest]
+    view: tuple[int, ...]  # [B, K, rest]; rest may be several dims, which keeps the layout of channels last
     groups: int  # K = groups x members
     count: int  # elements of a group over all ranks
     route: Route | None
@@ -42,8 +43,8 @@ def _total(values: Tensor, route: Route | None) -> Tensor:
 
 def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and sum of squared deviations of each k, and how many elements it has here."""
-    dims = (0, 2)
-    here = x.shape[0] * x.shape[2]
+    dims = tuple(d for d in range(x.ndim) if d != 1)
+    here = prod(x.shape[d] for d in dims)
     if x.numel() == 0:
         nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
         return nothing, nothing, here
@@ -153,20 +154,21 @@ def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, 
     """The same map from differentiable pieces: sums over ranks are cut to whole, their use whole to cut."""
     seen = x.reshape(layout.view)
     dtype = seen.dtype
-    mean = _spread(_group_mean(seen, layout), layout, dtype).reshape(1, layout.view[1], 1)
+    shape = (1, layout.view[1], *(1,) * (seen.ndim - 2))
+    mean = _spread(_group_mean(seen, layout), layout, dtype).reshape(shape)
     centred = seen - mean
-    variance = _spread(_group_mean(centred * centred, layout), layout, dtype).reshape(1, layout.view[1], 1)
+    variance = _spread(_group_mean(centred * centred, layout), layout, dtype).reshape(shape)
     y = centred * (variance + eps).rsqrt()
     if weight is not None:
-        y = y * weight.reshape(1, layout.view[1], 1)
+        y = y * weight.reshape(shape)
     if bias is not None:
-        y = y + bias.reshape(1, layout.view[1], 1)
+        y = y + bias.reshape(shape)
     return y.reshape(x.shape)
 
 
 def _group_mean(seen: Tensor, layout: Layout) -> Tensor:
     """A sum over ranks (cut to whole) whose result is used by cut work again (whole to cut): the factors cancel."""
-    total = layout.by_group(seen.double().sum((0, 2)))
+    total = layout.by_group(seen.double().sum([d for d in range(seen.ndim) if d != 1]))
     if layout.route is not None:
         ranks = len(layout.route.ranks)
         total = scaled((1.0, float(ranks)), Sum.apply(total, layout.route, (1.0, 1.0 / ranks)))

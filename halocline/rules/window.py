@@ -161,10 +161,10 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
                 probe = tile.new_zeros([*tile.shape[: lead + 1], *(max(1, n) for n in tile.shape[lead + 1 :])])
                 dtype = torch_function(probe, w.detach(), None, strides, inner, more, groups, dilations).dtype
                 full = (tile.new_zeros(shape) + tile.sum() * 0 + w.sum() * 0).to(dtype)
-                return full if b is None else full + b.view(-1, *(1,) * spatial)
+                return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
             full = torch_function(tile, w, None, strides, inner, more, groups, dilations)
             full = _trim(full, [None if native[i] else _margin(work, i) for i in range(spatial)])
-            return full if b is None else full + b.view(-1, *(1,) * spatial)
+            return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
 
         def _margin(work: Work, i: int) -> tuple[int, int]:
             """How far the wanted output lies inside (or, negative, outside) what the local tile reaches."""

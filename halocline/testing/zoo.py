@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -73,7 +74,9 @@ def check_zoo(
     with nullcontext(pool) if pool else RankPool(first.ranks) as ready:
         for number, (one, task) in enumerate(tasks.items(), 1):
             count = f"{number} of {len(tasks)}"
-            found[one] = _found(task, ready, deadline or DEADLINE, partial(_say_with, say, f"{count}, {one}: "))
+            started = time.monotonic()
+            report = _found(task, ready, deadline or DEADLINE, partial(_say_with, say, f"{count}, {one}: "))
+            found[one] = replace(report, seconds=time.monotonic() - started)
             done(count, one, found[one])
     return ZooReport(name, first.ranks, first.cut, found)
 

@@ -104,13 +104,23 @@ def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
 
 def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:
     exchange = begin(tile, transfer, route)
-    shape = transfer.target_shape
-    target = tile.new_empty(shape) if transfer.covers else tile.new_full(shape, fill)
+    target = _room(tile, transfer, fill)
     for source, place in transfer.staying:
         _place(target, place, tile[source], transfer.accumulate)
     for message, values in zip(transfer.arriving, exchange.wait(), strict=True):
         unpack(target, message, values, transfer.accumulate)
     return target.mul_(scale) if scale != 1 else target
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _room(tile: Tensor, transfer: Transfer, fill: float) -> Tensor:
+    """A target laid out as the tile is, channels last too; filled where nothing may arrive."""
+    form = _CHANNELS_LAST.get(tile.ndim, torch.contiguous_format)
+    kept = form if tile.is_contiguous(memory_format=form) and not tile.is_contiguous() else torch.contiguous_format
+    target = torch.empty(transfer.target_shape, dtype=tile.dtype, device=tile.device, memory_format=kept)
+    return target if transfer.covers else target.fill_(fill)
 
 
 class Bundle(NamedTuple):
@@ -146,7 +156,7 @@ class Bundle(NamedTuple):
 
     def _started(self, index: int, tile: Tensor) -> Tensor:
         transfer = self.transfers[index]
-        target = tile.new_full(transfer.target_shape, self.fills[index])
+        target = _room(tile, transfer, self.fills[index])
         for source, place in transfer.staying:
             _place(target, place, tile[source], transfer.accumulate)
         return target
