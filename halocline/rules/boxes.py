@@ -20,6 +20,7 @@ from ..geometry import Box, Interval, shape_of, slices, whole
 from ..tensor import Cut, Fetch
 from ..world import Known, Route
 from .recipe import Read, Recipe, Slot, Work
+from .replay import Autocast, differentiated
 from .rim import Rim
 
 #: Elements of a tile below which the halo is glued on: several calls then cost more than the copy.
@@ -136,39 +137,45 @@ class InBoxes(torch.autograd.Function):
         for edge in boxes.edges:
             result[edge.place] = edge.compute(boxes.rim.glued(tile, pieces, edge.need))
         ctx.save_for_backward(tile, *pieces)
-        ctx.boxes, ctx.route = boxes, route
+        ctx.boxes, ctx.route, ctx.autocast = boxes, route, Autocast.now(tile.device)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         tile, *pieces = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _glued_backward(ctx.boxes, ctx.route, tile, pieces, gradient), None, None
-        return _backward(ctx.boxes, ctx.route, tile, pieces, gradient), None, None
+            return _glued_backward(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
+        return _backward(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
 
 
-def _backward(boxes: Boxes, route: Route, tile: Tensor, pieces: Sequence[Tensor], gradient: Tensor) -> Tensor:
+def _backward(
+    boxes: Boxes, route: Route, tile: Tensor, pieces: Sequence[Tensor], gradient: Tensor, autocast: Autocast
+) -> Tensor:
     rim, mine = boxes.rim, torch.zeros_like(tile)
     given, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
     for edge in boxes.edges:
-        found = _derivative(edge, rim.glued(tile, given, edge.need), gradient)
+        found = _derivative(edge, rim.glued(tile, given, edge.need), gradient, autocast)
         rim.add_glued(found, edge.need, mine, backs)
-    exchange = rim.send_back(backs, gradient, route)
-    boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient))
+    exchange = rim.send_back(backs, tile, route)
+    boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient, autocast))
     rim.add_back(mine, exchange)
     return mine
 
 
-def _derivative(part: Part, piece: Tensor, gradient: Tensor) -> Tensor:
-    with torch.enable_grad():
+def _derivative(part: Part, piece: Tensor, gradient: Tensor, autocast: Autocast) -> Tensor:
+    with torch.enable_grad(), autocast.again():
         leaf = piece.detach().requires_grad_()
         (found,) = torch.autograd.grad(part.compute(leaf), leaf, gradient[part.place])
     return found
 
 
-def _glued_backward(boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor) -> Tensor:
-    with torch.enable_grad():
-        arrived = boxes.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
-        everything = Known.apply(tile, arrived, boxes.rim.transfer, route)
-        (found,) = torch.autograd.grad(boxes.glued(everything), tile, gradient, create_graph=True)
+def _glued_backward(
+    boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor, autocast: Autocast
+) -> Tensor:
+    arrived = boxes.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
+
+    def compute(tile: Tensor) -> Tensor:
+        return boxes.glued(Known.apply(tile, arrived, boxes.rim.transfer, route))
+
+    (found,) = differentiated(compute, [tile], [True], gradient, autocast)
     return found

@@ -20,6 +20,7 @@ from ..geometry import Box
 from ..tensor import Fetch
 from ..world import Exchange, Known, Route, scaled
 from .recipe import Addend, Recipe, Work
+from .replay import Autocast, differentiated
 from .rim import Rim
 
 #: Elements of a tile below which the halo is glued on: a second call then costs more than the copy.
@@ -138,12 +139,11 @@ def _of_tile(rim: Rim, gradient: Tensor, tile: Tensor) -> Tensor:
 def _glued_backward(
     halo: Halo, route: Route, operands: Any, pieces: list[Tensor], gradient: Tensor, needed: Any
 ) -> Any:
-    tile, weight, bias = operands
-    with torch.enable_grad():
-        arrived = halo.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
+    arrived = halo.rim.glued(operands[0].detach(), [piece.detach() for piece in pieces])
+
+    def compute(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         whole = Known.apply(tile, arrived, halo.rim.transfer, route)
-        others = [None if t is None else scaled((1.0, halo.factor), t) for t in (weight, bias)]
-        result = halo.glued(whole, *others)
-        wanted = [t for t, flag in zip(operands, needed, strict=True) if flag]
-        found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
-    return tuple(next(found) if flag else None for flag in needed)
+        return halo.glued(whole, *(None if t is None else scaled((1.0, halo.factor), t) for t in (weight, bias)))
+
+    # What autocast had to do was done before the Function.
+    return differentiated(compute, operands, needed, gradient, Autocast.now(gradient.device).off)

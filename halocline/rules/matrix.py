@@ -11,6 +11,7 @@ from torch import Tensor
 from ..geometry import Window
 from .executor import run_rule
 from .recipe import Link, Operand, Output, Read, Recipe, Work
+from .table import composite
 from .view import each, made_of, normal, on_tile, shape, viewing
 
 
@@ -126,3 +127,18 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
         [n for size in two.shape for n in (1, size)]
     )
     return product.reshape([a * b for a, b in zip(one.shape, two.shape, strict=True)])
+
+
+@composite(torch.linalg.cross, family="matrix")
+def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
+    return torch.cross(input, other, dim)
+
+
+@composite(torch.linalg.diagonal, family="matrix")
+def linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    return torch.diagonal(A, offset, dim1, dim2)
+
+
+@composite(torch.linalg.matmul, family="matrix")
+def linalg_matmul(input: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(input, other)

@@ -62,7 +62,7 @@ def _given(input: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: floa
     return run_rule(F.batch_norm, _channel_affine, (input, mean, var, weight, bias, eps), {})
 
 
-@composite(F.batch_norm, torch.batch_norm)
+@composite(F.batch_norm)
 def batch_norm(
     input: ShardedTensor,
     running_mean: Tensor | None,
@@ -116,7 +116,7 @@ def _of_first_replica(mesh: Mesh, axes: frozenset[str], mean: Tensor, var: Tenso
     return mean, var
 
 
-@composite(F.instance_norm, torch.instance_norm)
+@composite(F.instance_norm)
 def instance_norm(
     input: ShardedTensor,
     running_mean: Tensor | None = None,
@@ -232,3 +232,22 @@ def rms_norm(
     small = torch.finfo(wide.dtype).eps if eps is None else eps
     y = wide * (wide.square().mean(dims, True) + small).rsqrt()
     return (y if weight is None else y * weight).to(input.dtype)
+
+
+@composite(torch.batch_norm)
+def torch_batch_norm(
+    input: ShardedTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
+) -> Tensor:
+    """torch's own names its parameters before its statistics."""
+    return batch_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
+
+
+@composite(torch.instance_norm)
+def torch_instance_norm(
+    input: ShardedTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
+) -> Tensor:
+    return instance_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
+
+
+def _without_cudnn(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if name != "cudnn_enabled"}

@@ -7,6 +7,7 @@ norm has K = channels; instance and group norm K = batch x channels with the bat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..world import Route, Sum, scaled
+from .replay import Autocast, differentiated
 
 NARROW = (torch.half, torch.bfloat16)
+_FEW = 8  # ranks whose rows make one short message
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,36 @@ def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def statistics(tile: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of each group, in float64, from one sum over ranks."""
-    mean, squares, here = _channel_moments(tile.reshape(layout.view))
-    first = layout.by_group(mean * here)
-    second = layout.by_group(squares + here * mean * mean)
-    first, second = _total(torch.stack((first, second)), layout.route)
-    centre = first / layout.count
-    return centre, (second / layout.count - centre * centre).clamp_min(0)
+    """Mean and (biased) variance of each group, in float64. Never a mean of squares less a square of the mean."""
+    means, squares, here = _channel_moments(tile.reshape(layout.view))
+    counts = means.new_full(means.shape, float(here))
+    shape = (layout.groups, layout.members)
+    mean, spread = _merged(counts.view(shape), means.view(shape), squares.view(shape), dim=1)
+    if layout.route is not None:
+        counts, mean, spread = _of_all_ranks(layout.by_group(counts), mean, spread, layout.route)
+        mean, spread = _merged(counts, mean, spread, dim=0)
+    return mean, spread / layout.count
+
+
+def _merged(counts: Tensor, means: Tensor, spreads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squared deviations of parts taken together."""
+    total = counts.sum(dim).clamp_min(1)
+    mean = (counts * means).sum(dim) / total
+    return mean, (spreads + counts * (means - mean.unsqueeze(dim)) ** 2).sum(dim)
+
+
+def _of_all_ranks(counts: Tensor, mean: Tensor, spread: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
+    """Each rank's own in a row of its own: among few ranks one sum brings all rows, else a second is smaller."""
+    ranks = len(route.ranks)
+    if ranks <= _FEW:
+        rows = mean.new_zeros(ranks, 3, *mean.shape)
+        rows[route.ranks.index(route.world.rank)] = torch.stack((counts, mean, spread))
+        rows = _total(rows, route)
+        return rows[:, 0], rows[:, 1], rows[:, 2]
+    total, centre = _total(torch.stack((counts, counts * mean)), route)
+    centre = centre / total.clamp_min(1)
+    spread = _total(spread + counts * (mean - centre) ** 2, route)
+    return total.unsqueeze(0), centre.unsqueeze(0), spread.unsqueeze(0)
 
 
 def _spread(per_group: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -92,7 +118,8 @@ class Normalize(torch.autograd.Function):
         x, weight, bias, mean, variance = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            found = _composed_backward(x, weight, bias, gradient, ctx.eps, ctx.layout, needed)
+            again = partial(composed, eps=ctx.eps, layout=ctx.layout)
+            found = differentiated(again, (x, weight, bias), needed, gradient, Autocast.now(x.device).off)
         else:
             found = _fast_backward(x, weight, gradient, mean, variance, ctx.eps, ctx.layout)
         return *(g if wanted else None for g, wanted in zip(found, needed, strict=True)), None, None
@@ -137,17 +164,6 @@ def _fast_backward(
         factor, shift = _spread(-sums[0] * rstd, layout, dtype), _spread(-sums[1] * rstd, layout, dtype)
         dx = dx + F.batch_norm(seen, centre, deviation, factor, shift, False, 0.0, eps)
     return dx.reshape(x.shape), slope if weight is None else slope.to(weight.dtype), offset
-
-
-def _composed_backward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, gradient: Tensor, eps: float, layout: Layout, needed: Any
-) -> tuple[Tensor | None, ...]:
-    inputs = [x, weight, bias]
-    with torch.enable_grad():
-        wanted = [t for t, flag in zip(inputs, needed, strict=True) if flag and t is not None]
-        y = composed(x, weight, bias, eps, layout)
-        found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
-    return tuple(next(found) if flag else None for flag in needed)
 
 
 def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout) -> Tensor:

@@ -311,6 +311,7 @@ def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
         return _ragged(function, input, shape, sizes, _mean_along)
 
     def run(input: Tensor, output_size: Any) -> Tensor:
+        input = _as_autocast_would(function, input)
         sizes = _out_sizes(input, spatial, output_size)
         dims = range(input.ndim - len(sizes), input.ndim)
         ones = [d for d, m in zip(dims, sizes, strict=True) if m == 1 and input.shape[d] > 1]
@@ -319,6 +320,15 @@ def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
         return run_rule(function, describe, (input, sizes), {})
 
     return run
+
+
+def _as_autocast_would(function: Any, input: Tensor) -> Tensor:
+    """Autocast may compute this pool in another dtype; what stands in for it does so too."""
+    kind = input.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return input
+    one = torch.zeros((1,) * input.ndim, dtype=input.dtype, device=input.device)
+    return input.to(function(one, 1).dtype)
 
 
 def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:

@@ -104,12 +104,17 @@ def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
 
 @composite(torch.any, Tensor.any)
 def any_(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    return sum_(input != 0, dim, keepdim) > 0
+    return _as_byte(input, sum_(input != 0, dim, keepdim) > 0)
 
 
 @composite(torch.all, Tensor.all)
 def all_(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    return sum_(input == 0, dim, keepdim) == 0
+    return _as_byte(input, sum_(input == 0, dim, keepdim) == 0)
+
+
+def _as_byte(input: Tensor, answer: Tensor) -> Tensor:
+    """torch answers in bytes where it is asked in bytes."""
+    return answer.to(torch.uint8) if input.dtype == torch.uint8 else answer
 
 
 def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, float, bool]:
@@ -306,7 +311,15 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = Fal
         return sum_((size != 0).to(size.dtype), dim, keepdim)
     if ord == 1:
         return sum_(size, dim, keepdim)
-    return _root(sum_(size**ord if ord != 2 else size * size, dim, keepdim), ord)
+    return _root(sum_(size * size if ord == 2 else _power(size, ord), dim, keepdim), ord)
+
+
+def _power(size: Tensor, order: float) -> Tensor:
+    """As in torch, a zero has no slope, where the power's would be infinite."""
+    if order > 1:
+        return size**order
+    zero = size == 0
+    return size.masked_fill(zero, 1.0).pow(order).masked_fill(zero, 0.0 if order > 0 else float("inf"))
 
 
 def _root(powers: Tensor, order: float) -> Tensor:

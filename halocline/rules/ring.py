@@ -21,6 +21,7 @@ from ..tensor import Cut, ShardedTensor, Sharding, here, unwrap, wrap
 from ..world import Label, Receive, Route, Send
 from .api import cut_like
 from .remedy import forced, remedy
+from .replay import Autocast, differentiated
 
 _WORTH_A_RING = 1 << 20  # elements of keys and values from which their memory counts more than a message a rank
 _NARROW = (torch.half, torch.bfloat16)
@@ -158,7 +159,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         query, key, value, result, level = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_gathered_backward(ctx.ring, (query, key, value), gradient, ctx.needs_input_grad), None
+            return *_gathered_backward(ctx.ring, (query, key, value), gradient, ctx.needs_input_grad[:3]), None
         found = _backward(ctx.ring, query, key, value, result, level, gradient)
         return *(g if flag else None for g, flag in zip(found, ctx.needs_input_grad, strict=False)), None
 
@@ -188,12 +189,12 @@ def _backward(
 def _gathered_backward(ring: Ring, operands: tuple[Tensor, ...], gradient: Tensor, needed: Any) -> Any:
     from .attention import attention
 
-    with torch.enable_grad(), remedy("gather"):
-        query, key, value = (wrap(tile, sharding) for tile, sharding in zip(operands, ring.shardings, strict=True))
-        y = unwrap(attention(query, key, value, is_causal=ring.causal, scale=ring.scale))
-        wanted = [tile for tile, flag in zip(operands, needed, strict=False) if flag]
-        found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
-    return tuple(next(found) if flag else None for _, flag in zip(operands, needed, strict=False))
+    def compute(*tiles: Tensor) -> Tensor:
+        query, key, value = (wrap(tile, sharding) for tile, sharding in zip(tiles, ring.shardings, strict=True))
+        with remedy("gather"):
+            return unwrap(attention(query, key, value, is_causal=ring.causal, scale=ring.scale))
+
+    return differentiated(compute, operands, needed, gradient, Autocast.now(gradient.device).off)
 
 
 def ring_attention(query: Any, key: Any, value: Any, axis: str, causal: bool, scale: float) -> Tensor:
@@ -204,6 +205,9 @@ def ring_attention(query: Any, key: Any, value: Any, axis: str, causal: bool, sc
     place = mesh.coordinates[axis]
     ring = Ring(route, place, cut.partition, query.sharding.owned(query.ndim - 2), causal, scale, shardings)
     count(query, "rings")
-    y = quick_apply(RingAttention, *(unwrap(x) for x in (query, key, value)), ring)
+    tiles, autocast = [unwrap(x) for x in (query, key, value)], Autocast.now(query.device)
+    if autocast.enabled:  # as torch's own does, and outside the Function
+        tiles = [tile.to(autocast.dtype) for tile in tiles]
+    y = quick_apply(RingAttention, *tiles, ring)
     cuts = query.sharding.cuts
     return wrap(y, Sharding(mesh, (*query.shape[:-1], value.shape[-1]), cuts))

@@ -105,9 +105,14 @@ def _running(function: Any, input: Tensor, dim: int, dtype: torch.dtype | None) 
     totals, running, whole = _RUNNING[function]
     points = cut_points(input, place)
     if points is None:
-        return run_rule(function, whole, (input, place), {})
+        return _in(dtype, run_rule(function, whole, (input, place), {}))
     sums = run_rule(function, totals, (input, place, points), {})
-    return run_rule(function, running, (input, sums, place, points), {})
+    return _in(dtype, run_rule(function, running, (input, sums, place, points), {}))
+
+
+def _in(dtype: torch.dtype | None, result: Tensor) -> Tensor:
+    """Small integers are added up as large ones, which wrap round to the same."""
+    return result if dtype is None or result.dtype == dtype else result.to(dtype)
 
 
 @made_of("cumsum")

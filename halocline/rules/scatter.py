@@ -43,7 +43,7 @@ def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any,
         if not space or own.size == space[place]:
             return function(input, dim, index, *rest, **named)
         index = _or_behind(index, own, space[place])
-        room = torch.cat([input, torch.zeros_like(input.sum(place, keepdim=True))], place)
+        room = torch.cat([input, torch.zeros_like(input.sum(place, keepdim=True), dtype=input.dtype)], place)
         result = function(room, place, index, *rest, **named).narrow(place, 0, own.size)
         return input.copy_(result) if inplace else result
 

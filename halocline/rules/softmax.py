@@ -101,5 +101,7 @@ def cosine_similarity(input: Tensor, other: Tensor, dim: int = 1, eps: float = 1
     if all(cut_points(t, place - ndim + t.ndim) is None for t in (input, other) if place - ndim + t.ndim >= 0):
         return run_rule(F.cosine_similarity, _similarity_rule, (input, other, place, eps), {})
     input, other = torch.broadcast_tensors(input, other)
-    lengths = [torch.linalg.vector_norm(t, 2, place, keepdim=True).clamp_min(eps) for t in (input, other)]
-    return ((input / lengths[0]) * (other / lengths[1])).sum(place)
+    lengths = [torch.linalg.vector_norm(t, 2, place, keepdim=True) for t in (input, other)]
+    # As in torch, what lifts a length to eps is no part of the graph.
+    lifted = [length + (length.clamp_min(eps) - length).detach() for length in lengths]
+    return ((input / lifted[0]) * (other / lifted[1])).sum(place)

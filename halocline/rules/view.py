@@ -14,7 +14,7 @@ from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .recipe import as_called as as_called  # the view rules' tools in one place
 from .table import composite, refuse, rule
 
-_HOMES = (torch, Tensor, F, torch.special, torch.linalg)
+_HOMES = (torch, Tensor, F, torch.special)  # not torch.linalg: its functions of the same names have other defaults
 _NUMPY_NAMES = {"axis": "dim", "x": "input", "x1": "input", "x2": "other"}
 Describe = Callable[..., Recipe]
 

@@ -1,0 +1,53 @@
+"""A Function's computation once more, to be differentiated: how its backward gets a derivative of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Autocast(NamedTuple):
+    """What autocast was when the Function ran: its backward may run under another."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        if kind == "meta":  # autocast does nothing there
+            return cls(kind, False, torch.float32)
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with nullcontext() if self.kind == "meta" else torch.autocast(self.kind, self.dtype, self.enabled):
+            yield
+
+    @property
+    def off(self) -> Autocast:
+        return self._replace(enabled=False)
+
+
+def differentiated(
+    compute: Callable[..., Tensor],
+    operands: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    gradient: Tensor,
+    autocast: Autocast,
+) -> tuple[Any, ...]:
+    """The gradients of ``compute(*operands)`` as functions of the operands.
+
+    Computed from aliases: the operands' own history, and hooks on them, belong to the backward that is under way.
+    """
+    with torch.enable_grad(), autocast.again():
+        aliases = [None if operand is None else operand.view_as(operand) for operand in operands]
+        wanted = [alias for alias, flag in zip(aliases, needed, strict=True) if flag and alias is not None]
+        found = iter(torch.autograd.grad(compute(*aliases), wanted, gradient, create_graph=True))
+    pairs = zip(aliases, needed, strict=True)
+    return tuple(next(found) if flag and alias is not None else None for alias, flag in pairs)
