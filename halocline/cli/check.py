@@ -31,6 +31,7 @@ Zoo = Annotated[
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="NAME", help="Of the zoo, this network; repeat for more.")
 ]
+AtLeast = Annotated[int, typer.Option("--at-least", help="Fail if fewer networks of the zoo are exact or gathered.")]
 Names = Annotated[bool, typer.Option("--list", help="Print the names of the zoo's networks, and no more.")]
 Arguments = Annotated[
     str, typer.Option("--args", metavar="JSON", help="Arguments of the factory, such as '{\"width\": 8}'.")
@@ -58,6 +59,7 @@ def check(
     target: Target = None,
     zoo: Zoo = None,
     only: Only = None,
+    at_least: AtLeast = 0,
     names: Names = False,
     args: Arguments = "{}",
     shape: Shapes = None,
@@ -90,7 +92,7 @@ def check(
 
     **Exit status**: 0 the answer is the same (exact; or gathered: right, but with little memory saved), 1 it is wrong,
     3 the library refuses the network and says why, 2 the check cannot be run as asked. Of a zoo: 0, or 1 if any network
-    is wrong; those refused are listed.
+    is wrong or too few are right (`--at-least`); those refused are listed.
     """
     with clear_errors("check", debug):
         plan = parse_cut(cut) if cut is not None else None
@@ -98,7 +100,9 @@ def check(
         settings["deadline"] = deadline
         if target is None or zoo or only or names:
             named = zoo_alone(target, zoo, bool(shape) or args != "{}")
-            raise typer.Exit(list_names(named) if names else check_all(named, only or [], settings, as_json))
+            if names:
+                raise typer.Exit(list_names(named))
+            raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
         inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
         with stderr().status("starting ranks") as status:
             report = check_network(target, say=status.update, **inputs, **settings)  # type: ignore[arg-type]

@@ -22,8 +22,8 @@ def list_names(zoo: str) -> int:
     return 0
 
 
-def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_json: bool) -> int:
-    """The exit status: 1 if any network is wrong."""
+def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_json: bool, at_least: int = 0) -> int:
+    """The exit status: 1 if any network is wrong, or fewer than ``at_least`` are right."""
     console = stderr()
 
     def done(count: str, name: str, found: Report) -> None:  # a line each: whoever watches a pipe should see it move
@@ -35,7 +35,10 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
         print_json(report.as_json())
     else:
         show(report)
-    return 1 if report.counts["wrong"] else 0
+    right = report.counts["exact"] + report.counts["gathered"]
+    if right < at_least:
+        say(console, f"[red]{right} networks are exact or gathered, and {at_least} were to be[/red]")
+    return 1 if report.counts["wrong"] or right < at_least else 0
 
 
 def show(report: ZooReport) -> None:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import Refused
-from ..tensor import here
+from ..tensor import current_module, here
 from ..tensor.copy import WholeCopy
 from .backward import BACKWARD, run_backward
 from .factories import FACTORIES, normal
@@ -73,6 +74,12 @@ class _Replaced(TorchFunctionMode):
             return _drawn(function, KERNELS[function], args, kwargs)
         if function in _OTHERS and _OTHERS[function](*args, **kwargs):
             raise _refusal(function)
+        if (
+            function in _COLLECTIVES
+            and kwargs.get("group") in (None, dist.group.WORLD)
+            and current_module() is not None
+        ):
+            raise _own_collective(function)
         return function(*args, **kwargs)
 
 
@@ -93,6 +100,19 @@ def _refusal(function: Any) -> Refused:
         here(),
         "it draws random numbers of torch's own, which hc.random.reproducible does not replace",
         "write it with rand_like, randn_like or dropout, give it a torch.Generator, or leave hc.random.reproducible",
+    )
+
+
+#: Those of torch.distributed that a mode can see.
+_COLLECTIVES = frozenset((dist.all_reduce, dist.all_gather, dist.broadcast, dist.reduce, dist.gather, dist.scatter))
+
+
+def _own_collective(function: Any) -> Refused:
+    return Refused(
+        f"torch.distributed.{function.__name__}",
+        here(),
+        "the model talks to all ranks by itself, and what is whole here is already that of all ranks: it would count twice",
+        "switch the model's own synchronisation off",
     )
 
 

@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,7 +123,7 @@ def _trace(function: Callable[[], object]) -> list[dict[str, Any]]:
     gc.collect()  # or garbage from before could be collected, and counted as freed, inside
     with (
         _quiet_profiler(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         _probe_from_another_thread()
         kept = function()
@@ -151,7 +152,9 @@ def _quiet_profiler() -> Iterator[None]:
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = before or "99"  # 99 is above every level it has
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")  # one cycle is all there is
+            yield
     finally:
         if before is None:
             del os.environ["KINETO_LOG_LEVEL"]

@@ -114,7 +114,6 @@ GENERATORS = (
             upsample_parameters=((2, 4, 1, 1, 0), (2, 4, 1, 1, 0)),
             num_embeddings=8,
             embedding_dim=8,
-            ddp_sync=False,  # else it sums over ranks by itself what is whole on each of them
         ),
         (volume(),),
         dtype="float32",
