@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from .._torch_private import default_store
 from ..errors import MeshError, RankFailure
 from .base import CHANNELS, Incoming, Label, Outgoing, World
+from .wire import LARGEST, Arrival, Wire, memory_of
 
 _SENT_AS_IT_IS = (torch.float32, torch.float64)
 _GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
@@ -33,6 +35,7 @@ class ProcessWorld(World):
         self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
         self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._failed: str | None = None
+        self._wire = _wire(self.rank, self.size, deadline)
 
     def set_deadline(self, seconds: float) -> None:
         self.deadline, self._wait = seconds, timedelta(seconds=seconds)
@@ -44,24 +47,27 @@ class ProcessWorld(World):
         self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
             return _post_on_device(sends, receives, group)
-        jobs: list[tuple[int, dist.Work | None, Tensor, Tensor]] = []
+        jobs: list[tuple[int, Any, Tensor, Tensor]] = []
         for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
             try:
                 jobs.append(start(peer, tensor, tag, group))
-            except RuntimeError as error:  # a connection known to be closed refuses at once
+            except (RuntimeError, OSError) as error:  # a connection known to be closed refuses at once
                 raise self._failure(peer, error, label) from error
         return jobs
 
     def _receive(
         self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
-    ) -> tuple[int, dist.Work | None, Tensor, Tensor]:
+    ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(buffer)
+        if self._wire is not None and host.nbytes <= LARGEST:
+            return peer, self._wire.pipe(peer).receive(tag, memory_of(_as_bytes(host))), buffer, host
         return peer, group.recv([_bytes(host)], peer, tag), buffer, host
 
-    def _send(
-        self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup
-    ) -> tuple[int, dist.Work | None, Tensor, Tensor]:
+    def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(message, fill=True)
+        if self._wire is not None and host.nbytes <= LARGEST:
+            self._wire.pipe(peer).send(tag, memory_of(_as_bytes(host)))
+            return peer, None, host, host
         return peer, group.send([_bytes(host)], peer, tag), host, host
 
     @staticmethod
@@ -73,11 +79,14 @@ class ProcessWorld(World):
         return host.copy_(tensor) if fill else host
 
     def complete(self, posted: object, label: Label) -> None:
+        end = time.monotonic() + self.deadline
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
-                if work is not None:
+                if work is None or isinstance(work, Arrival):
+                    self._wire.wait(peer, work, end)  # type: ignore[union-attr]
+                else:
                     work.wait(self._wait)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise self._failure(peer, error, label) from error
             if host is not buffer:
                 buffer.copy_(host)
@@ -144,12 +153,23 @@ def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], gro
     return [(-1, work, nothing, nothing) for work in works]
 
 
+def _wire(rank: int, size: int, deadline: float) -> Wire | None:
+    """Sockets of our own, unless switched off, or there is nowhere to say where they are."""
+    if size == 1 or os.environ.get("HALOCLINE_WIRE") == "0" or default_store() is None:
+        return None
+    return Wire(rank, deadline)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes: gloo sends those for every dtype."""
     if tensor.dtype in _SENT_AS_IT_IS:
         return tensor
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    return _as_bytes(tensor)
 
 
 def connect(deadline: float = 600.0) -> ProcessWorld | None:

@@ -1,0 +1,211 @@
+"""Small messages between CPU ranks on sockets of our own, read and written by the thread that needs them.
+
+gloo hands every message to a thread of its own and back: two wake-ups, half a millisecond where both compute. Here the
+sender writes into the kernel's buffer and goes on, and the receiver reads what lies there. Large messages stay with
+gloo, whose thread moves them while the rank computes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from .._torch_private import default_store
+
+LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
+_HEADER = struct.Struct("<qq")  # tag, bytes
+_SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
+
+
+class Arrival:
+    """A message that is awaited: where it goes, and whether it is there."""
+
+    def __init__(self, target: memoryview) -> None:
+        self.target, self.done = target, False
+
+
+class Pipe:
+    """The connection to one peer. Messages arrive in the order sent, and are known by their tag."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.closed = False
+        self.outbox: deque[memoryview] = deque()
+        self._awaited: dict[int, deque[Arrival]] = {}
+        self._early: dict[int, deque[bytearray]] = {}
+        self._header, self._target, self._filled = bytearray(_HEADER.size), memoryview(b""), 0
+        self._arrival: Arrival | None = None
+        self._tag: int | None = None
+
+    def send(self, tag: int, payload: memoryview) -> None:
+        self.outbox.append(memoryview(_HEADER.pack(tag, payload.nbytes)))
+        if payload.nbytes:
+            self.outbox.append(payload)
+        self.flush()
+
+    def flush(self) -> None:
+        while self.outbox:
+            try:
+                sent = self.socket.sendmsg(list(self.outbox)[:8])
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                self.closed = True
+                return
+            while sent:
+                first = self.outbox[0]
+                if sent < first.nbytes:
+                    self.outbox[0] = first[sent:]
+                    break
+                sent -= first.nbytes
+                self.outbox.popleft()
+
+    def receive(self, tag: int, target: memoryview) -> Arrival:
+        arrival = Arrival(target)
+        early = self._early.get(tag)
+        if early:
+            target[:] = early.popleft()
+            arrival.done = True
+        else:
+            self._awaited.setdefault(tag, deque()).append(arrival)
+        return arrival
+
+    def pump(self) -> None:
+        """Read whatever has arrived."""
+        while True:
+            room = memoryview(self._header) if self._tag is None else self._target
+            if self._filled < room.nbytes:
+                try:
+                    count = self.socket.recv_into(room[self._filled :])
+                except BlockingIOError:
+                    return
+                except ConnectionError:
+                    count = 0
+                if not count:  # the peer is gone; what it sent before is here
+                    self.closed = True
+                    return
+                self._filled += count
+            if self._filled == room.nbytes:
+                self._advance()
+
+    def _advance(self) -> None:
+        """A header or a payload is complete."""
+        if self._tag is None:
+            self._tag, size = _HEADER.unpack(self._header)
+            awaited = self._awaited.get(self._tag)
+            self._arrival = awaited.popleft() if awaited else None
+            self._target = self._arrival.target if self._arrival else memoryview(bytearray(size))
+        else:
+            if self._arrival is not None:
+                self._arrival.done = True
+            else:
+                self._early.setdefault(self._tag, deque()).append(bytearray(self._target))
+            self._tag = None
+        self._filled = 0
+
+
+class Wire:
+    """This rank's pipes, each made when first needed: the lower rank calls, the higher one answers."""
+
+    def __init__(self, rank: int, deadline: float) -> None:
+        store = default_store()
+        turn = store.add(f"halocline/wires/{rank}", 1)  # every rank's first at this meeting, its second, ...
+        self.rank, self.deadline, self._name = rank, deadline, f"halocline/wire/{turn}"
+        self.pipes: dict[int, Pipe] = {}
+        self._answered: dict[int, socket.socket] = {}
+        self._token = secrets.token_bytes(16)
+        self._door = socket.create_server((_own_address(), 0), backlog=256)
+        host, port = self._door.getsockname()[:2]
+        store.set(f"{self._name}/{rank}", f"{host} {port} {self._token.hex()}")
+
+    def __del__(self) -> None:
+        for pipe in getattr(self, "pipes", {}).values():
+            pipe.socket.close()
+        if hasattr(self, "_door"):
+            self._door.close()
+
+    def pipe(self, peer: int) -> Pipe:
+        if peer not in self.pipes:
+            self.pipes[peer] = Pipe(self._call(peer) if self.rank < peer else self._answer(peer))
+        return self.pipes[peer]
+
+    def _call(self, peer: int) -> socket.socket:
+        host, port, token = default_store().get(f"{self._name}/{peer}").decode().split()
+        connection = socket.create_connection((host, int(port)), timeout=self.deadline)
+        connection.sendall(bytes.fromhex(token) + struct.pack("<q", self.rank))
+        return connection
+
+    def _answer(self, peer: int) -> socket.socket:
+        """Whoever else calls meanwhile is kept for later; a caller without the token is sent away."""
+        self._door.settimeout(self.deadline)
+        while peer not in self._answered:
+            connection, _ = self._door.accept()
+            connection.settimeout(self.deadline)
+            hello = connection.recv(24, socket.MSG_WAITALL)
+            if hello[:16] == self._token and len(hello) == 24:
+                self._answered[struct.unpack("<q", hello[16:])[0]] = connection
+            else:
+                connection.close()
+        return self._answered.pop(peer)
+
+    def wait(self, peer: int, job: Arrival | None, end: float) -> None:
+        """Until the message has come, or (None) all to this peer is handed over; TimeoutError at ``end``."""
+        pipe, asleep_from = self.pipes[peer], time.monotonic() + _SPIN
+        while True:
+            for each in self.pipes.values():
+                if not each.closed:
+                    each.flush()
+                    each.pump()
+            if job.done if job is not None else not pipe.outbox:
+                return
+            if pipe.closed:
+                raise ConnectionError("connection closed by the peer")
+            now = time.monotonic()
+            if now > end:
+                raise TimeoutError(f"nothing within {self.deadline:g} s")
+            if now > asleep_from:
+                self._sleep(min(1.0, end - now))
+
+    def _sleep(self, seconds: float) -> None:
+        poll = select.poll()
+        for pipe in self.pipes.values():
+            if pipe.closed:
+                continue
+            poll.register(pipe.socket, select.POLLIN | (select.POLLOUT if pipe.outbox else 0))
+        poll.poll(max(1, int(1000 * seconds)))
+
+
+def _own_address() -> str:
+    """That of the network card named to gloo, or else of the one that leads to where the ranks met."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return _address_of(name)
+    meeting = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(meeting)  # sends nothing
+        found: str = probe.getsockname()[0]
+    return found
+
+
+def _address_of(card: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", card.encode()[:15]))  # SIOCGIFADDR
+    return socket.inet_ntoa(answer[20:24])
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 CPU tensor."""
+    array: Any = tensor.detach().numpy()
+    return memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
