@@ -111,7 +111,7 @@ def _own_collective(function: Any) -> Refused:
     return Refused(
         f"torch.distributed.{function.__name__}",
         here(),
-        "the model talks to all ranks by itself, and what is whole here is already that of all ranks: it would count twice",
+        "the model talks to all ranks by itself, and what is whole here is that of all ranks already",
         "switch the model's own synchronisation off",
     )
 
