@@ -37,7 +37,8 @@ class Pipe:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.closed = False
         self.outbox: deque[memoryview] = deque()
@@ -46,6 +47,9 @@ class Pipe:
         self._header, self._target, self._filled = bytearray(_HEADER.size), memoryview(b""), 0
         self._arrival: Arrival | None = None
         self._tag: int | None = None
+
+    def __del__(self) -> None:
+        self.socket.close()
 
     def send(self, tag: int, payload: memoryview) -> None:
         self.outbox.append(memoryview(_HEADER.pack(tag, payload.nbytes)))
@@ -129,10 +133,8 @@ class Wire:
         store.set(f"{self._name}/{rank}", f"{host} {port} {self._token.hex()}")
 
     def __del__(self) -> None:
-        for pipe in getattr(self, "pipes", {}).values():
-            pipe.socket.close()
-        if hasattr(self, "_door"):
-            self._door.close()
+        for waiting in (*getattr(self, "_answered", {}).values(), *([self._door] if hasattr(self, "_door") else [])):
+            waiting.close()
 
     def pipe(self, peer: int) -> Pipe:
         if peer not in self.pipes:
