@@ -170,7 +170,7 @@ def halo(
     nodes: Nodes = "2,4",
     rates: Rates = "200mbit,500mbit,1gbit,2gbit",
     size: Size = 64,
-    width: Width = 8,
+    width: Width = 16,
     repeat: Steps = 5,
     install: Install = False,
     as_json: Json = False,
