@@ -187,7 +187,7 @@ def test_the_halo_command(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(halo, "measure_halo", lambda *arguments: asked.append(arguments) or result)
     code, out, _ = run("halo", "--nodes", "2, 3", "--rates", "1gbit, 2gbit")
-    assert (code, asked[0][:5]) == (0, ([2, 3], ["1gbit", "2gbit"], 64, 8, 5))
+    assert (code, asked[0][:5]) == (0, ([2, 3], ["1gbit", "2gbit"], 64, 16, 5))
     assert "20.0% (aim: 10%)" in out
     assert json.loads(run("halo", "--json")[1])["exposed_share"] == 0.2
     assert run("halo", "--nodes", "two")[0] == 2
