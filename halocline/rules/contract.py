@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
-from .table import refuse
+from .table import composite, refuse
 from .view import as_called, each, made_of, normal, shape
 
 Labels = Sequence[Hashable]
@@ -114,9 +114,9 @@ def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any
     return _plus(input, torch.outer(vec1, vec2), beta, alpha)
 
 
-@made_of("vecdot")
-def vecdot(input: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
-    return (input.conj() * y).sum(dim)
+@composite(torch.linalg.vecdot, family="contract")
+def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    return (x.conj() * y).sum(dim)
 
 
 @made_of("bilinear")
