@@ -55,6 +55,19 @@ def test_a_message_larger_than_the_buffers_comes_in_pieces() -> None:
     assert torch.equal(room, sent) and not here.outbox
 
 
+def test_waiting_may_begin_between_header_and_payload() -> None:
+    here, there = pair()
+    sent = torch.arange(LARGEST, dtype=torch.int64).to(torch.uint8)
+    here.send(3, memory_of(sent))
+    there.pump()  # the header and a part
+    room = torch.empty_like(sent)
+    arrival = there.receive(3, memory_of(room))
+    for _ in range(10_000):
+        here.flush()
+        there.pump()
+    assert arrival.done and torch.equal(room, sent)
+
+
 def test_an_empty_message_is_one_too() -> None:
     here, there = pair()
     arrival = there.receive(1, memoryview(b""))

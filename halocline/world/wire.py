@@ -110,12 +110,20 @@ class Pipe:
             self._arrival = awaited.popleft() if awaited else None
             self._target = self._arrival.target if self._arrival else memoryview(bytearray(size))
         else:
-            if self._arrival is not None:
-                self._arrival.done = True
-            else:
-                self._early.setdefault(self._tag, deque()).append(bytearray(self._target))
+            self._deliver(self._tag)
             self._tag = None
         self._filled = 0
+
+    def _deliver(self, tag: int) -> None:
+        """Somebody may have begun to wait for it after its header had come."""
+        arrival, awaited = self._arrival, self._awaited.get(tag)
+        if arrival is None and awaited:
+            arrival = awaited.popleft()
+            arrival.target[:] = self._target
+        if arrival is not None:
+            arrival.done = True
+        else:
+            self._early.setdefault(tag, deque()).append(bytearray(self._target))
 
 
 class Wire:
