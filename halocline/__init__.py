@@ -8,6 +8,7 @@ from ._torch_private import run_eagerly
 from .distribute import average_gradients, distribute, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
+from .kernels import chunked
 from .rules import (
     WHOLE,
     Link,
@@ -63,6 +64,7 @@ __all__ = [
     "Sharding",
     "ShardingError",
     "average_gradients",
+    "chunked",
     "composite",
     "distribute",
     "follow",

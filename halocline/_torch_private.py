@@ -14,6 +14,10 @@ import torch.utils._python_dispatch
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+#: Nor to any mode that somebody has set.
+no_torch_functions = torch._C.DisableTorchFunction
+
+
 #: Inside, no dispatch mode that somebody has set sees what torch is asked.
 unseen = torch.utils._python_dispatch._disable_current_modes
 

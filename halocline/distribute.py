@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MeshError
+from .kernels import keep_fast
 from .random import same_state
 from .reduction import GradientAverage, is_dtensor, leave_to_owners, mark, same_weights
 from .rules import tensors_in
@@ -20,9 +23,26 @@ from .world import Label, Mesh
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_AVERAGE = "_halocline_average"  # who averages a model's gradients
 
-def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global", averaging: str = "own") -> Model:
+
+class _Alone:
+    """Nobody: the model is on one device. A copy belongs nowhere, as that of any distributed model."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def distribute(
+    model: Model, mesh: Mesh | None = None, *, batch_statistics: str = "global", averaging: str = "own"
+) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
+
+    Without a mesh, for one device: on plain tensors nothing changes but that GPU work on operands too large for the
+    fast kernels (2^31 elements) goes to them in chunks. On a mesh each rank's tiles are treated so too.
 
     Rank 0's parameters and buffers go to every rank, and after each backward every parameter's gradient is its mean
     over all ranks. ``batch_statistics``: batch norm over the whole global batch ("global"), or over each data
@@ -36,8 +56,13 @@ def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global", av
         raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
     if averaging not in ("own", "external"):
         raise MeshError(f"averaging is 'own' or 'external', not {averaging!r}")
-    if model.__dict__.get("_halocline_average") is not None:
+    if model.__dict__.get(_AVERAGE) is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
+    keep_fast()
+    if mesh is None:
+        _check_alone()
+        model.__dict__[_AVERAGE] = _Alone()
+        return model
     _check_same_model(model, mesh)
     same_weights([t.detach() for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh.world)
     same_state(mesh.world)
@@ -45,10 +70,19 @@ def distribute(model: Model, mesh: Mesh, *, batch_statistics: str = "global", av
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)
-    model.__dict__["_halocline_average"] = GradientAverage(_to_average(model, mesh, averaging), mesh.world)
+    model.__dict__[_AVERAGE] = GradientAverage(_to_average(model, mesh, averaging), mesh.world)
     if next(model.buffers(), None) is not None:
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     return model
+
+
+def _check_alone() -> None:
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise MeshError(
+            f"hc.distribute(model) without a mesh is for one device, and this is one of {ranks} ranks; "
+            "give it a mesh, such as hc.Mesh(data=-1)"
+        )
 
 
 def _to_average(model: nn.Module, mesh: Mesh, averaging: str) -> list[tuple[str, Tensor]]:
@@ -119,9 +153,12 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, gradients pile up on each rank unaveraged; the first backward outside averages the pile."""
-    average: GradientAverage | None = model.__dict__.get("_halocline_average")
+    average: GradientAverage | _Alone | None = model.__dict__.get(_AVERAGE)
     if average is None:
         raise MeshError("hc.no_sync wants a model that hc.distribute returned")
+    if isinstance(average, _Alone):
+        yield
+        return
     if not average.parameters:
         raise MeshError("hc.no_sync finds no parameter that the library averages; ask whoever averages them to wait")
     with average.paused():

@@ -1,6 +1,7 @@
 """Integers only: what is needed, what is owned, and so what must move. No torch here."""
 
 from .access import Access, Adaptive, Mirror, Part, Same, Transposed, Window
+from .chunks import chunks_of, cut_at
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
 from .slabs import Slabs, slabs_of
@@ -22,6 +23,8 @@ __all__ = [
     "Transfer",
     "Transposed",
     "Window",
+    "chunks_of",
+    "cut_at",
     "plan_transfer",
     "shape_of",
     "slabs_of",

@@ -1,0 +1,6 @@
+"""torch's own kernels in chunks, where an operand is too large for their fast paths."""
+
+from . import channels, convolution, norm
+from .chunked import chunked, keep_fast
+
+__all__ = ["channels", "chunked", "convolution", "keep_fast", "norm"]

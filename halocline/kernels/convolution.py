@@ -1,0 +1,152 @@
+"""Convolutions in chunks.
+
+Three sums say it all: a convolution, a transposed one (each is the other's gradient by the input), and the gradient by
+the weight, which is the same for both with input and output in each other's place.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .parts import Call, at
+from .replace import Original, kernel
+from .sizes import Sizes, sizes
+
+_WIDE = {torch.half: torch.float32, torch.bfloat16: torch.float32}
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@kernel("convolution")
+def convolution(original: Original, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    call = Call.of(weight.dim() - 2, *rest)
+    shape = (x.shape[0], call.channels(weight), *call.result(x.shape[2:], weight.shape[2:]))
+    limit = sizes(x.device, _family(call))
+    if max(x.numel(), prod(shape)) <= limit.whole:
+        return original(x, weight, bias, *rest)
+    return _in_parts(original, x, weight, bias, call, shape, limit)
+
+
+def _family(call: Call) -> str:
+    return "transposed" if call.transposed else "convolution"
+
+
+@kernel("convolution_backward")
+def convolution_backward(
+    original: Original, gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    *settings, wanted = rest
+    families = ("convolution", "transposed", "weight gradient")
+    if max(gradient.numel(), x.numel()) <= min(sizes(x.device, family).whole for family in families):
+        return original(gradient, x, weight, bias_sizes, *rest)
+    call = Call.of(weight.dim() - 2, *settings)
+    of_x = of_weight = of_bias = None
+    if wanted[0]:
+        of_x = _input_gradient(original.of("convolution"), gradient, x, weight, call)
+    if wanted[1]:
+        ends = (gradient, x) if call.transposed else (x, gradient)
+        of_weight = _weight_gradient(original, *ends, weight, call, sizes(x.device, "weight gradient"))
+    if wanted[2]:
+        dims = [dim for dim in range(gradient.dim()) if dim != 1]
+        of_bias = gradient.sum(dims, dtype=_WIDE.get(gradient.dtype)).to(gradient.dtype)
+    return of_x, of_weight, of_bias
+
+
+def _in_parts(
+    original: Original,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: Call,
+    shape: tuple[int, ...],
+    limit: Sizes,
+) -> Tensor:
+    """The output of this shape, which may leave out what torch would make beyond it."""
+    result = _room(x, weight, shape)
+    for part in call.parts(x.shape, shape, weight.shape[2:], limit.chunk):
+        target = at(result, part.box)
+        if part.need is None:
+            target.copy_(_bias_alone(bias, target))
+            continue
+        piece, here = part.read(x), call._replace(padding=part.padding, extra=[0] * len(part.padding))
+        if _writes_in_place(piece, target, here):
+            _write(piece, weight, bias, target, here)
+        else:
+            target.copy_(part.kept(original(piece, weight, bias, *here)))
+    return result
+
+
+def _room(x: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Channels last where input or weight is, as cuDNN has it."""
+    last = _LAST.get(x.dim())
+    if last is None or not any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)):
+        return x.new_empty(shape)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=last)
+
+
+def _bias_alone(bias: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_zeros(()) if bias is None else bias.view(-1, *(1,) * (like.dim() - 2))
+
+
+def _writes_in_place(piece: Tensor, target: Tensor, call: Call) -> bool:
+    """Can cuDNN put its result where it belongs? Only if both lie dense, with channels last."""
+    return (
+        piece.is_cuda
+        and torch.version.hip is None
+        and piece.dim() in _LAST
+        and not call.transposed
+        and call.groups == 1
+        and piece.dtype in (torch.half, torch.bfloat16, torch.float32)
+        and min(piece.shape[1], target.shape[1]) > 1
+        and all(tensor.is_contiguous(memory_format=_LAST[piece.dim()]) for tensor in (piece, target))
+        and torch.backends.cudnn.is_acceptable(piece)
+    )
+
+
+def _write(piece: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, call: Call) -> None:
+    cudnn = torch.backends.cudnn
+    dense = weight.contiguous(memory_format=_LAST[piece.dim()])
+    steady = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    settings = (call.padding, call.stride, call.dilation, call.groups, cudnn.benchmark, steady, cudnn.allow_tf32)
+    torch.ops.aten.cudnn_convolution.out(piece, dense, *settings, out=target)
+    if bias is not None:
+        target.add_(_bias_alone(bias, target))
+
+
+def _input_gradient(original: Original, gradient: Tensor, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+    """The convolution that goes the other way, over the gradient."""
+    reach, none = call.reach(weight.shape[2:]), [0] * len(call.stride)
+    if (
+        set(call.stride) == {1}
+        and not call.transposed
+        and all(p <= r for p, r in zip(call.padding, reach, strict=True))
+    ):
+        # A plain one by the reversed kernel, which cuDNN writes where it belongs.
+        weight = _reversed(weight, call.groups)
+        back = call._replace(padding=[r - p for p, r in zip(call.padding, reach, strict=True)])
+    else:
+        back = call._replace(transposed=not call.transposed, extra=none)
+    return _in_parts(original, gradient, weight, None, back, tuple(x.shape), sizes(x.device, _family(back)))
+
+
+def _reversed(weight: Tensor, groups: int) -> Tensor:
+    """The kernel backwards, from the output's channels to the input's."""
+    out, into, *kernel = weight.shape
+    turned = weight.flip(*range(2, weight.dim())).reshape(groups, out // groups, into, *kernel)
+    return turned.transpose(1, 2).reshape(groups * into, out // groups, *kernel)
+
+
+def _weight_gradient(
+    original: Original, x: Tensor, gradient: Tensor, weight: Tensor, call: Call, limit: Sizes
+) -> Tensor:
+    """Of a convolution from ``x`` to where ``gradient`` is, summed over chunks in float32 at least."""
+    direct = call._replace(transposed=False, extra=[0] * len(call.extra))
+    total = torch.zeros_like(weight, dtype=_WIDE.get(weight.dtype, weight.dtype))
+    for part in direct.parts(x.shape, gradient.shape, weight.shape[2:], limit.chunk):
+        here = direct._replace(padding=part.padding)
+        only_weight = [False, True, False]
+        total += original(at(gradient, part.box), part.read(x), weight, None, *here, only_weight)[1]
+    return total.to(weight.dtype)

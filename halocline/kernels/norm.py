@@ -1,0 +1,156 @@
+"""Norms whose operands are too large for torch's fast kernels, or too few channels or groups to keep a GPU busy.
+
+Batch norm's backward loses its fast kernel at 2^31 elements: here it goes in slabs, sums first and then the gradient.
+Its forward, and that of group norm, give each channel or group to one block of threads where the tensor is contiguous:
+with 32 channels of 64 million voxels, 32 blocks on a card that has room for thousands. The same numbers, laid out so
+that torch reduces them as it does any other tensor, take a tenth of the time.
+"""
+
+from __future__ import annotations
+
+from math import isqrt, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..geometry import Box, chunks_of, shape_of, whole
+from .parts import at
+from .replace import Original, kernel
+from .sizes import sizes
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_MANY = 256  # channels or groups that keep a card busy, one block of threads each
+_TEMPORARY = 1 << 26  # elements of intermediate results in float32
+
+
+@kernel("native_batch_norm")
+def native_batch_norm(original: Original, x: Tensor, *rest: Any) -> Any:
+    """Channels by themselves, each reduced by the whole card."""
+    if x.dim() < 3 or x.shape[1] >= _MANY or x.numel() <= sizes(x.device, "norm").whole or not x.is_contiguous():
+        return original(x, *rest)
+    y, *statistics = original(_spread(x), *rest)
+    return _gathered(y, x), *statistics
+
+
+def _spread(x: Tensor) -> Tensor:
+    """The same tensor with its rows across: no longer contiguous, and so no longer one block for each channel."""
+    elements = prod(x.shape[2:])
+    rows = next(n for n in range(isqrt(elements), 0, -1) if elements % n == 0)
+    return x.view(*x.shape[:2], rows, elements // rows).transpose(2, 3)
+
+
+def _gathered(y: Tensor, like: Tensor) -> Tensor:
+    return y.transpose(2, 3).reshape(like.shape)
+
+
+@kernel("native_group_norm")
+def native_group_norm(
+    original: Original,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    channels: int,
+    elements: int,
+    groups: int,
+    eps: float,
+) -> Any:
+    """Statistics of groups as of channels, then one scale and shift for each channel: batch norm's kernels."""
+    few = batch * groups < _MANY and x.dtype in (torch.float32, torch.float64)
+    if not few or x.numel() <= sizes(x.device, "norm").whole or not x.is_contiguous():
+        return original(x, weight, bias, batch, channels, elements, groups, eps)
+    members = channels // groups
+    mean, variance = torch.batch_norm_update_stats(_spread(x.view(1, batch * groups, -1)), None, None, 0.0)
+    each = (moment.repeat_interleave(members) for moment in (mean, variance))
+    scales = (None if p is None else p.to(x.dtype).repeat(batch) for p in (weight, bias))
+    seen = x.view(1, batch * channels, -1)
+    y = original.of("native_batch_norm")(seen, *scales, *each, False, 0.0, eps)[0]
+    moments = (moment.view(batch, groups) for moment in (mean, (variance + eps).rsqrt()))
+    return y.view(x.shape), *moments
+
+
+@kernel("native_batch_norm_backward")
+def native_batch_norm_backward(
+    original: Original,
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    saved_mean: Tensor | None,
+    saved_rstd: Tensor | None,
+    train: bool,
+    eps: float,
+    wanted: list[bool],
+) -> Any:
+    limit = sizes(x.device, "norm backward")
+    mean, spread = (saved_mean, saved_rstd) if train else (running_mean, running_var)
+    if x.numel() <= limit.whole or x.dim() < 3 or mean is None or spread is None:
+        given = (running_mean, running_var, saved_mean, saved_rstd, train, eps, wanted)
+        return original(gradient, x, weight, *given)
+    rstd = spread if train else spread.add(eps).rsqrt()
+    return _backward(gradient, x, weight, mean, rstd, train, wanted, limit.chunk)
+
+
+@kernel("cudnn_batch_norm_backward")
+def cudnn_batch_norm_backward(original: Original, x: Tensor, gradient: Tensor, weight: Tensor, *rest: Any) -> Any:
+    limit = sizes(x.device, "norm backward")
+    if x.numel() <= limit.whole:
+        return original(x, gradient, weight, *rest)
+    _, _, mean, rstd, _, _ = rest
+    return _backward(gradient, x, weight, mean, rstd, True, [True] * 3, limit.chunk)
+
+
+def _backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, train: bool, wanted: Any, most: int
+) -> tuple[Tensor | None, ...]:
+    boxes = _slabs(x, most)
+    parts = [_sums(at(gradient, box), at(x, box), mean, rstd) for box in boxes]
+    offset, slope = (torch.stack(some).sum(0) for some in zip(*parts, strict=True))
+    of_x = None
+    if wanted[0]:
+        of_x = torch.empty_like(x)
+        share = x.shape[1] / x.numel() if train else 0.0
+        for box in boxes:
+            found = _slopes(at(gradient, box), at(x, box), mean, rstd, weight, share * offset, share * slope)
+            at(of_x, box).copy_(found)
+    dtype = x.dtype if weight is None else weight.dtype
+    return of_x, (slope * rstd).to(dtype) if wanted[1] else None, offset.to(dtype) if wanted[2] else None
+
+
+def _slabs(x: Tensor, most: int) -> list[Box]:
+    """Small ones where intermediate results are as large as they are."""
+    most = most if _has_kernel(x) else min(most, _TEMPORARY)
+    box = tuple(map(whole, (x.shape[0], *x.shape[2:])))
+    return chunks_of(box, range(len(box)), lambda part: x.shape[1] * prod(shape_of(part)), most)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dim() in _LAST and x.is_contiguous(memory_format=_LAST[x.dim()])
+
+
+def _across(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *(1,) * (like.dim() - 2))
+
+
+def _sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the gradient, and of the gradient times the distance from the mean, by channel."""
+    if _has_kernel(x):
+        laid = gradient.contiguous(memory_format=_LAST[x.dim()])
+        return torch.batch_norm_backward_reduce(laid, x, mean, rstd, None, True, False, False)[:2]
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    wide = gradient.to(mean.dtype)
+    return wide.sum(dims), (x - _across(mean, x)).mul_(wide).sum(dims)
+
+
+def _slopes(
+    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, offset: Tensor, slope: Tensor
+) -> Tensor:
+    """The gradient by the input, given the means over all of :func:`_sums`."""
+    if _has_kernel(x):
+        laid, one = gradient.contiguous(memory_format=_LAST[x.dim()]), torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(laid, x, mean, rstd, weight, offset, slope, one)
+    scale = rstd if weight is None else rstd * weight
+    centred = (x - _across(mean, x)).mul_(_across(-slope * rstd * rstd, x))
+    return centred.add_(gradient).sub_(_across(offset, x)).mul_(_across(scale, x))

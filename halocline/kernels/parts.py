@@ -1,0 +1,172 @@
+"""The parts of a convolution that is done in chunks: a box of the output each, and what it needs of the input.
+
+Boxes have the batch and the spatial dims; channels are never cut. Where a dim is cut, outputs that reach into the
+padding are parts of their own, computed from a small padded piece; all others come from views of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..geometry import Box, Interval, Transposed, Window, chunks_of, cut_at, shape_of, slices, whole
+
+
+class Call(NamedTuple):
+    """The arguments of a convolution but for its tensors, one for each spatial dim."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    extra: list[int]
+    groups: int
+
+    @classmethod
+    def of(cls, dims: int, stride: Any, padding: Any, dilation: Any, transposed: bool, extra: Any, groups: int) -> Call:
+        stride, padding, dilation, extra = (
+            list(value) * (dims if len(value) == 1 else 1) for value in (stride, padding, dilation, extra)
+        )
+        return cls(stride, padding, dilation, transposed, extra, groups)
+
+    def channels(self, weight: Tensor) -> int:
+        """Of the output."""
+        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
+
+    def reach(self, kernel: Sequence[int]) -> list[int]:
+        return [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
+
+    def result(self, spatial: Sequence[int], kernel: Sequence[int]) -> list[int]:
+        """Spatial sizes of the output."""
+        each = zip(spatial, self.stride, self.padding, self.reach(kernel), self.extra, strict=True)
+        if self.transposed:
+            return [(n - 1) * s - 2 * p + r + e + 1 for n, s, p, r, e in each]
+        return [(n + 2 * p - r - 1) // s + 1 for n, s, p, r, _ in each]
+
+    def parts(self, x: Sequence[int], y: Sequence[int], kernel: Sequence[int], most: int) -> Iterator[Part]:
+        """For an input and an output of these shapes, of which the largest has at most ``most`` elements."""
+        return (_transposed_parts if self.transposed else _direct_parts)(x, y, kernel, self, most)
+
+    def each(self, kernel: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        return zip(kernel, self.stride, self.dilation, self.padding, strict=True)
+
+
+class Part(NamedTuple):
+    """A box of the output, from ``need`` of the input with zeros round it (``pads``) and the padding torch adds.
+
+    Of what that makes, ``keep`` is the box. Without ``need`` nothing of the input reaches it.
+    """
+
+    box: Box
+    need: Box | None
+    padding: list[int]
+    pads: list[int]
+    keep: Box | None = None
+
+    def read(self, x: Tensor) -> Tensor:
+        piece = at(x, self.need)  # type: ignore[arg-type]
+        return F.pad(piece, self.pads) if any(self.pads) else piece
+
+    def kept(self, made: Tensor) -> Tensor:
+        return made if self.keep is None else at(made, (whole(made.shape[0]), *self.keep))
+
+
+def at(tensor: Tensor, box: Box) -> Tensor:
+    """All channels of a box."""
+    batch, *spatial = slices(box)
+    return tensor[(batch, slice(None), *spatial)]
+
+
+def _chunks(x: Sequence[int], y: Sequence[int], need: Callable[[Box], Box], most: int) -> list[Box]:
+    def elements(box: Box) -> int:
+        return max(x[1] * prod(shape_of(need(box))), y[1] * prod(shape_of(box)))
+
+    box = tuple(map(whole, (y[0], *y[2:])))
+    return chunks_of(box, range(len(box)), elements, most)
+
+
+# A convolution ------------------------------------------------------------------------------------------------------
+
+
+def _direct_parts(x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int) -> Iterator[Part]:
+    windows = [Window(*setting) for setting in call.each(kernel)]
+
+    def need(box: Box) -> Box:
+        """Of the input and the padding round it."""
+        return (box[0], *(window.need(out)[0] for window, out in zip(windows, box[1:], strict=True)))
+
+    chunks = _chunks(x, y, need, most)
+    native = [_natively(*dim) for dim in zip(chunks[0][1:], y[2:], x[2:], windows, strict=True)]
+    for chunk in chunks:
+        for box in _edges_apart(chunk, native, windows, x[2:]):
+            yield _direct_part(box, need(box), x[2:], call.padding, native)
+
+
+def _natively(chunk: Interval, out: int, size: int, window: Window) -> bool:
+    """Is this dim not cut, and would torch make just these outputs of it?"""
+    made = (size + 2 * window.padding - window.reach - 1) // window.stride + 1
+    return chunk.size == out == made
+
+
+def _edges_apart(chunk: Box, native: list[bool], windows: list[Window], spatial: Sequence[int]) -> Iterator[Box]:
+    """Outputs that reach into the padding by themselves, where torch does not pad."""
+    dims = [[chunk[0]]]
+    for interval, natively, window, size in zip(chunk[1:], native, windows, spatial, strict=True):
+        first = -(-window.padding // window.stride)
+        last = (size - 1 + window.padding - window.reach) // window.stride + 1
+        dims.append([interval] if natively else cut_at(interval, [first, last]))
+    yield from product(*dims)
+
+
+def _direct_part(box: Box, need: Box, spatial: Sequence[int], padding: list[int], native: list[bool]) -> Part:
+    inside: list[Interval] = [box[0]]
+    pads: list[int] = []
+    for wanted, size, natively in zip(need[1:], spatial, native, strict=True):
+        found = whole(size) if natively else wanted.intersect(whole(size))
+        if found.empty:  # padding alone
+            found = Interval(0, 0)
+        before = found.lo - wanted.lo if found.size and not natively else 0
+        inside.append(found)
+        pads = [before, 0 if natively else wanted.size - found.size - before, *pads]
+    kept = [amount if natively else 0 for amount, natively in zip(padding, native, strict=True)]
+    return Part(box, tuple(inside), kept, pads)
+
+
+# A transposed convolution -------------------------------------------------------------------------------------------
+
+
+def _transposed_parts(
+    x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int
+) -> Iterator[Part]:
+    accesses = [Transposed(*setting) for setting in call.each(kernel)]
+
+    def need(box: Box) -> Box:
+        dims = zip(accesses, box[1:], x[2:], strict=True)
+        return (box[0], *(access.need(out)[0].intersect(whole(size)) for access, out, size in dims))
+
+    for box in _chunks(x, y, need, most):
+        yield from _transposed_part(box, need(box), accesses)
+
+
+def _transposed_part(box: Box, need: Box, accesses: list[Transposed]) -> Iterator[Part]:
+    """What the inputs reach beyond the box is left out, by torch where it is as much on both sides."""
+    reached, padding, keep = [box[0]], [], []
+    for access, wanted, inputs in zip(accesses, box[1:], need[1:], strict=True):
+        made = Interval(
+            access.stride * inputs.lo - access.padding,
+            access.stride * (inputs.hi - 1) - access.padding + access.reach + 1,
+        )
+        inside = wanted.intersect(made) if inputs.size else Interval(wanted.lo, wanted.lo)
+        trim = min(inside.lo - made.lo, made.hi - inside.hi) if inside.size else 0
+        reached.append(inside)
+        padding.append(trim)
+        keep.append(inside.shift(-made.lo - trim))
+    if reached != list(box):
+        yield Part(box, None, [], [])
+    if all(interval.size for interval in reached):
+        yield Part(tuple(reached), need, padding, [], tuple(keep))
