@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MeshError
-from .kernels import keep_fast
+from .kernels import WhileLarge
 from .random import same_state
 from .reduction import GradientAverage, is_dtensor, leave_to_owners, mark, same_weights
 from .rules import tensors_in
@@ -58,7 +58,7 @@ def distribute(
         raise MeshError(f"averaging is 'own' or 'external', not {averaging!r}")
     if model.__dict__.get(_AVERAGE) is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
-    keep_fast()
+    model.register_forward_pre_hook(WhileLarge(tensors_in), with_kwargs=True)
     if mesh is None:
         _check_alone()
         model.__dict__[_AVERAGE] = _Alone()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
+import sys
 from collections.abc import Callable
 from math import prod
 
@@ -12,13 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 import halocline as hc
+from halocline.cli.app import app
 from halocline.geometry import Interval, chunks_of, cut_at, shape_of, whole
-from halocline.kernels import convolution
+from halocline.kernels import convolution, replace
 from halocline.kernels.sizes import DEFAULTS, Sizes, read_table, sizes, write_table
+from halocline.kernels.tune import tune
 from halocline.testing import check_rule
 
+chunked_module = sys.modules["halocline.kernels.chunked"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNKS = (1, 7, 40, 300)  # elements: less than a kernel, less than a row, a slab or two
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -303,6 +310,39 @@ def test_one_device_among_many_ranks_is_a_mistake(monkeypatch: pytest.MonkeyPatc
         hc.distribute(nn.Linear(1, 1))
 
 
+def test_kernels_are_torch_s_again_afterwards() -> None:
+    """Nobody pays for it who does not ask."""
+    x = torch.randn(1, 2, 8)
+    before = replace.taken()
+    with hc.chunked(4):
+        F.conv1d(x, torch.ones(1, 2, 1))
+        assert replace.taken() == before + 1
+    with hc.chunked(None):
+        F.conv1d(x, torch.ones(1, 2, 1))
+    F.conv1d(x, torch.ones(1, 2, 1))
+    assert replace.taken() == before + 1
+    assert "CPU" not in replace._installed
+
+
+def test_a_model_is_watched_until_its_inputs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(chunked_module, "hold", lambda key, asker: asked.append("hold"))
+    monkeypatch.setattr(chunked_module, "release", lambda key, asker: asked.append("release"))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(chunked_module, "taken", lambda: calls[0])
+    calls = [0]
+    model = hc.distribute(nn.Conv1d(1, 1, 1))
+    small, large = torch.zeros(1, 1, 4), torch.zeros(1, 1, 8)
+    for x, cut in ((small, 0), (small, 0), (small, 0), (large, 1), (large, 1), (small, 0), (large, 1)):
+        model(x)
+        calls[0] += cut
+    assert asked == ["hold", "release", "release", "hold", "hold", "release", "hold"]
+    asked.clear()
+    copy.deepcopy(model)(small)
+    pickle.loads(pickle.dumps(model))(small)
+    assert asked == ["hold", "hold"]  # a copy knows nothing yet
+
+
 def test_chunks_of_no_size_are_refused() -> None:
     with pytest.raises(hc.HaloclineError, match="positive"), hc.chunked(0):
         pass
@@ -341,3 +381,28 @@ def test_measured_sizes_are_kept_in_a_file(tmp_path: object, monkeypatch: pytest
         path.write_text(broken)
         assert read_table(path) == {}
     assert sizes(torch.device("cpu"), "convolution").whole > DEFAULTS["convolution"].whole
+
+
+def test_tuning_takes_what_is_fastest() -> None:
+    """On made-up times: chunks of a quarter are fastest for all, and gain nothing below the limit."""
+    largest = 4096
+
+    def seconds(operation: Callable[[], object]) -> float:
+        before = replace.taken()
+        operation()
+        if replace.taken() == before:
+            return 1.0
+        return 0.99 if sizes(torch.device("cpu"), "convolution").chunk == largest // 4 else 3.0
+
+    found = dict(tune(torch.device("cpu"), seconds, (largest, largest // 2, largest // 4)))
+    assert set(found) == set(DEFAULTS)
+    assert all(found[family] == (largest, largest // 4) for family in found if family != "norm"), found
+    assert found["norm"] == (1 << 26, 1 << 26)  # spreading was never faster
+
+
+def test_tune_without_a_gpu_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = CliRunner().invoke(app, ["tune", "--json"])
+    assert result.exit_code == 2
+    assert "GPU" in json.loads(result.stdout.splitlines()[-1])["error"]

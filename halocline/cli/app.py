@@ -11,11 +11,13 @@ from .bench import bench
 from .check import check
 from .demo import demo
 from .doctor import doctor
+from .tune import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command()(check)
 app.command()(demo)
 app.command()(doctor)
+app.command()(tune)
 app.add_typer(bench, name="bench")
 
 
@@ -48,6 +50,8 @@ def halocline(
       returns a torch.nn.Module, called from the folder it is in.
 
     - `halocline doctor`: is this machine fit, and can its ranks talk? For each thing amiss, what to do.
+
+    - `halocline tune`: on a new kind of GPU, once, for volumes past 2^31 elements. Everything works without it.
 
     With `--json` every command ends with one JSON object, as the last line of its output.
     """

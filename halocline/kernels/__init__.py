@@ -1,6 +1,6 @@
 """torch's own kernels in chunks, where an operand is too large for their fast paths."""
 
 from . import channels, convolution, norm
-from .chunked import chunked, keep_fast
+from .chunked import WhileLarge, chunked
 
-__all__ = ["channels", "chunked", "convolution", "keep_fast", "norm"]
+__all__ = ["WhileLarge", "channels", "chunked", "convolution", "norm"]

@@ -32,14 +32,11 @@ class ByChannel:
     sizes: int | None = None
     fits: bool = False  # one channel must have fewer than 2^31 elements, or torch crashes
 
-    def __call__(self, original: Original, *args: Any) -> Any:
+    def large(self, *args: Any) -> bool:
+        """Not without a batch, where dim 0 is the channels."""
         first: Tensor = args[self.maps[0]]
-        if first.dim() != self.spatial + 2:  # without a batch: dim 0 is the channels
-            return original(*args)
-        limit = sizes(first.device, "channels")
-        if self._largest(args) <= limit.whole:
-            return original(*args)
-        return self._in_chunks(original, args, limit.chunk)
+        batched = first.dim() == self.spatial + 2
+        return batched and self._largest(args) > sizes(first.device, "channels").whole
 
     def _largest(self, args: Sequence[Any]) -> int:
         """The most elements of any operand. Of the results the arguments tell where torch makes them larger."""
@@ -51,8 +48,9 @@ class ByChannel:
             return prod(args[self.sizes])
         return batch * channels * prod(grown(self.name, args))
 
-    def _in_chunks(self, original: Original, args: Sequence[Any], most: int) -> Any:
+    def __call__(self, original: Original, *args: Any) -> Any:
         first: Tensor = args[self.maps[0]]
+        most = sizes(first.device, "channels").chunk
         batch, channels = first.shape[:2]
         plane = self._largest(args) // max(1, batch * channels)
         if self.fits and plane > LARGEST:
@@ -115,7 +113,7 @@ def _room(part: Tensor, batch: int, channels: int) -> Tensor:
 
 def _enter(*entries: ByChannel) -> None:
     for entry in entries:
-        kernel(entry.name)(entry)
+        kernel(entry.name, entry.large)(entry)
 
 
 for _n in (2, 3):

@@ -20,28 +20,31 @@ _WIDE = {torch.half: torch.float32, torch.bfloat16: torch.float32}
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@kernel("convolution")
-def convolution(original: Original, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def _large(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> bool:
     call = Call.of(weight.dim() - 2, *rest)
-    shape = (x.shape[0], call.channels(weight), *call.result(x.shape[2:], weight.shape[2:]))
-    limit = sizes(x.device, _family(call))
-    if max(x.numel(), prod(shape)) <= limit.whole:
-        return original(x, weight, bias, *rest)
-    return _in_parts(original, x, weight, bias, call, shape, limit)
+    return max(x.numel(), prod(call.shape(x, weight))) > sizes(x.device, _family(call)).whole
 
 
 def _family(call: Call) -> str:
     return "transposed" if call.transposed else "convolution"
 
 
-@kernel("convolution_backward")
+@kernel("convolution", _large)
+def convolution(original: Original, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    call = Call.of(weight.dim() - 2, *rest)
+    return _in_parts(original, x, weight, bias, call, call.shape(x, weight), sizes(x.device, _family(call)))
+
+
+def _large_backward(gradient: Tensor, x: Tensor, *rest: Any) -> bool:
+    largest = max(gradient.numel(), x.numel())
+    return any(largest > sizes(x.device, family).whole for family in ("convolution", "transposed", "weight gradient"))
+
+
+@kernel("convolution_backward", _large_backward)
 def convolution_backward(
     original: Original, gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
 ) -> tuple[Tensor | None, ...]:
     *settings, wanted = rest
-    families = ("convolution", "transposed", "weight gradient")
-    if max(gradient.numel(), x.numel()) <= min(sizes(x.device, family).whole for family in families):
-        return original(gradient, x, weight, bias_sizes, *rest)
     call = Call.of(weight.dim() - 2, *settings)
     of_x = of_weight = of_bias = None
     if wanted[0]:

@@ -24,11 +24,14 @@ _MANY = 256  # channels or groups that keep a card busy, one block of threads ea
 _TEMPORARY = 1 << 26  # elements of intermediate results in float32
 
 
-@kernel("native_batch_norm")
+def _few_channels(x: Tensor, *rest: Any) -> bool:
+    few = x.dim() > 2 and x.shape[1] < _MANY and x.is_contiguous()
+    return few and x.numel() > sizes(x.device, "norm").whole
+
+
+@kernel("native_batch_norm", _few_channels)
 def native_batch_norm(original: Original, x: Tensor, *rest: Any) -> Any:
     """Channels by themselves, each reduced by the whole card."""
-    if x.dim() < 3 or x.shape[1] >= _MANY or x.numel() <= sizes(x.device, "norm").whole or not x.is_contiguous():
-        return original(x, *rest)
     y, *statistics = original(_spread(x), *rest)
     return _gathered(y, x), *statistics
 
@@ -44,7 +47,14 @@ def _gathered(y: Tensor, like: Tensor) -> Tensor:
     return y.transpose(2, 3).reshape(like.shape)
 
 
-@kernel("native_group_norm")
+def _few_groups(
+    x: Tensor, weight: Any, bias: Any, batch: int, channels: int, elements: int, groups: int, _: Any
+) -> bool:
+    few = batch * groups < _MANY and x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
+    return few and x.numel() > sizes(x.device, "norm").whole
+
+
+@kernel("native_group_norm", _few_groups)
 def native_group_norm(
     original: Original,
     x: Tensor,
@@ -57,9 +67,6 @@ def native_group_norm(
     eps: float,
 ) -> Any:
     """Statistics of groups as of channels, then one scale and shift for each channel: batch norm's kernels."""
-    few = batch * groups < _MANY and x.dtype in (torch.float32, torch.float64)
-    if not few or x.numel() <= sizes(x.device, "norm").whole or not x.is_contiguous():
-        return original(x, weight, bias, batch, channels, elements, groups, eps)
     members = channels // groups
     mean, variance = torch.batch_norm_update_stats(_spread(x.view(1, batch * groups, -1)), None, None, 0.0)
     each = (moment.repeat_interleave(members) for moment in (mean, variance))
@@ -70,42 +77,31 @@ def native_group_norm(
     return y.view(x.shape), *moments
 
 
-@kernel("native_batch_norm_backward")
+def _large_backward(gradient: Tensor, x: Tensor, *rest: Any) -> bool:
+    """On a GPU only with channels last: else torch's way is no slower than this."""
+    fast = x.dim() > 2 and (not x.is_cuda or _has_kernel(x))
+    return fast and x.numel() > sizes(x.device, "norm backward").whole
+
+
+@kernel("native_batch_norm_backward", _large_backward)
 def native_batch_norm_backward(
-    original: Original,
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    saved_mean: Tensor | None,
-    saved_rstd: Tensor | None,
-    train: bool,
-    eps: float,
-    wanted: list[bool],
-) -> Any:
-    limit = sizes(x.device, "norm backward")
-    mean, spread = (saved_mean, saved_rstd) if train else (running_mean, running_var)
-    if x.numel() <= limit.whole or x.dim() < 3 or mean is None or spread is None:
-        given = (running_mean, running_var, saved_mean, saved_rstd, train, eps, wanted)
-        return original(gradient, x, weight, *given)
-    rstd = spread if train else spread.add(eps).rsqrt()
-    return _backward(gradient, x, weight, mean, rstd, train, wanted, limit.chunk)
+    original: Original, gradient: Tensor, x: Tensor, weight: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    running_mean, running_var, saved_mean, saved_rstd, train, eps, wanted = rest
+    mean, rstd = (saved_mean, saved_rstd) if train else (running_mean, (running_var + eps).rsqrt())
+    return _backward(gradient, x, weight, mean, rstd, train, wanted)
 
 
-@kernel("cudnn_batch_norm_backward")
+@kernel("cudnn_batch_norm_backward", lambda x, gradient, *rest: _large_backward(gradient, x))
 def cudnn_batch_norm_backward(original: Original, x: Tensor, gradient: Tensor, weight: Tensor, *rest: Any) -> Any:
-    limit = sizes(x.device, "norm backward")
-    if x.numel() <= limit.whole:
-        return original(x, gradient, weight, *rest)
     _, _, mean, rstd, _, _ = rest
-    return _backward(gradient, x, weight, mean, rstd, True, [True] * 3, limit.chunk)
+    return _backward(gradient, x, weight, mean, rstd, True, [True] * 3)
 
 
 def _backward(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, train: bool, wanted: Any, most: int
+    gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, train: bool, wanted: Any
 ) -> tuple[Tensor | None, ...]:
-    boxes = _slabs(x, most)
+    boxes = _slabs(x, sizes(x.device, "norm backward").chunk)
     parts = [_sums(at(gradient, box), at(x, box), mean, rstd) for box in boxes]
     offset, slope = (torch.stack(some).sum(0) for some in zip(*parts, strict=True))
     of_x = None

@@ -34,15 +34,15 @@ class Call(NamedTuple):
         )
         return cls(stride, padding, dilation, transposed, extra, groups)
 
-    def channels(self, weight: Tensor) -> int:
+    def shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
         """Of the output."""
-        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
+        channels = weight.shape[1] * self.groups if self.transposed else weight.shape[0]
+        return (x.shape[0], channels, *self._spatial(x.shape[2:], weight.shape[2:]))
 
     def reach(self, kernel: Sequence[int]) -> list[int]:
         return [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
 
-    def result(self, spatial: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """Spatial sizes of the output."""
+    def _spatial(self, spatial: Sequence[int], kernel: Sequence[int]) -> list[int]:
         each = zip(spatial, self.stride, self.padding, self.reach(kernel), self.extra, strict=True)
         if self.transposed:
             return [(n - 1) * s - 2 * p + r + e + 1 for n, s, p, r, e in each]

@@ -2,7 +2,7 @@
 
 The replacement lies below autograd, so a graph, its saved tensors, second derivatives, checkpoints and compiled code
 are torch's own; and below autocast, so dtypes are settled. It holds for every tensor of the process, a rank's tiles
-too.
+too. A call that goes through pays some 10 us for it: kernels are replaced only while somebody asks for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -18,9 +19,34 @@ from .._torch_private import no_torch_functions
 
 Kernel = Callable[..., Any]
 
-_table: dict[str, Kernel] = {}
+
+class Replacement(NamedTuple):
+    """``instead(original, *args)`` runs where ``when(*args)`` says so."""
+
+    when: Callable[..., bool]
+    instead: Kernel
+
+
+_table: dict[str, Replacement] = {}
 _installed: dict[str, torch.library.Library] = {}
+_askers: dict[str, WeakSet[Any]] = {}
 _lock = threading.Lock()
+_taken = 0
+
+
+def kernel(name: str, when: Callable[..., bool]) -> Callable[[Kernel], Kernel]:
+    """The function is to run in place of the ATen operator of this name, when its arguments are too large."""
+
+    def enter(function: Kernel) -> Kernel:
+        _table[name] = Replacement(when, function)
+        return function
+
+    return enter
+
+
+def taken() -> int:
+    """How many calls have gone another way so far."""
+    return _taken
 
 
 class Original:
@@ -39,30 +65,31 @@ class Original:
         return Original(self._calls, self._keys, name)
 
 
-def kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """``function(original, *args)`` is to stand before the ATen operator of this name."""
-
-    def enter(function: Kernel) -> Kernel:
-        _table[name] = function
-        return function
-
-    return enter
-
-
-def install(key: str) -> None:
-    """For tensors of this dispatch key ("CUDA", "CPU"), once and for good: it costs some 10 us a call."""
+def hold(key: str, asker: object) -> None:
+    """Replace kernels for tensors of this dispatch key ("CUDA", "CPU"), as long as ``asker`` lives and holds on."""
     with _lock:
-        if key in _installed:
-            return
-        library = torch.library.Library("aten", "IMPL")
-        calls = dict(_calls(key))
-        with warnings.catch_warnings():  # torch says that a kernel is replaced: so it is
-            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            for name in calls:
-                library.impl(
-                    name, _standing_before(name, _table[name], calls), key, with_keyset=True, allow_override=True
-                )
-        _installed[key] = library
+        _askers.setdefault(key, WeakSet()).add(asker)
+        if key not in _installed:
+            _installed[key] = _replaced(key)
+
+
+def release(key: str, asker: object) -> None:
+    """Torch has its kernels back when nobody holds on any more."""
+    with _lock:
+        askers = _askers.setdefault(key, WeakSet())
+        askers.discard(asker)
+        if not askers:
+            _installed.pop(key, None)
+
+
+def _replaced(key: str) -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    calls = dict(_calls(key))
+    with warnings.catch_warnings():  # torch says that a kernel is replaced: so it is
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name in calls:
+            library.impl(name, _standing_before(name, calls), key, with_keyset=True, allow_override=True)
+    return library
 
 
 def _calls(key: str) -> Iterator[tuple[str, Kernel]]:
@@ -73,9 +100,16 @@ def _calls(key: str) -> Iterator[tuple[str, Kernel]]:
             continue
 
 
-def _standing_before(name: str, function: Kernel, calls: dict[str, Kernel]) -> Kernel:
+def _standing_before(name: str, calls: dict[str, Kernel]) -> Kernel:
+    when, instead = _table[name]
+    call = calls[name]
+
     def run(keys: Any, *args: Any) -> Any:
+        if not when(*args):
+            return call(keys, *args)
+        global _taken
+        _taken += 1
         with no_torch_functions():  # what is done here is no part of the user's program
-            return function(Original(calls, keys, name), *args)
+            return instead(Original(calls, keys, name), *args)
 
     return run

@@ -1,0 +1,55 @@
+"""``halocline tune``: measure this GPU once, so that oversized work is cut as suits it."""
+
+from __future__ import annotations
+
+import typer
+from rich.table import Table
+
+from ..errors import HaloclineError
+from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+
+
+def tune(as_json: Json = False, debug: Debug = False) -> None:
+    """Measure on this GPU how large a tensor may be before work on it goes in chunks, and how large those are.
+
+    Without it everything works, with sizes that suit an H200: whole up to 2^31 elements, chunks just below. The figures
+    are kept in `~/.cache/halocline/chunks.json` (`HALOCLINE_CHUNKS` names another file) by card, torch and cuDNN, and
+    used by every later run on such a card. It takes about a minute and 20 GiB of the card's memory.
+
+    **Examples**
+
+    - `halocline tune`: once on every kind of card.
+
+    - `HALOCLINE_CHUNKS=chunks.json halocline tune`: into a file that travels with the project.
+    """
+    import torch
+
+    from ..kernels.sizes import DEFAULTS, describe, table_path, write_table
+    from ..kernels.tune import gpu_seconds
+    from ..kernels.tune import tune as measure
+
+    if not torch.cuda.is_available():
+        message = "halocline tune measures a CUDA GPU, and there is none here"
+        print_json({"error": message}) if as_json else say(stderr(), message)
+        raise typer.Exit(2)
+    with clear_errors("tune", debug):
+        device, found = torch.device("cuda", torch.cuda.current_device()), {}
+        with stderr().status("measuring") as status:
+            for family, sizes in measure(device, gpu_seconds):
+                found[family] = sizes
+                status.update(f"measuring: {len(found)} of {len(DEFAULTS)} done")
+        path, card = table_path(), describe(device)
+        try:
+            write_table(path, card, found)
+        except OSError as error:
+            raise HaloclineError(f"could not write {path}: {error}; name another file in HALOCLINE_CHUNKS") from error
+    if as_json:
+        print_json({"card": card, "file": str(path), "sizes": {name: list(sizes) for name, sizes in found.items()}})
+        return
+    table = Table(title=f"Elements: {card}", title_style="bold", title_justify="left")
+    for heading in ("", "whole up to", "chunks of", "without measuring"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, sizes in found.items():
+        table.add_row(name, f"{sizes.whole:,}", f"{sizes.chunk:,}", f"{DEFAULTS[name].whole:,}")
+    stdout().print(table)
+    say(stdout(), f"kept in {path}")
