@@ -96,7 +96,7 @@ def count(subject: Subject, size: int) -> Work:
     """Built on the CPU, for some networks compute while they are built, and run on meta tensors."""
     model = subject.model(size).to("meta")
     target = subject.target(size, torch.Generator()).to("meta") if subject.target else None
-    volume = torch.empty(subject.shape(size), device="meta", requires_grad=subject.input_gradient)
+    volume = torch.empty(subject.shape(size), device="meta")
     return count_step(model, Data(volume, target), subject.loss)
 
 

@@ -48,7 +48,6 @@ class Subject:
     channels: int = 1
     multiple: int = 1
     trains: bool = True
-    input_gradient: bool = False
     package: str = ""
     target: Callable[[int, torch.Generator], Tensor] | None = None
 
@@ -64,7 +63,7 @@ class Subject:
         """The same at each call; drawn on the device, which is quick there."""
         generator = torch.Generator(device).manual_seed(1)
         volume = torch.randn(self.shape(size), generator=generator, device=device).contiguous(memory_format=layout)
-        return Data(volume.requires_grad_(self.input_gradient), self.target(size, generator) if self.target else None)
+        return Data(volume, self.target(size, generator) if self.target else None)
 
     @property
     def installed(self) -> bool:
@@ -127,15 +126,7 @@ OWN = (
         target=cosmology,
     ),
     # Alone, so that its own cost is seen: a loss would read and write more than the convolution does.
-    Subject(
-        "conv",
-        lambda _: nn.Conv3d(4, 16, 3, padding=1),
-        (512,),
-        no_loss,
-        channels=4,
-        trains=False,
-        input_gradient=True,
-    ),
+    Subject("conv", lambda _: nn.Conv3d(4, 16, 3, padding=1), (512,), no_loss, channels=4, trains=False),
 )
 
 # Without dropout: two ways would draw different numbers. SegResNet's own group norms are float32 under autocast, and
