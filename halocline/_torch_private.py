@@ -126,3 +126,8 @@ def run_eagerly(function: Any) -> None:
 def cuda_kernel(code: str) -> Callable[..., torch.Tensor]:
     """An element-by-element function of CUDA tensors from its C++ text, compiled at first use."""
     return torch.cuda.jiterator._create_jit_fn(code)
+
+
+def sharers(tensor: torch.Tensor) -> int:
+    """How many tensors there are on this memory, in Python or in torch."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is this very look

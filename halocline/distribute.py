@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,17 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .errors import MeshError
-from .kernels import WhileLarge
+from .kernels import Watch, keep_fast
 from .random import same_state
-from .reduction import GradientAverage, is_dtensor, leave_to_owners, mark, same_weights
+from .reduction import ENGINE, GradientAverage, is_dtensor, leave_to_owners, mark, same_weights
 from .rules import tensors_in
 from .rules.norm import STATISTICS
 from .tensor import ShardedTensor, watch
-from .world import Label, Mesh
+from .world import AVERAGED, Label, Mesh
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_AVERAGE = "_halocline_average"  # who averages a model's gradients
 
 
 class _Alone:
@@ -37,7 +35,12 @@ class _Alone:
 
 
 def distribute(
-    model: Model, mesh: Mesh | None = None, *, batch_statistics: str = "global", averaging: str = "own"
+    model: Model,
+    mesh: Mesh | None = None,
+    *,
+    batch_statistics: str = "global",
+    averaging: str = "own",
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -48,6 +51,9 @@ def distribute(
     over all ranks. ``batch_statistics``: batch norm over the whole global batch ("global"), or over each data
     replica's batch as DDP has it ("replica").
 
+    Gradients travel while backward runs, in groups that follow from when they are ready and what a message costs.
+    ``groups`` (lists of parameter names) replaces those.
+
     A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
     take that mean.
@@ -56,13 +62,14 @@ def distribute(
         raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
     if averaging not in ("own", "external"):
         raise MeshError(f"averaging is 'own' or 'external', not {averaging!r}")
-    if model.__dict__.get(_AVERAGE) is not None:
+    if model.__dict__.get(ENGINE) is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
-    model.register_forward_pre_hook(WhileLarge(tensors_in), with_kwargs=True)
     if mesh is None:
         _check_alone()
-        model.__dict__[_AVERAGE] = _Alone()
+        model.__dict__[ENGINE] = _Alone()
+        _watch_sizes(model)
         return model
+    keep_fast()
     _check_same_model(model, mesh)
     same_weights([t.detach() for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh.world)
     same_state(mesh.world)
@@ -70,10 +77,20 @@ def distribute(
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)
-    model.__dict__[_AVERAGE] = GradientAverage(_to_average(model, mesh, averaging), mesh.world)
+    averaged = _to_average(model, mesh, averaging)
+    engine = GradientAverage(averaged, mesh.world, _as_indices(groups, [name for name, _ in averaged]))
+    model.__dict__[ENGINE] = engine
+    if averaging == "own":
+        model.register_forward_pre_hook(_NewParameters(engine))
     if next(model.buffers(), None) is not None:
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     return model
+
+
+def _watch_sizes(model: nn.Module) -> None:
+    watch = Watch(tensors_in)
+    model.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)
+    model.register_forward_hook(watch.after, with_kwargs=True, always_call=True)
 
 
 def _check_alone() -> None:
@@ -92,6 +109,40 @@ def _to_average(model: nn.Module, mesh: Mesh, averaging: str) -> list[tuple[str,
         mark(set(model.parameters()))
         return []
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in owned]
+
+
+def _as_indices(groups: Sequence[Sequence[str]] | None, names: list[str]) -> list[list[int]] | None:
+    if groups is None:
+        return None
+    unknown = [name for group in groups for name in group if name not in names]
+    if unknown:
+        raise MeshError(f"groups: no averaged parameter is called {unknown[0]!r}; they are {', '.join(names)}")
+    return [[names.index(name) for name in group] for group in groups]
+
+
+class _NewParameters:
+    """A hook before forward: parameters that were added since are averaged too, with rank 0's values to begin with."""
+
+    def __init__(self, engine: GradientAverage | None) -> None:
+        self._engine = engine
+        self._seen: set[int] = set()
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        new = [(n, p) for n, p in module.named_parameters() if id(p) not in self._seen and not hasattr(p, AVERAGED)]
+        self._seen = {id(parameter) for parameter in module.parameters()}
+        new = [(name, parameter) for name, parameter in new if parameter.requires_grad and not is_dtensor(parameter)]
+        if new:
+            same_weights([parameter.detach() for _, parameter in new], engine.world)
+            engine.adopt(new)
+
+    def __deepcopy__(self, memo: object) -> _NewParameters:
+        return _NewParameters(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NewParameters, (None,)
 
 
 class _SharedBuffers:
@@ -153,7 +204,7 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, gradients pile up on each rank unaveraged; the first backward outside averages the pile."""
-    average: GradientAverage | _Alone | None = model.__dict__.get(_AVERAGE)
+    average: GradientAverage | _Alone | None = model.__dict__.get(ENGINE)
     if average is None:
         raise MeshError("hc.no_sync wants a model that hc.distribute returned")
     if isinstance(average, _Alone):

@@ -46,7 +46,8 @@ def exchanges(found: Record) -> list[object]:
     """All communication, numbered from the start of the step; averages are numbered by the life of a process."""
 
     def label(event: Began | Waited | Summed) -> object:
-        return event.label._replace(operation=re.sub(r"average \d+", "average", event.label.operation))
+        operation = re.sub(r"average \d+", "average", event.label.operation)
+        return event.label._replace(operation=operation, channel=re.sub(r" \d+", "", event.label.channel))
 
     first = next(e.number for e in found.events if isinstance(e, Began))
     renumbered: list[object] = []

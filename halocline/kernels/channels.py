@@ -39,14 +39,17 @@ class ByChannel:
         return batched and self._largest(args) > sizes(first.device, "channels").whole
 
     def _largest(self, args: Sequence[Any]) -> int:
-        """The most elements of any operand. Of the results the arguments tell where torch makes them larger."""
-        return max(self._result_elements(args), *(args[place].numel() for place in self.maps))
+        """The most elements of any operand or result."""
+        operands = max(args[place].numel() for place in self.maps)
+        if operands <= min(_SURELY, sizes(args[self.maps[0]].device, "channels").whole // 64):
+            return operands
+        return max(operands, *(result.numel() for result in self._foreseen(args)))
 
-    def _result_elements(self, args: Sequence[Any]) -> int:
-        batch, channels = args[self.maps[0]].shape[:2]
-        if self.sizes is not None:
-            return prod(args[self.sizes])
-        return batch * channels * prod(grown(self.name, args))
+    def _foreseen(self, args: Sequence[Any]) -> list[Tensor]:
+        """The results as torch would make them, sizes and layout, without their values."""
+        operator = getattr(torch.ops.aten, self.name).default
+        found = operator(*(_outline(value) if isinstance(value, Tensor) else value for value in args))
+        return [found] if isinstance(found, Tensor) else list(found)
 
     def __call__(self, original: Original, *args: Any) -> Any:
         first: Tensor = args[self.maps[0]]
@@ -60,7 +63,9 @@ class ByChannel:
         for samples, some in boxes:
             found = original(*self._chosen(args, samples, some))
             parts = (found,) if isinstance(found, Tensor) else found
-            results = results or [_room(part, batch, channels) for part in parts]
+            results = results or [
+                _room(foreseen, part) for foreseen, part in zip(self._foreseen(args), parts, strict=True)
+            ]
             for result, part in zip(results, parts, strict=True):
                 result[samples.lo : samples.hi, some.lo : some.hi] = part
         return tuple(results) if len(results) > 1 else results[0]
@@ -75,16 +80,11 @@ class ByChannel:
                 yield value
 
 
-def grown(name: str, args: Sequence[Any]) -> Sequence[int]:
-    """Spatial sizes of a result that may be larger than its operand: resampled or padded."""
-    spatial = args[0].shape[2:]
-    if name.startswith("upsample"):
-        return args[1] if "backward" not in name else spatial
-    if "_pad" in name and "backward" not in name:
-        pads = list(args[1])
-        sides = zip(pads[::2][::-1], pads[1::2][::-1], strict=True)
-        return [n + before + after for n, (before, after) in zip(spatial, sides, strict=True)]
-    return spatial
+_SURELY = LARGEST // 64  # elements of an operand that no result outgrows by far
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _too_large(name: str, plane: int) -> Refused:
@@ -102,13 +102,18 @@ def _dense(piece: Tensor) -> Tensor:
     return piece if piece.is_contiguous() or piece.is_contiguous(memory_format=last) else piece.clone()
 
 
-def _room(part: Tensor, batch: int, channels: int) -> Tensor:
-    """For all chunks of a result, laid out as the first: some kernels rely on the layout of what others made."""
-    shape = (batch, channels, *part.shape[2:])
+def _room(foreseen: Tensor, part: Tensor) -> Tensor:
+    """For all chunks of a result. Some kernels rely on the layout of what others made: where chunks lie as usual, so
+    does the whole."""
+    if part.is_contiguous() and not _ambiguous(part):
+        return part.new_empty(foreseen.shape)
+    return torch.empty_strided(foreseen.shape, foreseen.stride(), dtype=part.dtype, device=part.device)
+
+
+def _ambiguous(part: Tensor) -> bool:
+    """Contiguous and with channels last at once."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
-    if last is None or part.is_contiguous() or not part.is_contiguous(memory_format=last):
-        return part.new_empty(shape)
-    return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=last)
+    return last is not None and part.is_contiguous(memory_format=last)
 
 
 def _enter(*entries: ByChannel) -> None:

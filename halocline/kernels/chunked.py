@@ -1,24 +1,31 @@
-"""Switch it on: on a GPU while a model's inputs are large, on anything else while asked to."""
+"""Switch it on: on a GPU when something large comes in sight, on anything else while asked to."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import run_eagerly
+from .._torch_private import run_eagerly, tracing, transforming
 from ..errors import HaloclineError
-from .replace import hold, release, taken
-from .sizes import NEVER, Sizes, forced
+from .replace import install, installed
+from .sizes import LARGEST, NEVER, Sizes, forced, sizes
 
+#: Elements of a tensor in forward from which on some operand of the step might be too large.
+SIGHT = LARGEST // 4
 _MOST_KINDS = 256
+_GPU = torch.device("cuda")
 
 
-class _Asker:
-    """Somebody who wants kernels replaced."""
+def keep_fast() -> None:
+    """From now on, work on a GPU that is too large for torch's fast kernels goes to them in chunks."""
+    if torch.backends.cuda.is_built():
+        install("CUDA")
 
 
 @contextmanager
@@ -30,59 +37,101 @@ def chunked(elements: int | None) -> Iterator[None]:
     """
     if elements is not None and elements < 1:
         raise HaloclineError(f"hc.chunked({elements}): give a positive number of elements, or None")
-    asker = _Asker()
-    for key in _keys():
-        hold(key, asker)
-    try:
-        with forced(NEVER if elements is None else Sizes(elements, elements)):
-            yield
-    finally:
-        for key in _keys():
-            release(key, asker)
+    keep_fast()
+    install("CPU")
+    with forced(NEVER if elements is None else Sizes(elements, elements)):
+        yield
 
 
-def _keys() -> tuple[str, ...]:
-    return ("CPU", "CUDA") if torch.backends.cuda.is_built() else ("CPU",)
+class InSight(TorchDispatchMode):
+    """Sees every tensor of a forward, before torch works on it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        least = sizes(_GPU, "norm").whole if "_norm" in function.name() else SIGHT
+        if not installed("CUDA") and any(_matters(tensor, least) for tensor in _tensors((args, kwargs))):
+            keep_fast()
+        result = function(*args, **(kwargs or {}))
+        if not installed("CUDA") and any(_matters(tensor, SIGHT) for tensor in _tensors(result)):
+            keep_fast()
+        return result
 
 
-class WhileLarge:
-    """A hook before a model's forward: replaces the GPU's kernels while the inputs are such that it matters.
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
-    The first step with inputs of a kind is watched, from one forward to the next. If nothing in it was too large,
-    later steps of that kind run on torch's kernels alone, at no cost.
+
+def _matters(tensor: Tensor, least: int) -> bool:
+    """Norms are slow long before anything else is, but not with channels last."""
+    return tensor.is_cuda and tensor.numel() > least and (least == SIGHT or tensor.is_contiguous())
+
+
+class Watch:
+    """Hooks round a model's forward: the first forward with inputs of a kind is looked through for something large.
+
+    If there was nothing, later ones of that kind run on torch's kernels alone, at no cost. Once something was, this
+    process's kernels are replaced, and there is nothing left to watch.
     """
+
+    __name__ = "halocline.kernels.Watch"  # torch asks hooks for it
 
     def __init__(self, tensors_in: Callable[[Any], list[Tensor]]) -> None:
         self._tensors_in = tensors_in
-        self._known: dict[Any, bool] = {}
-        self._watched: Any = None
-        self._before = 0
+        self._small: set[Any] = set()
+        self._open = threading.local()
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._watched is not None:
-            self._known[self._watched] = taken() > self._before
-            self._watched = None
-        kind = self._kind(module, args, kwargs)
-        large = self._known.get(kind)
-        if large is None:
-            self._watch(kind)
-        if torch.backends.cuda.is_built():
-            (release if large is False else hold)("CUDA", self)
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        kind = None
+        if torch.backends.cuda.is_built() and not installed("CUDA") and tracing() is None:
+            kind = self._kind(module, args, kwargs)
+        mode = InSight() if kind is not None and kind not in self._small else None
+        if mode is not None:
+            mode.__enter__()
+        self._stack().append((mode, kind))
 
-    def _watch(self, kind: Any) -> None:
-        if len(self._known) >= _MOST_KINDS:
-            self._known.clear()
-        self._watched, self._before = kind, taken()
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        stack = self._stack()
+        if not stack:
+            return
+        mode, kind = stack.pop()
+        if mode is None:
+            return
+        mode.__exit__(None, None, None)
+        if output is not None and not installed("CUDA"):  # a forward that failed has not shown everything
+            if len(self._small) >= _MOST_KINDS:
+                self._small.clear()
+            self._small.add(kind)
+
+    def _stack(self) -> list[Any]:
+        stack: list[Any] = self._open.__dict__.setdefault("stack", [])
+        return stack
 
     def _kind(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        shapes = [(tensor.shape, tensor.dtype) for tensor in self._tensors_in((args, kwargs))]
-        return (*shapes, module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"))
+        """None where it cannot be told: then kernels are replaced, to be safe."""
+        try:
+            tensors = self._tensors_in((args, kwargs))
+            if not transforming():
+                others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+                shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+                kind = (shapes, repr(others) if len(others) < 8 else None, module.training, torch.is_grad_enabled())
+                hash(kind)
+                return kind
+        except (TypeError, RuntimeError):  # symbolic or nested shapes
+            return None
+        keep_fast()
+        return None
 
-    def __deepcopy__(self, memo: object) -> WhileLarge:
-        return WhileLarge(self._tensors_in)
+    def __deepcopy__(self, memo: object) -> Watch:
+        return Watch(self._tensors_in)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WhileLarge, (self._tensors_in,)
+        return Watch, (self._tensors_in,)
 
 
-run_eagerly(WhileLarge.__call__)
+run_eagerly(Watch.before)
+run_eagerly(Watch.after)

@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import channels_last
 from .parts import Call, at
 from .replace import Original, kernel
-from .sizes import Sizes, sizes
+from .sizes import sizes
 
 _WIDE = {torch.half: torch.float32, torch.bfloat16: torch.float32}
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _large(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> bool:
+    """And such that torch takes it: what it refuses it is to refuse itself."""
     call = Call.of(weight.dim() - 2, *rest)
-    return max(x.numel(), prod(call.shape(x, weight))) > sizes(x.device, _family(call)).whole
+    shape = call.shape(x, weight)
+    largest = max(x.numel(), prod(shape))
+    return largest > sizes(x.device, _family(call)).whole and min(x.numel(), weight.numel(), *shape) > 0 and call.legal
 
 
 def _family(call: Call) -> str:
@@ -32,7 +36,7 @@ def _family(call: Call) -> str:
 @kernel("convolution", _large)
 def convolution(original: Original, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     call = Call.of(weight.dim() - 2, *rest)
-    return _in_parts(original, x, weight, bias, call, call.shape(x, weight), sizes(x.device, _family(call)))
+    return _in_parts(original, x, weight, bias, call, call.shape(x, weight), channels_last(x, weight))
 
 
 def _large_backward(gradient: Tensor, x: Tensor, *rest: Any) -> bool:
@@ -51,7 +55,9 @@ def convolution_backward(
         of_x = _input_gradient(original.of("convolution"), gradient, x, weight, call)
     if wanted[1]:
         ends = (gradient, x) if call.transposed else (x, gradient)
-        of_weight = _weight_gradient(original, *ends, weight, call, sizes(x.device, "weight gradient"))
+        of_weight = _weight_gradient(original, *ends, weight, call)
+        if channels_last(x, weight):
+            of_weight = of_weight.contiguous(memory_format=_LAST[x.dim()])
     if wanted[2]:
         dims = [dim for dim in range(gradient.dim()) if dim != 1]
         of_bias = gradient.sum(dims, dtype=_WIDE.get(gradient.dtype)).to(gradient.dtype)
@@ -65,11 +71,11 @@ def _in_parts(
     bias: Tensor | None,
     call: Call,
     shape: tuple[int, ...],
-    limit: Sizes,
+    last: bool,
 ) -> Tensor:
     """The output of this shape, which may leave out what torch would make beyond it."""
-    result = _room(x, weight, shape)
-    for part in call.parts(x.shape, shape, weight.shape[2:], limit.chunk):
+    result = _room(x, last, shape)
+    for part in call.parts(x.shape, shape, weight.shape[2:], sizes(x.device, _family(call)).chunk):
         target = at(result, part.box)
         if part.need is None:
             target.copy_(_bias_alone(bias, target))
@@ -82,12 +88,9 @@ def _in_parts(
     return result
 
 
-def _room(x: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Channels last where input or weight is, as cuDNN has it."""
-    last = _LAST.get(x.dim())
-    if last is None or not any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)):
-        return x.new_empty(shape)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=last)
+def _room(x: Tensor, last: bool, shape: tuple[int, ...]) -> Tensor:
+    layout = _LAST[x.dim()] if last else torch.contiguous_format
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
 def _bias_alone(bias: Tensor | None, like: Tensor) -> Tensor:
@@ -105,6 +108,7 @@ def _writes_in_place(piece: Tensor, target: Tensor, call: Call) -> bool:
         and piece.dtype in (torch.half, torch.bfloat16, torch.float32)
         and min(piece.shape[1], target.shape[1]) > 1
         and all(tensor.is_contiguous(memory_format=_LAST[piece.dim()]) for tensor in (piece, target))
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (piece, target))  # as of tensors that torch allocates
         and torch.backends.cudnn.is_acceptable(piece)
     )
 
@@ -113,14 +117,23 @@ def _write(piece: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, c
     cudnn = torch.backends.cudnn
     dense = weight.contiguous(memory_format=_LAST[piece.dim()])
     steady = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    settings = (call.padding, call.stride, call.dilation, call.groups, cudnn.benchmark, steady, cudnn.allow_tf32)
+    settings = (call.padding, call.stride, call.dilation, call.groups, cudnn.benchmark, steady, _tf32())
     torch.ops.aten.cudnn_convolution.out(piece, dense, *settings, out=target)
     if bias is not None:
         target.add_(_bias_alone(bias, target))
 
 
+def _tf32() -> bool:
+    """torch has an old and a new way of setting it, and refuses to answer in the old where the new was used."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
 def _input_gradient(original: Original, gradient: Tensor, x: Tensor, weight: Tensor, call: Call) -> Tensor:
     """The convolution that goes the other way, over the gradient."""
+    last = channels_last(x, weight)
     reach, none = call.reach(weight.shape[2:]), [0] * len(call.stride)
     if (
         set(call.stride) == {1}
@@ -132,7 +145,7 @@ def _input_gradient(original: Original, gradient: Tensor, x: Tensor, weight: Ten
         back = call._replace(padding=[r - p for p, r in zip(call.padding, reach, strict=True)])
     else:
         back = call._replace(transposed=not call.transposed, extra=none)
-    return _in_parts(original, gradient, weight, None, back, tuple(x.shape), sizes(x.device, _family(back)))
+    return _in_parts(original, gradient, weight, None, back, tuple(x.shape), last)
 
 
 def _reversed(weight: Tensor, groups: int) -> Tensor:
@@ -142,13 +155,12 @@ def _reversed(weight: Tensor, groups: int) -> Tensor:
     return turned.transpose(1, 2).reshape(groups * into, out // groups, *kernel)
 
 
-def _weight_gradient(
-    original: Original, x: Tensor, gradient: Tensor, weight: Tensor, call: Call, limit: Sizes
-) -> Tensor:
+def _weight_gradient(original: Original, x: Tensor, gradient: Tensor, weight: Tensor, call: Call) -> Tensor:
     """Of a convolution from ``x`` to where ``gradient`` is, summed over chunks in float32 at least."""
     direct = call._replace(transposed=False, extra=[0] * len(call.extra))
     total = torch.zeros_like(weight, dtype=_WIDE.get(weight.dtype, weight.dtype))
-    for part in direct.parts(x.shape, gradient.shape, weight.shape[2:], limit.chunk):
+    most = sizes(x.device, "weight gradient").chunk
+    for part in direct.parts(x.shape, gradient.shape, weight.shape[2:], most):
         here = direct._replace(padding=part.padding)
         only_weight = [False, True, False]
         total += original(at(gradient, part.box), part.read(x), weight, None, *here, only_weight)[1]

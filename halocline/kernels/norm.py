@@ -44,7 +44,7 @@ def _spread(x: Tensor) -> Tensor:
 
 
 def _gathered(y: Tensor, like: Tensor) -> Tensor:
-    return y.transpose(2, 3).reshape(like.shape)
+    return y.transpose(2, 3).contiguous().view(like.shape)
 
 
 def _few_groups(
@@ -89,6 +89,8 @@ def native_batch_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     running_mean, running_var, saved_mean, saved_rstd, train, eps, wanted = rest
     mean, rstd = (saved_mean, saved_rstd) if train else (running_mean, (running_var + eps).rsqrt())
+    wide = torch.float32 if x.dtype in (torch.half, torch.bfloat16) else x.dtype
+    mean, rstd = mean.to(wide), rstd.to(wide)
     return _backward(gradient, x, weight, mean, rstd, train, wanted)
 
 

@@ -39,6 +39,11 @@ class Call(NamedTuple):
         channels = weight.shape[1] * self.groups if self.transposed else weight.shape[0]
         return (x.shape[0], channels, *self._spatial(x.shape[2:], weight.shape[2:]))
 
+    @property
+    def legal(self) -> bool:
+        extra = zip(self.extra, self.stride, self.dilation, strict=True)
+        return min(self.padding) >= 0 and all(e < max(s, d) for e, s, d in extra)
+
     def reach(self, kernel: Sequence[int]) -> list[int]:
         return [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
 
@@ -82,9 +87,17 @@ def at(tensor: Tensor, box: Box) -> Tensor:
     return tensor[(batch, slice(None), *spatial)]
 
 
-def _chunks(x: Sequence[int], y: Sequence[int], need: Callable[[Box], Box], most: int) -> list[Box]:
+def _chunks(
+    x: Sequence[int],
+    y: Sequence[int],
+    need: Callable[[Box], Box],
+    most: int,
+    made: Callable[[Box], Box] = lambda box: box,
+) -> list[Box]:
+    """``made`` is the box that is computed for a box, which may be larger."""
+
     def elements(box: Box) -> int:
-        return max(x[1] * prod(shape_of(need(box))), y[1] * prod(shape_of(box)))
+        return max(x[1] * prod(shape_of(need(box))), y[1] * prod(shape_of(made(box))))
 
     box = tuple(map(whole, (y[0], *y[2:])))
     return chunks_of(box, range(len(box)), elements, most)
@@ -149,18 +162,24 @@ def _transposed_parts(
         dims = zip(accesses, box[1:], x[2:], strict=True)
         return (box[0], *(access.need(out)[0].intersect(whole(size)) for access, out, size in dims))
 
-    for box in _chunks(x, y, need, most):
+    def made(box: Box) -> Box:
+        return (box[0], *map(_made, accesses, need(box)[1:]))
+
+    for box in _chunks(x, y, need, most, made):
         yield from _transposed_part(box, need(box), accesses)
+
+
+def _made(access: Transposed, inputs: Interval) -> Interval:
+    """All outputs that these inputs reach."""
+    first = access.stride * inputs.lo - access.padding
+    return Interval(first, first + access.stride * (inputs.size - 1) + access.reach + 1 if inputs.size else first)
 
 
 def _transposed_part(box: Box, need: Box, accesses: list[Transposed]) -> Iterator[Part]:
     """What the inputs reach beyond the box is left out, by torch where it is as much on both sides."""
     reached, padding, keep = [box[0]], [], []
     for access, wanted, inputs in zip(accesses, box[1:], need[1:], strict=True):
-        made = Interval(
-            access.stride * inputs.lo - access.padding,
-            access.stride * (inputs.hi - 1) - access.padding + access.reach + 1,
-        )
+        made = _made(access, inputs)
         inside = wanted.intersect(made) if inputs.size else Interval(wanted.lo, wanted.lo)
         trim = min(inside.lo - made.lo, made.hi - inside.hi) if inside.size else 0
         reached.append(inside)

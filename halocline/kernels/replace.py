@@ -2,7 +2,8 @@
 
 The replacement lies below autograd, so a graph, its saved tensors, second derivatives, checkpoints and compiled code
 are torch's own; and below autocast, so dtypes are settled. It holds for every tensor of the process, a rank's tiles
-too. A call that goes through pays some 10 us for it: kernels are replaced only while somebody asks for it.
+too. Once made it stays: torch's dispatcher may not be changed back while another thread is in it. A call that goes
+through pays 10 us or so, which is why it is made only when something large is in sight.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 
@@ -29,7 +29,6 @@ class Replacement(NamedTuple):
 
 _table: dict[str, Replacement] = {}
 _installed: dict[str, torch.library.Library] = {}
-_askers: dict[str, WeakSet[Any]] = {}
 _lock = threading.Lock()
 _taken = 0
 
@@ -65,21 +64,15 @@ class Original:
         return Original(self._calls, self._keys, name)
 
 
-def hold(key: str, asker: object) -> None:
-    """Replace kernels for tensors of this dispatch key ("CUDA", "CPU"), as long as ``asker`` lives and holds on."""
+def installed(key: str) -> bool:
+    return key in _installed
+
+
+def install(key: str) -> None:
+    """Replace kernels for tensors of this dispatch key ("CUDA", "CPU"), once and for good."""
     with _lock:
-        _askers.setdefault(key, WeakSet()).add(asker)
         if key not in _installed:
             _installed[key] = _replaced(key)
-
-
-def release(key: str, asker: object) -> None:
-    """Torch has its kernels back when nobody holds on any more."""
-    with _lock:
-        askers = _askers.setdefault(key, WeakSet())
-        askers.discard(asker)
-        if not askers:
-            _installed.pop(key, None)
 
 
 def _replaced(key: str) -> torch.library.Library:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -36,59 +37,70 @@ DEFAULTS = {
 }
 NEVER = Sizes(sys.maxsize, sys.maxsize)
 
-_forced: Sizes | None = None
+_lock = threading.Lock()
+_forced: list[Sizes] = []  # by whoever asks; the last holds
 
 
 def sizes(device: torch.device, family: str) -> Sizes:
     """Those that hold now. Nothing but a GPU has the cliff."""
-    if _forced is not None:
-        return _forced
+    asked = _forced[-1:]
+    if asked:
+        return asked[0]
     return measured(device).get(family, DEFAULTS[family]) if device.type == "cuda" else NEVER
 
 
 @contextmanager
 def forced(given: Sizes) -> Iterator[None]:
     """Inside, these hold on every device; for all threads, since backward runs in threads of its own."""
-    global _forced
-    before, _forced = _forced, given
+    mine = Sizes(*given)
+    with _lock:
+        _forced.append(mine)
     try:
         yield
     finally:
-        _forced = before
+        with _lock:
+            del _forced[next(place for place, other in enumerate(_forced) if other is mine)]
 
 
 def table_path() -> Path:
     """``HALOCLINE_CHUNKS`` names another file."""
     named = os.environ.get("HALOCLINE_CHUNKS")
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(named) if named else Path(caches) / "halocline" / "chunks.json"
 
 
 def describe(device: torch.device) -> str:
     """What a measurement holds for: the card and the libraries that choose its kernels."""
-    card = torch.cuda.get_device_name(device)
+    card = torch.cuda.get_device_name(device)  # without an index, the current one
     return f"{card}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
 
 @cache
 def measured(device: torch.device) -> Mapping[str, Sizes]:
     """What was measured on this card; nothing where nobody did, or the file is unreadable."""
-    return read_table(table_path()).get(describe(device), {})
-
-
-def read_table(path: Path) -> dict[str, dict[str, Sizes]]:
     try:
-        cards = json.loads(path.read_text())
-        return {card: {family: _checked(pair) for family, pair in rows.items()} for card, rows in cards.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        return read_table(table_path()).get(describe(device), {})
+    except RuntimeError:  # nobody's home
         return {}
 
 
-def _checked(pair: Any) -> Sizes:
-    found = Sizes(*pair)
-    if not (all(isinstance(size, int) for size in found) and 0 < found.chunk <= found.whole <= LARGEST):
-        raise ValueError(f"not two sizes: {pair!r}")
-    return found
+def read_table(path: Path) -> dict[str, dict[str, Sizes]]:
+    """By card and family; what makes no sense is left out."""
+    try:
+        cards = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    rows = {card: row for card, row in cards.items() if isinstance(row, dict)} if isinstance(cards, dict) else {}
+    return {
+        card: {family: Sizes(*pair) for family, pair in row.items() if _makes_sense(pair)} for card, row in rows.items()
+    }
+
+
+def _makes_sense(pair: Any) -> bool:
+    if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(size, int) for size in pair)):
+        return False
+    whole, chunk = pair
+    return 0 < chunk <= whole <= LARGEST
 
 
 def write_table(path: Path, card: str, rows: Mapping[str, Sizes]) -> None:

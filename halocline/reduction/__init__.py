@@ -1,6 +1,19 @@
 """Gradient averages."""
 
-from .average import GradientAverage, same_weights
+from .average import ENGINE, GradientAverage, engine_of
+from .control import Coordinator, Doubling, Tree
 from .owners import is_dtensor, leave_to_owners, mark
+from .weights import same_weights
 
-__all__ = ["GradientAverage", "is_dtensor", "leave_to_owners", "mark", "same_weights"]
+__all__ = [
+    "ENGINE",
+    "Coordinator",
+    "Doubling",
+    "GradientAverage",
+    "Tree",
+    "engine_of",
+    "is_dtensor",
+    "leave_to_owners",
+    "mark",
+    "same_weights",
+]

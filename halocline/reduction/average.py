@@ -1,38 +1,67 @@
-"""Parameter gradients averaged over all ranks when backward ends: law 3's last step, behind one small interface."""
+"""Parameter gradients averaged over all ranks while backward runs: law 3's last step, behind one small interface.
+
+The first backward is watched: which gradients come, in which order, and when. In one exchange the ranks agree on that
+and on what a sum costs, and each makes the same plan of it. From then on gradients lie in their group's memory, and a
+group's sum begins when its last gradient is there, in the planned order: no rank is special, and nothing but the sums
+is sent. Where ranks take different ways, groups go by agreement (``negotiate``).
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from .._torch_private import after_backward, backward_number, is_captured
 from ..world import AVERAGED, Label, Route, Sum, World
+from .control import Control, Doubling
+from .grouping import Link
+from .link import Clock, measured_link
+from .passes import Pass
+from .plan import Facts, Plan
 
-_BUCKET_BYTES = 25 << 20
-_MOST_NESTED = 64  # passes inside each other
+_REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
+_DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
 
 
 class GradientAverage:
     """Watches the gradients of a model's parameters; after each backward they are the mean over all ranks.
 
     ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
+    ``groups`` (lists of indices) replace those that would be planned.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], world: World) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        world: World,
+        groups: Sequence[Sequence[int]] | None = None,
+        control: Callable[[World, str], Control] = Doubling,
+    ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
         self.active = True
+        #: Of each group of each step: what it was and when it went. None where nobody asks.
+        self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
-        self._name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
-        self._touched: dict[int, set[int]] = {}  # by backward pass: one that failed leaves no trace on the next
+        self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
+        self.channel = f"gradients {world.engines}"
+        self.plan: Plan | None = None
+        self.explicit = groups
+        self.clock = Clock(len(parameters))
+        self.steps = 0
+        self._make_control = control
+        self._beside: World | None = None
+        self._control: Control | None = None
+        self._open: Pass | None = None
         self._pile: set[int] = set()
+        self._deferred = 0
+        self._regular = 0
         for index, parameter in enumerate(self.parameters):
             self._watch(index, parameter)
 
@@ -55,12 +84,16 @@ class GradientAverage:
         parameter.register_post_accumulate_grad_hook(arrived)
         parameter.register_hook(handed_out)
 
-    def _arrived(self, index: int) -> None:
-        task = backward_number()
-        if task not in self._touched:
-            self._touched[task] = set()
-            after_backward(lambda: self._finish(task))
-        self._touched[task].add(index)
+    def adopt(self, added: Sequence[tuple[str, Tensor]]) -> None:
+        """Parameters that the model has got since; on every rank the same. The plan is made anew."""
+        for name, parameter in added:
+            self.names.append(name)
+            self.parameters.append(parameter)
+            self._watch(len(self.parameters) - 1, parameter)
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        self.plan, self.clock, self._regular = None, Clock(len(self.parameters)), 0
 
     def __deepcopy__(self, memo: object) -> None:
         """A copied or loaded model (a moving average of the weights, say) has parameters that nobody watches."""
@@ -71,7 +104,7 @@ class GradientAverage:
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
         share = 1.0 / self.world.size
-        route = Route(self.world, self.everyone, Label(f"{self._name} of {name}", "autograd.grad", "gradients"))
+        route = Route(self.world, self.everyone, Label(f"{self.name} of {name}", "autograd.grad", "gradients"))
         return Sum.apply(gradient, route, (share, share))
 
     @contextmanager
@@ -83,70 +116,114 @@ class GradientAverage:
         finally:
             self.active = before
 
-    def _finish(self, task: int) -> None:
-        self._pile |= self._touched.pop(task, set())
-        # What is left belongs to passes that failed, or to those inside which this one ran (reentrant checkpoints).
-        while len(self._touched) > _MOST_NESTED:
-            del self._touched[next(iter(self._touched))]
+    # One backward pass ----------------------------------------------------------------------------------------------
+
+    def _arrived(self, index: int) -> None:
         if not self.active:
+            self._pile.add(index)
             return
-        touched, self._pile = self._pile, set()
-        for bucket in self._buckets(self._agree(touched)):
-            self._average(bucket)
+        task = backward_number()
+        if self._open is None or self._open.task != task:
+            self._begin(task, self.parameters[index])
+        self._open.arrived(index)  # type: ignore[union-attr]
 
-    def _agree(self, touched: set[int]) -> list[int]:
-        """Parameters that got a gradient on any rank, in one small message."""
-        mine = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
-        mine[list(touched)] = 1
-        label = Label(f"{self._name}: which came", "backward", "gradients")
-        return torch.nonzero(self.world.maximum(mine, self.everyone, label)).flatten().tolist()
+    def _begin(self, task: int, first: Tensor) -> None:
+        before, self._open = self._open, None
+        if before is not None:  # it failed, or this one runs inside it (reentrant checkpoints)
+            before.abandon()
+            self._pile |= before.touched
+            self._deferred = _DEFERRED
+        if self.plan is not None and not self.plan.dynamic and not self._fits(self.plan):
+            self.forget_plan()
+        # A gradient that can be differentiated itself cannot lie in a buffer.
+        deferred = self.plan is None or self._deferred > 0 or (first.grad is not None and first.grad.requires_grad)
+        self._open = begun = Pass(self, task, None if deferred else self.plan)
+        after_backward(lambda: self._finish(begun))
 
-    def _buckets(self, indices: list[int]) -> Iterator[list[Tensor]]:
-        """Consecutive parameters of one dtype and device, up to a size that fills the wire."""
-        bucket: list[Tensor] = []
-        filled = 0
-        for index in indices:
-            parameter = self.parameters[index]
-            other = bucket and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
-            if bucket and (other or filled >= _BUCKET_BYTES):
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(parameter)
-            filled += parameter.numel() * parameter.element_size()
-        if bucket:
-            yield bucket
+    def _fits(self, plan: Plan) -> bool:
+        return all(group.fits(self.parameters) for group in plan.groups)
 
-    def _average(self, bucket: list[Tensor]) -> None:
-        gradients = [_dense(p) for p in bucket]
-        if any(g.requires_grad for g in gradients):  # backward(create_graph=True): the average is part of the graph
-            for parameter, gradient in zip(bucket, gradients, strict=True):
-                parameter.grad = self.mean(gradient, "a parameter")
+    def _finish(self, ended: Pass) -> None:
+        if ended is not self._open:  # abandoned
             return
-        flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].reshape(-1)
-        label = Label(self._name, "backward", "gradients")
-        total = self.world.sum(flat, self.everyone, label) / self.world.size
-        at = 0
-        for parameter, gradient in zip(bucket, gradients, strict=True):
-            gradient.copy_(total[at : at + gradient.numel()].view_as(gradient))
-            parameter.grad = gradient
-            at += gradient.numel()
+        self._open = None
+        pile, self._pile = self._pile, set()
+        self.steps += 1
+        if not ended.finish(pile):
+            self._settle(ended.touched | pile, self._everybody())
+            return
+        assert self.plan is not None
+        if ended.wants_another_plan or (ended.absent and not self.plan.dynamic):
+            planned = set(self.plan.home) | set(self.plan.sparse)
+            came = (ended.touched | pile | planned) - ended.absent
+            self._settle(came, self._everybody() - planned)
+        elif ended.uneven:
+            self._go_by_agreement()
+        self._count_regular(ended)
+
+    def _everybody(self) -> set[int]:
+        return set(range(len(self.parameters)))
+
+    def _count_regular(self, ended: Pass) -> None:
+        """Whoever went different ways and no longer does may go without asking again."""
+        if self.plan is not None and self.plan.dynamic:
+            self._regular = 0 if ended.uneven else self._regular + 1
+            if self._regular >= _REGULAR:
+                self.forget_plan()
+
+    def _settle(self, came: set[int], left: set[int]) -> None:
+        """Agree on what ``came``, average at once what is ``left`` to do of it, and make a plan for the next pass."""
+        if self.clock.link is None:
+            self.clock.link = measured_link(self.world, self.everyone, self.channel)
+        facts = self.facts(came).agreed(self.world, self.name)
+        plan = Plan.of(facts, self.parameters, self.explicit)
+        Pass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
+        if self._deferred:
+            self._deferred -= 1
+            return
+        self.plan = plan
+        if plan.dynamic:
+            self._prepare_agreement()
+
+    def facts(self, came: set[int]) -> Facts:
+        """As this rank knows them."""
+        every = range(len(self.parameters))
+        ready = [self.clock.times[index] if index in came else -1.0 for index in every]
+        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters]
+        return Facts(ready, [index not in came for index in every], sparse, self.clock.link or Link())
+
+    # Where ranks go different ways ------------------------------------------------------------------------------------
+
+    def _go_by_agreement(self) -> None:
+        """All ranks saw in the sums that some had a gradient and some had not."""
+        if self.plan is None or self.plan.dynamic:
+            return
+        facts = self.plan.facts
+        lacking = [True] * len(self.parameters)
+        self.plan = Plan.of(Facts(facts.ready, lacking, facts.sparse, facts.link), self.parameters, self.explicit)
+        self._prepare_agreement()
+
+    def _prepare_agreement(self) -> None:
+        self._regular = 0
+        if self._beside is None:
+            self._beside = self.world.beside()
+            self._control = self._make_control(self._beside, f"{self.name}: who may go")
+
+    @property
+    def beside(self) -> World:
+        assert self._beside is not None
+        return self._beside
+
+    @property
+    def control(self) -> Control:
+        assert self._control is not None
+        return self._control
 
 
-def _dense(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+ENGINE = "_halocline_average"  # where a model keeps its engine
 
 
-def same_weights(tensors: list[Tensor], world: World) -> None:
-    """Give every rank the values that rank 0 has."""
-    everyone = tuple(range(world.size))
-    by_kind: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        for same in by_kind.values():
-            flat = torch.cat([t.reshape(-1) for t in same])
-            values = world.broadcast(flat, everyone, Label("rank 0's weights", "distribute"))
-            for tensor, part in zip(same, values.split([t.numel() for t in same]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+def engine_of(model: nn.Module) -> GradientAverage | None:
+    """Who averages this model's gradients."""
+    found = model.__dict__.get(ENGINE)
+    return found if isinstance(found, GradientAverage) else None

@@ -1,6 +1,6 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
-from .base import Began, Exchange, Label, Receive, Send, Summed, Traffic, Waited, World
+from .base import Began, Exchange, Label, PendingSum, Receive, Send, Summed, Traffic, Waited, World
 from .dry import DryWorld
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
@@ -33,6 +33,7 @@ __all__ = [
     "Mesh",
     "Move",
     "MoveTogether",
+    "PendingSum",
     "ProcessWorld",
     "Receive",
     "Route",

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Traffic:
     moved_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    sums: int = 0  # begun ahead: one message each
     transport_bytes: int = 0  # as handed to the transport, counted at that very call
     gathers: Counter[str] = field(default_factory=Counter)
     shuffles: Counter[str] = field(default_factory=Counter)
@@ -44,6 +45,7 @@ class Traffic:
 
     def clear(self) -> None:
         self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = self.transport_bytes = 0
+        self.sums = 0
         self.gathers.clear()
         self.shuffles.clear()
         self.rings.clear()
@@ -156,6 +158,29 @@ class World(ABC):
         self.ring_sum(result, ranks, label)
         return result
 
+    def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
+        """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
+        self.traffic.sums += 1
+        self.traffic.summed_bytes += tensor.numel() * tensor.element_size()
+        self._write(Summed, label, len(ranks), tensor.numel() * tensor.element_size())
+        return PendingSum(self, None if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label)
+
+    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        """Start it. Where nothing goes on by itself, it is done when it is waited for."""
+        return tensor, ranks
+
+    def complete_sum(self, posted: Any, label: Label) -> None:
+        tensor, ranks = posted
+        self.ring_sum(tensor, ranks, label)
+
+    @abstractmethod
+    def beside(self) -> World:
+        """The same ranks once more, for another thread: what the two send is never mixed up. Made by all together."""
+
+    def combined(self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label) -> Tensor:
+        """``combine`` over all ranks: associative and commutative, element by element."""
+        return self._double(tensor, ranks, combine, label)
+
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         return self._double(tensor, ranks, torch.maximum, label)
 
@@ -227,6 +252,18 @@ class Exchange:
             self._world.complete(self._posted, self._label)
             self._posted = _DONE
         return self._buffers
+
+
+class PendingSum:
+    """A sum under way."""
+
+    def __init__(self, world: World, posted: object, label: Label) -> None:
+        self._world, self._posted, self._label = world, posted, label
+
+    def wait(self) -> None:
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            self._world.complete_sum(posted, self._label)
 
 
 _DONE = object()

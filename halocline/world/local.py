@@ -25,17 +25,26 @@ class _Board:
         self.changed = threading.Condition()
         self.messages: dict[tuple[int, int, int], list[Tensor]] = {}
         self.failure: str | None = None
+        self._besides: dict[int, _Board] = {}
+
+    def beside(self, number: int) -> _Board:
+        """One for each number, the same for all ranks."""
+        with self.changed:
+            return self._besides.setdefault(number, _Board())
 
     def fail(self, text: str) -> None:
         with self.changed:
             self.failure = self.failure or text
             self.changed.notify_all()
+            others = list(self._besides.values())
+        for other in others:
+            other.fail(text)
 
 
 class LocalWorld(World):
     def __init__(self, rank: int, size: int, board: _Board, deadline: float) -> None:
         super().__init__(rank, size, deadline)
-        self._board = board
+        self._board, self._besides = board, 0
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         with self._board.changed:
@@ -65,6 +74,10 @@ class LocalWorld(World):
             if not queue:
                 del board.messages[key]
             return message
+
+    def beside(self) -> LocalWorld:
+        self._besides += 1
+        return LocalWorld(self.rank, self.size, self._board.beside(self._besides), self.deadline)
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         tensor.copy_(self._double(tensor, ranks, torch.add, label))

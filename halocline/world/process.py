@@ -102,6 +102,22 @@ class ProcessWorld(World):
         if host is not tensor:
             tensor.copy_(host)
 
+    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
+        try:
+            return dist.all_reduce(tensor, group=self._ring(ranks, label.channel), async_op=True)
+        except RuntimeError as error:
+            raise self._failure(None, error, label) from error
+
+    def complete_sum(self, posted: Any, label: Label) -> None:
+        try:
+            posted.wait(self._wait)
+        except RuntimeError as error:
+            raise self._failure(None, error, label) from error
+
+    def beside(self) -> ProcessWorld:
+        return ProcessWorld(self.deadline)
+
     def _ring(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
         """A group for these ranks, made when first needed by its members alone."""
         key = (channel, ranks)

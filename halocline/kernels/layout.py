@@ -1,0 +1,30 @@
+"""How torch lays out what it makes: channels last where an operand suggests it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def channels_last(*tensors: Tensor) -> bool:
+    """Does any of these make a convolution's results have channels last?"""
+    return any(suggests_channels_last(tensor) for tensor in tensors)
+
+
+def suggests_channels_last(tensor: Tensor) -> bool:
+    """By its strides, whether dense or not; where sizes of 1 leave it open, as torch decides it.
+
+    >>> import torch
+    >>> x = torch.zeros(1, 1, 4, 4)
+    >>> suggests_channels_last(x), suggests_channels_last(x.to(memory_format=torch.channels_last))
+    (False, True)
+    """
+    dims = tensor.dim()
+    if dims not in (4, 5) or tensor.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, *range(dims - 1, 1, -1), 0):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * max(1, size)
+    return True

@@ -1,0 +1,84 @@
+"""Who may go, where ranks take different ways through the model: agreed while backward runs, in a thread of its own.
+
+Each rank has two bits a group: *ready*, and *will not come* (set when its backward has ended). One AND over all ranks
+says which groups everybody is done with; those that somebody had are summed, in one order. Bits that were lost are
+offered again in the next round.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..errors import RankFailure
+from ..world import PendingSum
+from .control import Control, packed, unpacked
+
+
+class Negotiation:
+    """Of one backward pass. ``begin_sum(group)`` starts the sum of a group."""
+
+    def __init__(
+        self, groups: int, control: Control, begin_sum: Callable[[int], PendingSum], valid: bool, deadline: float
+    ) -> None:
+        self._groups, self._control, self._begin_sum = groups, control, begin_sum
+        self._valid, self._deadline = valid, deadline
+        self._changed = threading.Condition()
+        self._done: set[int] = set()
+        self._never: set[int] = set()
+        self._ended = False
+        self._offered = 0
+        self._error: BaseException | None = None
+        self.sums: dict[int, PendingSum | None] = {}  # None: nobody had a gradient
+        self.invalid = False
+        self.rounds = 0
+        self._thread = threading.Thread(target=self._run, daemon=True, name="halocline readiness")
+        self._thread.start()
+
+    def ready(self, group: int) -> None:
+        with self._changed:
+            self._done.add(group)
+            self._changed.notify_all()
+
+    def end(self, never: set[int]) -> None:
+        """Backward is over: all groups are as they will be, and those in ``never`` got nothing here. Waits."""
+        with self._changed:
+            self._done, self._never, self._ended = set(range(self._groups)), never, True
+            self._changed.notify_all()
+        self._thread.join(self._deadline + 5)
+        if self._thread.is_alive():
+            raise RankFailure(f"the ranks did not agree on their gradients within {self._deadline:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while len(self.sums) < self._groups and not self.invalid:
+                self._round(*self._news())
+        except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+            self._error = error
+
+    def _news(self) -> tuple[set[int], set[int]]:
+        """What is to be offered, when there is something that was not offered before."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended or len(self._done) > self._offered, self._deadline):
+                raise RankFailure(f"backward did not end within {self._deadline:g} s")
+            self._offered = len(self._done)
+            return set(self._done), set(self._never)
+
+    def _round(self, done: set[int], never: set[int]) -> None:
+        """One AND. Its first bit says that nobody's parameters have changed; else an OR tells whose group has."""
+        self.rounds += 1
+        every = range(self._groups)
+        mine = [self._valid, *(group in done for group in every), *(group in never for group in every)]
+        valid, *bits = unpacked(self._control.agree(packed(mine), torch.bitwise_and), 1 + 2 * self._groups)
+        if not valid:
+            self._control.agree(packed([not self._valid]), torch.bitwise_or)
+            self.invalid = True
+            return
+        for group in every:
+            if bits[group] and group not in self.sums:
+                nobody = bits[self._groups + group]
+                self.sums[group] = None if nobody else self._begin_sum(group)

@@ -1,0 +1,244 @@
+"""One backward pass: gradients come, groups go, and at the end everything is a mean."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..world import Label, PendingSum, World
+from .buffer import Group, by_kind
+from .negotiate import Negotiation
+from .plan import Plan
+from .sparse import sparse_mean
+
+if TYPE_CHECKING:
+    from .average import GradientAverage
+
+_BUCKET_BYTES = 25 << 20  # of a message where nothing is known yet
+_COUNTABLE = {torch.bfloat16: 256, torch.half: 2048}  # up to which ones can be added one by one
+
+
+class Pass:
+    """Without a plan it only writes down what comes."""
+
+    def __init__(self, engine: GradientAverage, task: int, plan: Plan | None) -> None:
+        self.engine, self.task, self.plan = engine, task, plan
+        self.touched: set[int] = set()
+        self.unplanned: set[int] = set()
+        self.absent: set[int] = set()
+        self.wants_another_plan = self.uneven = False
+        self._ready: dict[int, float] = {}
+        self._started = time.perf_counter()
+        self._sums: dict[int, PendingSum | None] = {}
+        self._sent: dict[int, float] = {}
+        self._negotiation: Negotiation | None = None
+        self._valid = plan is None or all(group.fits(engine.parameters) for group in plan.groups)
+        if plan is not None and task >= 0:
+            self._prepare(plan)
+
+    def _prepare(self, plan: Plan) -> None:
+        for group in plan.groups:
+            group.begin()
+        if plan.dynamic:
+            self._negotiation = Negotiation(
+                len(plan.groups), self.engine.control, self._begin_beside, self._valid, self.engine.world.deadline
+            )
+
+    # While backward runs ----------------------------------------------------------------------------------------------
+
+    def arrived(self, index: int) -> None:
+        self.touched.add(index)
+        self._ready[index] = time.perf_counter()
+        if self.plan is None or not self._valid:
+            return
+        number = self.plan.home.get(index)
+        if number is None:
+            if index not in self.plan.sparse:
+                self.unplanned.add(index)
+            return
+        group, parameter = self.plan.groups[number], self.engine.parameters[index]
+        parameter.grad = group.put(index, parameter.grad)
+        if group.missing:
+            return
+        if self._negotiation is not None:
+            self._negotiation.ready(number)
+        else:
+            self._begin_those_ready(len(self.plan.groups) - 1)
+
+    def _begin_those_ready(self, upto: int) -> None:
+        """In the planned order. The last goes when backward has ended, for it says what there is to say."""
+        assert self.plan is not None
+        number = len(self._sums)
+        while number < upto and not self.plan.groups[number].missing:
+            self._sums[number] = self._begin_sum(number)
+            number += 1
+
+    def _begin_sum(self, number: int) -> PendingSum:
+        return self._sum_of(number, self.engine.world)
+
+    def _begin_beside(self, number: int) -> PendingSum:
+        return self._sum_of(number, self.engine.beside)
+
+    def _sum_of(self, number: int, world: World) -> PendingSum:
+        assert self.plan is not None
+        engine = self.engine
+        self._sent[number] = time.perf_counter()
+        label = Label(engine.name, "backward", engine.channel)
+        return world.begin_sum(self.plan.groups[number].memory, engine.everyone, label)
+
+    # When it has ended ------------------------------------------------------------------------------------------------
+
+    def finish(self, pile: set[int]) -> bool:
+        """All that was planned is a mean now; False if nothing was, and the ranks must settle it."""
+        self.engine.clock.learn(self._ready)
+        if self.plan is None:
+            return False
+        if self._negotiation is not None:
+            never = {n for n, group in enumerate(self.plan.groups) if not self._came(group, pile)}
+            self._fill(pile)
+            self._negotiation.end(never)
+            if self._negotiation.invalid:
+                self.engine.forget_plan()
+                return False
+            self._sums = self._negotiation.sums
+        else:
+            self._fill(pile)
+            self._wish()
+            self._begin_those_ready(len(self.plan.groups))
+        self._take_all()
+        self._average_sparse()
+        return True
+
+    def _came(self, group: Group, pile: set[int]) -> bool:
+        return any(index in self.touched or index in pile for index in group.indices)
+
+    def _fill(self, pile: set[int]) -> None:
+        """What did not come: what this rank holds already, which is a part of the mean all the same."""
+        if self.plan is None or not self._valid:
+            return
+        for group in self.plan.groups:
+            for index in list(group.missing):
+                group.put(index, self.engine.parameters[index].grad, came=index in pile)
+
+    def _wish(self) -> None:
+        """For other groups: where one came that none was planned for, or the times have moved."""
+        assert self.plan is not None
+        if not self.plan.groups:
+            return
+        engine = self.engine
+        moved = engine.explicit is None and engine.clock.time_to_look and self._would_gain(self.plan)
+        self.plan.groups[-1].wish(bool(self.unplanned) or moved)
+
+    def _would_gain(self, plan: Plan) -> bool:
+        engine = self.engine
+        return plan.worth_changing(engine.facts(self.touched | set(plan.home)), engine.parameters)
+
+    def _take_all(self) -> None:
+        """Wait in the order in which they went; while one is divided the next is still under way."""
+        assert self.plan is not None
+        waited = time.perf_counter()
+        moments: list[tuple[float, int]] = []
+        for number, pending in self._sums.items():
+            if pending is not None:
+                pending.wait()
+                moments.append((time.perf_counter(), self.plan.groups[number].bytes))
+                self._write(number, moments[-1][0])
+                self._take(self.plan.groups[number])
+        late = [(moment, size) for moment, size in moments if moment - waited > 1e-3]
+        if len(late) > 1:  # they followed each other on the wire
+            self.engine.clock.learn_link(len(late) - 1, sum(size for _, size in late[1:]), late[-1][0] - late[0][0])
+
+    def _take(self, group: Group) -> None:
+        """The sum becomes the mean, and the gradient of every parameter that any rank had one of."""
+        engine = self.engine
+        counts = group.counts()
+        came, anew = group.told()
+        group.memory[: group.elements].div_(engine.world.size)
+        most = min(engine.world.size, _COUNTABLE.get(group.memory.dtype, engine.world.size))
+        self.uneven |= any(0 < count < most for count in counts)
+        self.absent |= {index for index, some in zip(group.indices, came, strict=True) if not some}
+        self.wants_another_plan |= anew
+        for index, view, some in zip(group.indices, group.views, came, strict=True):
+            if some:
+                engine.parameters[index].grad = view
+
+    def _average_sparse(self, among: set[int] | None = None) -> None:
+        assert self.plan is not None
+        engine = self.engine
+        for index in self.plan.sparse:
+            if among is not None and index not in among:
+                continue
+            parameter = engine.parameters[index]
+            label = Label(f"{engine.name} of {engine.names[index]}", "backward", "gradients")
+            found = sparse_mean(parameter.grad, parameter.detach(), engine.world, label)
+            if found is not None:
+                parameter.grad = found
+
+    def abandon(self) -> None:
+        """Nobody will finish it. What went is brought to its end; what has come stays on this rank, not averaged."""
+        if self._negotiation is not None:
+            self._fill(set())
+            self._negotiation.end(set())
+            self._sums = self._negotiation.sums
+        if self.plan is not None:
+            self._take_all()
+
+    def average_at_once(self, indices: Sequence[int]) -> None:
+        """Of these parameters, which came on some rank: in messages that fill the wire, one after the other."""
+        engine = self.engine
+        assert self.plan is not None
+        dense = [index for index in sorted(indices) if index not in self.plan.sparse]
+        for kind in by_kind(dense, engine.parameters):
+            for bucket in self._buckets(kind):
+                self._average_bucket(bucket)
+        self._average_sparse(set(indices))
+
+    def _buckets(self, kind: list[int]) -> list[list[int]]:
+        buckets: list[list[int]] = [[]]
+        filled = 0
+        for index in kind:
+            if filled >= _BUCKET_BYTES:
+                buckets.append([])
+                filled = 0
+            parameter = self.engine.parameters[index]
+            buckets[-1].append(index)
+            filled += parameter.numel() * parameter.element_size()
+        return buckets
+
+    def _average_bucket(self, bucket: list[int]) -> None:
+        engine = self.engine
+        parameters = [engine.parameters[index] for index in bucket]
+        if any(p.grad is not None and p.grad.requires_grad for p in parameters):  # backward(create_graph=True)
+            for parameter in parameters:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = engine.mean(gradient, "a parameter")
+            return
+        group = Group(bucket, parameters)
+        group.begin()
+        for index, parameter in zip(bucket, parameters, strict=True):
+            group.put(index, parameter.grad)
+        engine.world.begin_sum(group.memory, engine.everyone, Label(engine.name, "backward", engine.channel)).wait()
+        group.memory[: group.elements].div_(engine.world.size)
+        for parameter, view in zip(parameters, group.views, strict=True):
+            parameter.grad = view
+
+    def _write(self, number: int, done: float) -> None:
+        engine = self.engine
+        if engine.journal is None or self.plan is None:
+            return
+        group = self.plan.groups[number]
+        ready = max((self._ready[index] for index in group.indices if index in self._ready), default=self._started)
+        engine.journal.append(
+            {
+                "step": engine.steps,
+                "group": number,
+                "parameters": [engine.names[index] for index in group.indices],
+                "bytes": group.bytes,
+                "ready_s": ready - self._started,
+                "sent_s": self._sent[number] - self._started,
+                "done_s": done - self._started,
+            }
+        )
