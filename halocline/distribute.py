@@ -129,8 +129,8 @@ class _NewParameters:
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         engine = self._engine
-        if engine is None:
-            return
+        if engine is None or any(type(part).__name__.startswith("FSDP") for part in module.modules()):
+            return  # FSDP2 puts others in their place for the time of a forward
         new = [(n, p) for n, p in module.named_parameters() if id(p) not in self._seen and not hasattr(p, AVERAGED)]
         self._seen = {id(parameter) for parameter in module.parameters()}
         new = [(name, parameter) for name, parameter in new if parameter.requires_grad and not is_dtensor(parameter)]
