@@ -551,14 +551,14 @@ def test_the_journal_tells_what_went_when() -> None:
 def fails_in_the_middle(kind: str) -> str:
     """Rank 1 stops in the middle of the third backward."""
     mesh = Mesh(data=-1)
-    mesh.world.set_deadline(3.0)
+    mesh.world.set_deadline(2.0)
     model = hc.distribute(small_model(), mesh)
 
     def stop(gradient: Tensor) -> None:
         if mesh.rank == 1 and step == 2:
             if kind == "dies":
                 os._exit(3)
-            time.sleep(30)
+            time.sleep(7)
 
     model[2].weight.register_hook(stop)
     step = 0
@@ -569,8 +569,8 @@ def fails_in_the_middle(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["dies", "stalls"])
 def test_a_rank_that_stops_in_the_middle_of_a_sum_is_named(kind: str) -> None:
-    with RankPool(3, collective_timeout=3.0) as pool:
-        outcomes = pool.outcomes(fails_in_the_middle, kind, deadline=20, grace=10)
+    with RankPool(3, collective_timeout=2.0) as pool:
+        outcomes = pool.outcomes(fails_in_the_middle, kind, deadline=15, grace=8)
     texts = [str(outcome) for outcome in outcomes if outcome.rank != 1]
     assert len(texts) == 2
     assert all("RankFailure" in text and "rank 1" in text for text in texts), texts

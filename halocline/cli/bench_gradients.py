@@ -50,7 +50,7 @@ def gradients(
     Nodes are network namespaces of this machine, joined by links of a given speed. The same training step runs in
     turn: without averages (compute), only the averages (wire), under DDP as it comes and as the best of 24 settings
     (bucket caps, bucket views, static graph), and under `hc.distribute(model, hc.Mesh(data=-1))`. It takes root and
-    iproute2, and some 20 minutes.
+    iproute2, and half an hour.
 
     **Models**: *resnet18* computes, all ranks on the cores of this machine. *resnet50*, *resnet24mb* (the same, of
     smaller width) and *unet3d* have all the parameters of their namesakes under emulated compute: layers sleep, as if

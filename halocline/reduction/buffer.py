@@ -33,6 +33,7 @@ class Group:
         self._memory: Tensor | None = None
         self.views: list[Tensor] = []
         self.missing: set[int] = set()
+        self._came: set[int] = set()
 
     @property
     def elements(self) -> int:
@@ -44,7 +45,7 @@ class Group:
 
     def begin(self) -> None:
         """A new step: nobody has come. Memory that somebody else still looks into is left to them."""
-        self.missing = set(self.indices)
+        self.missing, self._came = set(self.indices), set()
         if self._memory is None or self._looked_into(self._memory):
             self._allocate()
         else:
@@ -76,18 +77,24 @@ class Group:
                 view.zero_()
             elif gradient is not view:
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            if came:
-                self.memory[self.elements + place] = 1
         self.missing.discard(index)
+        if came:
+            self._came.add(index)
         return view
+
+    def seal(self, anew: bool = False) -> Tensor:
+        """What is to be summed, with all that is to be said."""
+        said = [float(index in self._came) for index in self.indices] + [float(anew)]
+        if all(said[:-1]) and not anew:  # most often; a fill is quicker than a copy from the host
+            self.memory[self.elements : -1].fill_(1)
+        else:
+            self.memory[self.elements :].copy_(torch.tensor(said, dtype=self._dtype))
+        return self.memory
 
     @property
     def memory(self) -> Tensor:
         assert self._memory is not None
         return self._memory
-
-    def wish(self, anew: bool) -> None:
-        self.memory[-1] = float(anew)
 
     def told(self) -> tuple[list[bool], bool]:
         """After the sum: of each parameter, whether any rank had a gradient; and whether any wants other groups."""

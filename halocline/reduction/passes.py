@@ -29,7 +29,7 @@ class Pass:
         self.touched: set[int] = set()
         self.unplanned: set[int] = set()
         self.absent: set[int] = set()
-        self.wants_another_plan = self.uneven = False
+        self.wants_another_plan = self.uneven = self._anew = False
         self._ready: dict[int, float] = {}
         self._started = time.perf_counter()
         self._sums: dict[int, PendingSum | None] = {}
@@ -87,7 +87,8 @@ class Pass:
         engine = self.engine
         self._sent[number] = time.perf_counter()
         label = Label(engine.name, "backward", engine.channel)
-        return world.begin_sum(self.plan.groups[number].memory, engine.everyone, label)
+        last = number == len(self.plan.groups) - 1
+        return world.begin_sum(self.plan.groups[number].seal(last and self._anew), engine.everyone, label)
 
     # When it has ended ------------------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class Pass:
             self._sums = self._negotiation.sums
         else:
             self._fill(pile)
-            self._wish()
+            self._anew = self._wish()
             self._begin_those_ready(len(self.plan.groups))
         self._take_all()
         self._average_sparse()
@@ -123,17 +124,15 @@ class Pass:
             for index in list(group.missing):
                 group.put(index, self.engine.parameters[index].grad, came=index in pile)
 
-    def _wish(self) -> None:
+    def _wish(self) -> bool:
         """For other groups: where one came that none was planned for, or the times have moved."""
         assert self.plan is not None
-        if not self.plan.groups:
-            return
-        engine = self.engine
-        moved = engine.explicit is None and engine.clock.time_to_look and self._would_gain(self.plan)
-        self.plan.groups[-1].wish(bool(self.unplanned) or moved)
+        return bool(self.unplanned) or self._would_gain(self.plan)
 
     def _would_gain(self, plan: Plan) -> bool:
         engine = self.engine
+        if engine.explicit is not None or not engine.clock.time_to_look:
+            return False
         return plan.worth_changing(engine.facts(self.touched | set(plan.home)), engine.parameters)
 
     def _take_all(self) -> None:
@@ -220,7 +219,7 @@ class Pass:
         group.begin()
         for index, parameter in zip(bucket, parameters, strict=True):
             group.put(index, parameter.grad)
-        engine.world.begin_sum(group.memory, engine.everyone, Label(engine.name, "backward", engine.channel)).wait()
+        engine.world.begin_sum(group.seal(), engine.everyone, Label(engine.name, "backward", engine.channel)).wait()
         group.memory[: group.elements].div_(engine.world.size)
         for parameter, view in zip(parameters, group.views, strict=True):
             parameter.grad = view
