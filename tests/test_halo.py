@@ -224,3 +224,16 @@ def test_a_convolution_holds_input_and_output_and_little_else() -> None:
     assert max(found)[0] <= 1.25
     for ours, torchs in shared_pool(2).run(peak_of_convolution, 32, 48, torch.contiguous_format, deadline=60):
         assert ours <= 1.05 * torchs
+
+
+def test_operands_may_be_given_by_name() -> None:
+    x, weight = torch.randn(1, 2, 8, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64)
+    for function in (F.conv1d, F.conv_transpose1d):
+        found = check_rule(
+            lambda x, w, function=function: function(input=x, weight=w, stride=2),
+            x,
+            weight,
+            cuts=[{2: "height"}, None],
+            mesh={"height": 2},
+        )
+        assert found.verdict == "exact", found

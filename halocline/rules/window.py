@@ -150,7 +150,7 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
         accesses = [Transposed(kernel[i], strides[i], dilations[i], pads[i]) for i in range(spatial)]
         windows = [Link(lead + 1 + i, access) for i, access in enumerate(accesses)]
 
-        def local(work: Work, tile: Tensor, w: Tensor, b: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        def compute(work: Work, tile: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             native = [work.native(input, lead + 1 + i) for i in range(spatial)]
             inner = [pads[i] if native[i] else 0 for i in range(spatial)]
             more = [extra[i] if native[i] else 0 for i in range(spatial)]
@@ -165,6 +165,10 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
             full = torch_function(tile, w, None, strides, inner, more, groups, dilations)
             full = _trim(full, [None if native[i] else _margin(work, i) for i in range(spatial)])
             return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
+
+        def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+            """Under the names that torch's functions have for them."""
+            return compute(work, input, weight, bias)
 
         def _margin(work: Work, i: int) -> tuple[int, int]:
             """How far the wanted output lies inside (or, negative, outside) what the local tile reaches."""
