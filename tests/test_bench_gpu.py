@@ -184,7 +184,7 @@ def test_a_whole_run_on_the_cpu() -> None:
     (subject,) = result["subjects"]
     assert subject["best_plain"] in ("plain", "tf32")
     assert subject["halocline_ms"] is None
-    assert subject["work"]["flops"] ==  2 * 2 * 16 * 4 * 27 * 8**3
+    assert subject["work"]["flops"] == 2 * 2 * 16 * 4 * 27 * 8**3
     assert not torch.cuda.is_initialized()
     assert any("conv 8, plain" in text for text in said)
     json.dumps(result, allow_nan=False)

@@ -311,6 +311,16 @@ def test_one_device_among_many_ranks_is_a_mistake(monkeypatch: pytest.MonkeyPatc
         hc.distribute(nn.Linear(1, 1))
 
 
+def test_views_that_span_too_much_are_large() -> None:
+    """A gradient may be a small part of a joined tensor."""
+    wide = torch.randn(1, 8, 6, 6, dtype=torch.float64)
+    part, before = wide[:, ::7], replace.taken()
+    true = F.pad(part, [1, 1, 1, 1], mode="replicate")
+    with hc.chunked(150):
+        same([F.pad(part, [1, 1, 1, 1], mode="replicate")], [true])
+    assert replace.taken() == before + 1
+
+
 def test_nothing_goes_another_way_afterwards() -> None:
     x = torch.randn(1, 2, 8)
     before = replace.taken()
@@ -389,6 +399,22 @@ def test_copies_are_watched_by_themselves(sights: list[int]) -> None:
     assert not sights
     model(torch.zeros(1, 1, 400))
     assert sights == [1]
+
+
+def test_a_distributed_model_is_compiled_whole(sights: list[int]) -> None:
+    """The hooks are no break in its graph, and kernels are replaced when it is compiled."""
+    model = hc.distribute(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()))
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.randn(1, 1, 6, 6)
+    for _ in range(2):
+        assert torch.equal(compiled(x), nn.Sequential.forward(model, x))
+    assert len(graphs) == 1 and sights
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
@@ -493,7 +519,7 @@ def test_tuning_takes_what_is_fastest() -> None:
             return 1.0
         return 0.99 if sizes(torch.device("cpu"), "convolution").chunk == largest // 4 else 3.0
 
-    found = dict(tune(torch.device("cpu"), seconds, (largest, largest // 2, largest // 4)))
+    found = dict(tune(torch.device("cpu"), seconds, largest, (largest, largest // 2, largest // 4)))
     assert set(found) == set(DEFAULTS)
     assert all(found[family] == (largest, largest // 4) for family in found if family != "norm"), found
     assert found["norm"] == (1 << 26, 1 << 26)  # spreading was never faster

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import Refused
 from ..geometry import Interval, chunks_of, shape_of, whole
+from .layout import span
 from .replace import Original, kernel
 from .sizes import LARGEST, sizes
 
@@ -40,7 +41,7 @@ class ByChannel:
 
     def _largest(self, args: Sequence[Any]) -> int:
         """The most elements of any operand or result."""
-        operands = max(args[place].numel() for place in self.maps)
+        operands = max(span(args[place]) for place in self.maps)
         if operands <= min(_SURELY, sizes(args[self.maps[0]].device, "channels").whole // 64):
             return operands
         return max(operands, *(result.numel() for result in self._foreseen(args)))

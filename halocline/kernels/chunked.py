@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import run_eagerly, tracing, transforming
+from .._torch_private import tracing, transforming
 from ..errors import HaloclineError
 from .replace import install, installed
 from .sizes import LARGEST, NEVER, Sizes, forced, sizes
@@ -71,6 +71,12 @@ def _matters(tensor: Tensor, least: int) -> bool:
     return tensor.is_cuda and tensor.numel() > least and (least == SIGHT or tensor.is_contiguous())
 
 
+@torch.compiler.assume_constant_result
+def _while_compiling() -> None:
+    """Runs when a model is compiled, and is no part of what is compiled. Nobody can look through that: be prepared."""
+    keep_fast()
+
+
 class Watch:
     """Hooks round a model's forward: the first forward with inputs of a kind is looked through for something large.
 
@@ -86,6 +92,9 @@ class Watch:
         self._open = threading.local()
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            _while_compiling()
+            return
         kind = None
         if torch.backends.cuda.is_built() and not installed("CUDA") and tracing() is None:
             kind = self._kind(module, args, kwargs)
@@ -95,6 +104,8 @@ class Watch:
         self._stack().append((mode, kind))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         stack = self._stack()
         if not stack:
             return
@@ -113,25 +124,24 @@ class Watch:
 
     def _kind(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """None where it cannot be told: then kernels are replaced, to be safe."""
+        if transforming():
+            keep_fast()
+            return None
         try:
-            tensors = self._tensors_in((args, kwargs))
-            if not transforming():
-                others = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-                shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-                kind = (shapes, repr(others) if len(others) < 8 else None, module.training, torch.is_grad_enabled())
-                hash(kind)
-                return kind
+            values = (*args, *kwargs.values())
+            shapes = tuple([value.shape if type(value) is Tensor else self._outline(value) for value in values])
+            kind = (shapes, module.training, torch.is_grad_enabled())
+            hash(kind)
         except (TypeError, RuntimeError):  # symbolic or nested shapes
             return None
-        keep_fast()
-        return None
+        return kind
+
+    def _outline(self, value: Any) -> Any:
+        shapes = tuple(tuple(tensor.shape) for tensor in self._tensors_in(value))
+        return shapes or repr(value)
 
     def __deepcopy__(self, memo: object) -> Watch:
         return Watch(self._tensors_in)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Watch, (self._tensors_in,)
-
-
-run_eagerly(Watch.before)
-run_eagerly(Watch.after)

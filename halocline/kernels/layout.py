@@ -28,3 +28,15 @@ def suggests_channels_last(tensor: Tensor) -> bool:
             return False
         least = stride * max(1, size)
     return True
+
+
+def span(tensor: Tensor) -> int:
+    """From its first element to its last in memory: some kernels count the gaps of a view.
+
+    >>> import torch
+    >>> span(torch.zeros(4, 5)), span(torch.zeros(4, 5)[:, :2])
+    (20, 17)
+    """
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Box, chunks_of, shape_of, whole
+from .layout import span
 from .parts import at
 from .replace import Original, kernel
 from .sizes import sizes
@@ -80,7 +81,7 @@ def native_group_norm(
 def _large_backward(gradient: Tensor, x: Tensor, *rest: Any) -> bool:
     """On a GPU only with channels last: else torch's way is no slower than this."""
     fast = x.dim() > 2 and (not x.is_cuda or _has_kernel(x))
-    return fast and x.numel() > sizes(x.device, "norm backward").whole
+    return fast and max(x.numel(), span(gradient)) > sizes(x.device, "norm backward").whole
 
 
 @kernel("native_batch_norm_backward", _large_backward)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..geometry import Box, Interval, Transposed, Window, chunks_of, cut_at, shape_of, slices, whole
 
+_FEW = 8  # channels: with fewer cuDNN pads its operands, into a workspace several times their size
+
 
 class Call(NamedTuple):
     """The arguments of a convolution but for its tensors, one for each spatial dim."""
@@ -55,6 +57,8 @@ class Call(NamedTuple):
 
     def parts(self, x: Sequence[int], y: Sequence[int], kernel: Sequence[int], most: int) -> Iterator[Part]:
         """For an input and an output of these shapes, of which the largest has at most ``most`` elements."""
+        if min(x[1], y[1]) // self.groups < _FEW:
+            most = max(1, most // 4)
         return (_transposed_parts if self.transposed else _direct_parts)(x, y, kernel, self, most)
 
     def each(self, kernel: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

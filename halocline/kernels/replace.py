@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch_private import no_torch_functions
+from .._torch_private import no_torch_functions, run_eagerly
 
 Kernel = Callable[..., Any]
 
@@ -105,4 +105,5 @@ def _standing_before(name: str, calls: dict[str, Kernel]) -> Kernel:
         with no_torch_functions():  # what is done here is no part of the user's program
             return instead(Original(calls, keys, name), *args)
 
+    run_eagerly(run)
     return run

@@ -27,13 +27,14 @@ class Sizes(NamedTuple):
 
 
 LARGEST = (1 << 31) - 1
+#: Chunks as large as they are fast, and as what is made beside them (workspace, a result to be copied) stays small.
 DEFAULTS = {
-    "convolution": Sizes(LARGEST, LARGEST),
-    "transposed": Sizes(LARGEST, LARGEST),
-    "weight gradient": Sizes(LARGEST, LARGEST),
-    "channels": Sizes(LARGEST, LARGEST),
+    "convolution": Sizes(LARGEST, 1 << 30),
+    "transposed": Sizes(LARGEST, 1 << 29),
+    "weight gradient": Sizes(LARGEST, 1 << 30),
+    "channels": Sizes(LARGEST, 1 << 28),
     "norm": Sizes(1 << 22, 1 << 22),
-    "norm backward": Sizes(LARGEST, LARGEST),
+    "norm backward": Sizes(LARGEST, 1 << 28),
 }
 NEVER = Sizes(sys.maxsize, sys.maxsize)
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .chunked import chunked
-from .sizes import LARGEST, NEVER, Sizes, forced
+from .sizes import DEFAULTS, LARGEST, NEVER, Sizes, forced
 
 CLOSE = 1.02  # times that differ by less are the same
 GAIN = 1.05  # what chunks must gain where torch has a fast path
-CHUNKS = (LARGEST, 1 << 30, 1 << 29, 1 << 28)
+CHUNKS = (1 << 30, 1 << 29, 1 << 28)  # none larger: what is made beside a chunk grows with it
 NORMS = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
 Seconds = Callable[[Callable[[], object]], float]
@@ -84,20 +84,23 @@ TRIALS = (
 )
 
 
-def tune(device: torch.device, seconds: Seconds, sizes: tuple[int, ...] = CHUNKS) -> Iterator[tuple[str, Sizes]]:
+def tune(
+    device: torch.device, seconds: Seconds, limit: int = LARGEST, sizes: tuple[int, ...] = CHUNKS
+) -> Iterator[tuple[str, Sizes]]:
     """The sizes of each family, one after the other. ``sizes`` are those of chunks, from the largest."""
     with chunked(None):
         for trial in TRIALS:
-            yield trial.family, _sizes_of(trial, device, seconds, sizes)
+            allowed = tuple(size for size in sizes if size <= DEFAULTS[trial.family].chunk)
+            yield trial.family, _sizes_of(trial, device, seconds, limit, allowed)
         yield "norm", _norm_sizes(device, seconds)
 
 
-def _sizes_of(trial: Trial, device: torch.device, seconds: Seconds, sizes: tuple[int, ...]) -> Sizes:
-    above = _timed(trial, sizes[0] + sizes[0] // 8, device, seconds, [Sizes(chunk, chunk) for chunk in sizes])
+def _sizes_of(trial: Trial, device: torch.device, seconds: Seconds, limit: int, sizes: tuple[int, ...]) -> Sizes:
+    above = _timed(trial, limit + limit // 8, device, seconds, [Sizes(chunk, chunk) for chunk in sizes])
     best = min(above.values())
     chunk = next(found.chunk for found in above if above[found] <= CLOSE * best)
-    whole = sizes[0]
-    for elements in sizes[1:3]:
+    whole = limit
+    for elements in (limit // 2, limit // 4):
         small = min(chunk, elements // 2)
         below = _timed(trial, elements, device, seconds, [NEVER, Sizes(small, small)])
         plain, cut = below.values()
