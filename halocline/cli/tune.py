@@ -12,7 +12,7 @@ from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 def tune(as_json: Json = False, debug: Debug = False) -> None:
     """Measure on this GPU how large a tensor may be before work on it goes in chunks, and how large those are.
 
-    Without it everything works, with sizes that suit an H200: whole up to 2^31 elements, chunks of 2^28 to 2^30. The
+    Without it everything works, with sizes that suit an H200: whole up to 2^31 elements, chunks of 2^27 to 2^30. The
     figures are kept in `~/.cache/halocline/chunks.json` (`HALOCLINE_CHUNKS` names another file) by card, torch and
     cuDNN, and used by every later run on such a card. It takes about a minute and 20 GiB of the card's memory.
 

@@ -58,7 +58,7 @@ class Call(NamedTuple):
     def parts(self, x: Sequence[int], y: Sequence[int], kernel: Sequence[int], most: int) -> Iterator[Part]:
         """For an input and an output of these shapes, of which the largest has at most ``most`` elements."""
         if min(x[1], y[1]) // self.groups < _FEW:
-            most = max(1, most // 4)
+            most = max(1, most // 16)
         return (_transposed_parts if self.transposed else _direct_parts)(x, y, kernel, self, most)
 
     def each(self, kernel: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

@@ -32,7 +32,7 @@ DEFAULTS = {
     "convolution": Sizes(LARGEST, 1 << 30),
     "transposed": Sizes(LARGEST, 1 << 29),
     "weight gradient": Sizes(LARGEST, 1 << 30),
-    "channels": Sizes(LARGEST, 1 << 28),
+    "channels": Sizes(LARGEST, 1 << 27),
     "norm": Sizes(1 << 22, 1 << 22),
     "norm backward": Sizes(LARGEST, 1 << 28),
 }

@@ -21,7 +21,7 @@ from .sizes import DEFAULTS, LARGEST, NEVER, Sizes, forced
 
 CLOSE = 1.02  # times that differ by less are the same
 GAIN = 1.05  # what chunks must gain where torch has a fast path
-CHUNKS = (1 << 30, 1 << 29, 1 << 28)  # none larger: what is made beside a chunk grows with it
+CHUNKS = (1 << 30, 1 << 29, 1 << 28, 1 << 27)  # none larger: what is made beside a chunk grows with it
 NORMS = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
 Seconds = Callable[[Callable[[], object]], float]
