@@ -59,6 +59,7 @@ class GradientAverage:
         self._beside: World | None = None
         self._control: Control | None = None
         self._open: Pass | None = None
+        self._asked = (-1, False)  # a pass, and whether it hands its gradients out
         self._pile: set[int] = set()
         self._deferred = 0
         self._regular = 0
@@ -75,14 +76,21 @@ class GradientAverage:
 
         def handed_out(gradient: Tensor) -> Tensor | None:
             engine = alive()
-            # Asked anew each time: a change of dtype or device gives the leaf another node.
-            if engine is None or not is_captured(get_gradient_edge(engine.parameters[index]).node):
+            if engine is None or not engine._hands_out(index):
                 return None
             return engine.mean(gradient, engine.names[index])
 
         setattr(parameter, AVERAGED, True)
         parameter.register_post_accumulate_grad_hook(arrived)
         parameter.register_hook(handed_out)
+
+    def _hands_out(self, index: int) -> bool:
+        """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
+        task = backward_number()
+        if task != self._asked[0]:
+            # The node is asked for anew: a change of dtype or device gives the leaf another.
+            self._asked = task, is_captured(get_gradient_edge(self.parameters[index]).node)
+        return self._asked[1]
 
     def adopt(self, added: Sequence[tuple[str, Tensor]]) -> None:
         """Parameters that the model has got since; on every rank the same. The plan is made anew."""

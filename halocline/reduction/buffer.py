@@ -68,19 +68,26 @@ class Group:
             return torch.view_as_complex(flat).as_strided(shape, self._strides[place])
         return memory[start : start + prod(shape)].as_strided(shape, self._strides[place], start)
 
-    def put(self, index: int, gradient: Tensor | None, came: bool = True) -> Tensor:
-        """This rank's part of a parameter's sum; without a gradient, nothing. Returns where the mean will be."""
-        place = self._place[index]
-        view = self.views[place]
+    def put(self, index: int, gradient: Tensor | None, share: float, came: bool = True) -> Tensor:
+        """This rank's part of a parameter's mean; without a gradient, nothing. Returns where the mean will be."""
+        view = self.views[self._place[index]]
         with torch.no_grad():
             if gradient is None:
                 view.zero_()
-            elif gradient is not view:
-                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            elif gradient is view:
+                view.mul_(share)
+            else:
+                torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, share, out=view)
         self.missing.discard(index)
         if came:
             self._came.add(index)
         return view
+
+    def take_back(self, share: float) -> None:
+        """What was put in as it was before, since it is not going to be summed."""
+        for index, view in zip(self.indices, self.views, strict=True):
+            if index not in self.missing:
+                view.div_(share)
 
     def seal(self, anew: bool = False) -> Tensor:
         """What is to be summed, with all that is to be said."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 
 import torch
 
 from ..world import Label, World
 from .grouping import Link
 
-_SMALL, _LARGE = 1 << 10, 1 << 18  # elements of float32: where latency rules, and where the wire does
+_PROBE, _PIECES, _REPEAT = 1 << 19, 8, 3  # elements of float32, in how many messages, how often
 _OLD = 0.7  # weight of what was known before
 _LOOK = (2, 4, 8)  # steps after which the plan is looked at; then every sixteenth
 _EVERY = 16
@@ -47,16 +46,24 @@ class Clock:
 
 
 def measured_link(world: World, everyone: tuple[int, ...], channel: str) -> Link:
-    """A few sums of two sizes. The least of the small ones: what waits for a processor is not the wire's."""
+    """What one more message costs in a stream of them, and what a byte does: as one sum, and as many at once.
+
+    That is less than the latency of a message by itself, for the next is under way while one is waited for.
+    """
     if world.size == 1:
         return Link()
-    small = min(_timed(world, everyone, channel, _SMALL) for _ in range(5))
-    large = median(_timed(world, everyone, channel, _LARGE) for _ in range(3))
-    return Link.fitted((4 * _SMALL, small), (4 * _LARGE, large))
+    # The least of each: what waits for a processor is not the wire's.
+    one = min(_timed(world, everyone, channel, 1) for _ in range(_REPEAT))
+    many = min(_timed(world, everyone, channel, _PIECES) for _ in range(_REPEAT))
+    latency = max(1e-6, (many - one) / (_PIECES - 1))
+    return Link(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
 
 
-def _timed(world: World, everyone: tuple[int, ...], channel: str, elements: int) -> float:
-    probe = torch.zeros(elements, device="cpu")
+def _timed(world: World, everyone: tuple[int, ...], channel: str, pieces: int) -> float:
+    probe = torch.zeros(_PROBE, device="cpu").chunk(pieces)
+    label = Label("what a sum costs", "backward", channel)
     started = time.perf_counter()
-    world.begin_sum(probe, everyone, Label("what a sum costs", "backward", channel)).wait()
+    under_way = [world.begin_sum(piece, everyone, label) for piece in probe]
+    for pending in under_way:
+        pending.wait()
     return time.perf_counter() - started

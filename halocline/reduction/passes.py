@@ -30,6 +30,7 @@ class Pass:
         self.unplanned: set[int] = set()
         self.absent: set[int] = set()
         self.wants_another_plan = self.uneven = self._anew = False
+        self._share = 1.0 / engine.world.size
         self._ready: dict[int, float] = {}
         self._started = time.perf_counter()
         self._sums: dict[int, PendingSum | None] = {}
@@ -60,7 +61,7 @@ class Pass:
                 self.unplanned.add(index)
             return
         group, parameter = self.plan.groups[number], self.engine.parameters[index]
-        parameter.grad = group.put(index, parameter.grad)
+        parameter.grad = group.put(index, parameter.grad, self._share)
         if group.missing:
             return
         if self._negotiation is not None:
@@ -102,6 +103,7 @@ class Pass:
             self._fill(pile)
             self._negotiation.end(never)
             if self._negotiation.invalid:
+                self._take_back(set())
                 self.engine.forget_plan()
                 return False
             self._sums = self._negotiation.sums
@@ -122,7 +124,7 @@ class Pass:
             return
         for group in self.plan.groups:
             for index in list(group.missing):
-                group.put(index, self.engine.parameters[index].grad, came=index in pile)
+                group.put(index, self.engine.parameters[index].grad, self._share, came=index in pile)
 
     def _wish(self) -> bool:
         """For other groups: where one came that none was planned for, or the times have moved."""
@@ -136,7 +138,7 @@ class Pass:
         return plan.worth_changing(engine.facts(self.touched | set(plan.home)), engine.parameters)
 
     def _take_all(self) -> None:
-        """Wait in the order in which they went; while one is divided the next is still under way."""
+        """Wait in the order in which they went."""
         assert self.plan is not None
         waited = time.perf_counter()
         moments: list[tuple[float, int]] = []
@@ -146,16 +148,16 @@ class Pass:
                 moments.append((time.perf_counter(), self.plan.groups[number].bytes))
                 self._write(number, moments[-1][0])
                 self._take(self.plan.groups[number])
+        self._take_back({number for number, pending in self._sums.items() if pending is not None})
         late = [(moment, size) for moment, size in moments if moment - waited > 1e-3]
         if len(late) > 1:  # they followed each other on the wire
             self.engine.clock.learn_link(len(late) - 1, sum(size for _, size in late[1:]), late[-1][0] - late[0][0])
 
     def _take(self, group: Group) -> None:
-        """The sum becomes the mean, and the gradient of every parameter that any rank had one of."""
+        """The sum is the mean, and the gradient of every parameter that any rank had one of."""
         engine = self.engine
         counts = group.counts()
         came, anew = group.told()
-        group.memory[: group.elements].div_(engine.world.size)
         most = min(engine.world.size, _COUNTABLE.get(group.memory.dtype, engine.world.size))
         self.uneven |= any(0 < count < most for count in counts)
         self.absent |= {index for index, some in zip(group.indices, came, strict=True) if not some}
@@ -175,6 +177,12 @@ class Pass:
             found = sparse_mean(parameter.grad, parameter.detach(), engine.world, label)
             if found is not None:
                 parameter.grad = found
+
+    def _take_back(self, summed: set[int]) -> None:
+        """Of all groups but these, what this rank had put in is its own again."""
+        for number, group in enumerate(self.plan.groups if self.plan is not None and self._valid else []):
+            if number not in summed:
+                group.take_back(self._share)
 
     def abandon(self) -> None:
         """Nobody will finish it. What went is brought to its end; what has come stays on this rank, not averaged."""
@@ -218,9 +226,8 @@ class Pass:
         group = Group(bucket, parameters)
         group.begin()
         for index, parameter in zip(bucket, parameters, strict=True):
-            group.put(index, parameter.grad)
+            group.put(index, parameter.grad, self._share)
         engine.world.begin_sum(group.seal(), engine.everyone, Label(engine.name, "backward", engine.channel)).wait()
-        group.memory[: group.elements].div_(engine.world.size)
         for parameter, view in zip(parameters, group.views, strict=True):
             parameter.grad = view
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..world import Label, World
 from .buffer import Group, by_kind
-from .grouping import Link, best_cut, finish_time
+from .grouping import Link, best_cut, finish_time, robust_cut
 
 _GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
 
@@ -105,7 +105,7 @@ def _known(run: Sequence[int], dense: list[int]) -> list[int]:
 
 def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor]) -> list[list[int]]:
     ready = [facts.ready[index] for index in kind]
-    cut = best_cut(ready, [_bytes(parameters[index]) for index in kind], facts.link)
+    cut = robust_cut(ready, [_bytes(parameters[index]) for index in kind], facts.link)
     return [kind[begin:end] for begin, end in zip(cut, [*cut[1:], len(kind)], strict=True)]
 
 

@@ -18,9 +18,9 @@ def sparse_mean(gradient: Tensor | None, like: Tensor, world: World, label: Labe
     indices = torch.zeros(0, dtype=torch.int64) if mine is None else mine._indices().reshape(-1)
     values = like.new_zeros(0) if mine is None else mine._values().reshape(-1)
     row = max(1, like.numel() // max(1, shape[0]))
-    wheres = _gathered(indices, [max(0, count) for count in counts], world, label, " rows")
-    whats = _gathered(values, [max(0, count) * row for count in counts], world, label, " values")
-    where, what = torch.cat(wheres).view(1, -1), torch.cat(whats).view(-1, *shape[1:]) / world.size
+    rows_of = _gathered(indices, [max(0, count) for count in counts], world, label, " rows")
+    values_of = _gathered(values, [max(0, count) * row for count in counts], world, label, " values")
+    where, what = torch.cat(rows_of).view(1, -1), torch.cat(values_of).view(-1, *shape[1:]) / world.size
     return torch.sparse_coo_tensor(where.to(like.device), what, shape, check_invariants=False).coalesce()
 
 
