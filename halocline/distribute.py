@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._torch_private import running_modules
 from .errors import MeshError
 from .kernels import Watch, keep_fast
 from .random import same_state
@@ -121,19 +122,26 @@ def _as_indices(groups: Sequence[Sequence[str]] | None, names: list[str]) -> lis
 
 
 class _NewParameters:
-    """A hook before forward: parameters that were added since are averaged too, with rank 0's values to begin with."""
+    """A hook before forward: parameters added or unfrozen since are averaged too, with rank 0's values to begin with."""
 
     def __init__(self, engine: GradientAverage | None) -> None:
         self._engine = engine
-        self._seen: set[int] = set()
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         engine = self._engine
-        if engine is None or any(type(part).__name__.startswith("FSDP") for part in module.modules()):
+        if engine is None:
+            return
+        # Whoever was put round the model after us averages too, and looks at gradients while backward runs.
+        engine.patient |= any(isinstance(m, nn.parallel.DistributedDataParallel) for m in running_modules())
+        if all(hasattr(p, AVERAGED) or not p.requires_grad for p in module.parameters()):
+            return
+        if any(type(part).__name__.startswith("FSDP") for part in module.modules()):
             return  # FSDP2 puts others in their place for the time of a forward
-        new = [(n, p) for n, p in module.named_parameters() if id(p) not in self._seen and not hasattr(p, AVERAGED)]
-        self._seen = {id(parameter) for parameter in module.parameters()}
-        new = [(name, parameter) for name, parameter in new if parameter.requires_grad and not is_dtensor(parameter)]
+        self._adopt(engine, module)
+
+    def _adopt(self, engine: GradientAverage, module: nn.Module) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if not hasattr(p, AVERAGED)]
+        new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not is_dtensor(parameter)]
         if new:
             same_weights([parameter.detach() for _, parameter in new], engine.world)
             engine.adopt(new)

@@ -465,6 +465,27 @@ def test_parameters_added_between_steps() -> None:
     check_equal(run_local(2, run), steps(small_model(), lambda x: x))
 
 
+def test_parameters_unfrozen_between_steps() -> None:
+    def steps(model: nn.Sequential, place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        for step in range(6):
+            model[0].requires_grad_(step >= 3)
+            loss_of(model, place(batch(step)), step).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.05 * parameter.grad
+                        parameter.grad = None
+        return [p.detach().clone() for p in model.parameters()]
+
+    def run() -> list[Tensor]:
+        mesh = Mesh(data=2)
+        model = small_model()
+        model[0].requires_grad_(False)
+        return steps(hc.distribute(model, mesh), lambda x: part(x, mesh))
+
+    check_equal(run_local(2, run), steps(small_model(), lambda x: x))
+
+
 def test_an_explicit_grouping_is_kept() -> None:
     def run() -> list[list[str]]:
         mesh = Mesh(data=2)

@@ -46,6 +46,7 @@ class GradientAverage:
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
         self.active = True
+        self.patient = False  # average when backward has ended, and not before
         #: Of each group of each step: what it was and when it went. None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
@@ -144,7 +145,8 @@ class GradientAverage:
         if self.plan is not None and not self.plan.dynamic and not self._fits(self.plan):
             self.forget_plan()
         # A gradient that can be differentiated itself cannot lie in a buffer.
-        deferred = self.plan is None or self._deferred > 0 or (first.grad is not None and first.grad.requires_grad)
+        waits = self.plan is None or self.patient or self._deferred > 0
+        deferred = waits or (first.grad is not None and first.grad.requires_grad)
         self._open = begun = Pass(self, task, None if deferred else self.plan)
         after_backward(lambda: self._finish(begun))
 
