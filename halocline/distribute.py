@@ -122,7 +122,7 @@ def _as_indices(groups: Sequence[Sequence[str]] | None, names: list[str]) -> lis
 
 
 class _NewParameters:
-    """A hook before forward: parameters added or unfrozen since are averaged too, with rank 0's values to begin with."""
+    """A hook before forward: parameters added or unfrozen since are averaged too, beginning with rank 0's values."""
 
     def __init__(self, engine: GradientAverage | None) -> None:
         self._engine = engine

@@ -1,5 +1,7 @@
 """The ranges of the random sweep, in one place: what is drawn, and for how many set-ups."""
 
+import os
+
 KERNEL = (1, 7)
 STRIDE = (1, 4)
 DILATION = (1, 3)
@@ -14,17 +16,21 @@ RESIZED = (1, 90)
 FACTORS = (0.3, 0.5, 1 / 3, 1, 1.1, 1.5, 2, 2.1, 2.5, 3)
 
 #: Set-ups of each family; half in float64, half in float32.
+_OFTEN = float(os.environ.get("HALOCLINE_SWEEP", "1"))  # 2 for the thousands of set-ups of a thorough run
 EXAMPLES = {
-    "convolution": 700,
-    "transposed": 600,
-    "pool": 600,
-    "adaptive pool": 250,
-    "pad": 500,
-    "norm": 400,
-    "interpolation": 300,
-    "pool indices": 150,
-    "grid_sample": 100,
-    "dropout": 100,
+    family: int(count * _OFTEN)
+    for family, count in {
+        "convolution": 350,
+        "transposed": 300,
+        "pool": 300,
+        "adaptive pool": 125,
+        "pad": 250,
+        "norm": 200,
+        "interpolation": 150,
+        "pool indices": 100,
+        "grid_sample": 50,
+        "dropout": 50,
+    }.items()
 }
 
 #: float32 results are compared with float32 on one rank: sums in another order differ by rounding.

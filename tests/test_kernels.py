@@ -92,7 +92,7 @@ def test_convolutions_of_all_kinds(device: str, monkeypatch: pytest.MonkeyPatch)
         return parts(*args)
 
     monkeypatch.setattr(convolution, "_in_parts", counting)
-    for _ in range(150):
+    for _ in range(90):
         function, operands = random_convolution(rng, device)
         try:
             true = derivatives(function, *operands)
@@ -101,7 +101,7 @@ def test_convolutions_of_all_kinds(device: str, monkeypatch: pytest.MonkeyPatch)
         valid += 1
         with hc.chunked(rng.choice(CHUNKS)):
             same(derivatives(function, *operands), true)
-    assert valid > 80 and len(cut) > 4 * valid  # most are cut in forward, backward and beyond
+    assert valid > 50 and len(cut) > 4 * valid  # most are cut in forward, backward and beyond
 
 
 BY_CHANNEL: dict[str, Callable[[Tensor], Tensor]] = {

@@ -624,3 +624,17 @@ def test_images_with_channels_last_keep_their_layout() -> None:
         return model.weight.grad.stride() == model.weight.stride()  # type: ignore[union-attr]
 
     assert run_local(2, run) == [True, True]
+
+
+def test_control_messages_are_counted() -> None:
+    def run() -> list[int]:
+        mesh = Mesh(data=4)
+        model = hc.distribute(small_model(), mesh, groups=[["0.weight"]])  # given ones are never planned anew
+        engine, found = engine_of(model), []
+        assert engine is not None
+        for step in range(3):
+            loss_of(model, part(batch(step), mesh), step).backward()
+            found.append(engine.control_messages)
+        return found
+
+    assert run_local(4, run) == [[2, 2, 2]] * 4  # ceil(log2 4) in the first step, by every rank

@@ -64,6 +64,7 @@ class GradientAverage:
         self._pile: set[int] = set()
         self._deferred = 0
         self._regular = 0
+        self._exchanged = 0
         for index, parameter in enumerate(self.parameters):
             self._watch(index, parameter)
 
@@ -185,7 +186,9 @@ class GradientAverage:
         """Agree on what ``came``, average at once what is ``left`` to do of it, and make a plan for the next pass."""
         if self.clock.link is None:
             self.clock.link = measured_link(self.world, self.everyone, self.channel)
+        before = self.world.traffic.messages
         facts = self.facts(came).agreed(self.world, self.name)
+        self._exchanged += self.world.traffic.messages - before
         plan = Plan.of(facts, self.parameters, self.explicit)
         Pass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
         if self._deferred:
@@ -218,6 +221,11 @@ class GradientAverage:
         if self._beside is None:
             self._beside = self.world.beside()
             self._control = self._make_control(self._beside, f"{self.name}: who may go")
+
+    @property
+    def control_messages(self) -> int:
+        """Sent by this rank so far, to agree on something: all but the sums."""
+        return self._exchanged + (0 if self._beside is None else self._beside.traffic.messages)
 
     @property
     def beside(self) -> World:
