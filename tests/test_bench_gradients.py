@@ -295,7 +295,7 @@ GROUP = {"step": 3, "group": 0, "parameters": ["a", "b"], "bytes": 12, **TIMES}
 
 def test_a_trace_shows_groups_from_the_start_of_the_step() -> None:
     events = trace_events(
-        "tiny", [Told(Step(0.5, 1.0, 0.1), [GROUP], 1, 0), Told(Step(0.5, 1.0, 0.1), None, None, None)]
+        "tiny", [Told(Step(0.5, 1.0, 0.1, begun=-0.5), [GROUP], 1, 0), Told(Step(0.5, 1.0, 0.1), None, None, None)]
     )
     spans = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0]
     assert [name for name, *_ in spans] == ["forward", "backward and waiting", "optimizer"]

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import reduction
 from ..distribute import distribute
+from ..reduction import engine_of
 from ..world import Mesh
 from .gradients_models import SUBJECTS, Layer, emulated, layers_of, sleep_until
 
@@ -69,6 +69,7 @@ class Step:
     backward: float
     optimizer: float
     ready: dict[int, float] = field(default_factory=dict)
+    begun: float = 0.0  # on this rank's clock
 
     @property
     def seconds(self) -> float:
@@ -105,7 +106,7 @@ class Trainer:
         self.optimizer.step()
         done = time.perf_counter()
         ready = {index: moment - begun for index, moment in self.ready.items()}
-        return Step(forward - begun, backward - forward, done - backward, ready)
+        return Step(forward - begun, backward - forward, done - backward, ready, begun)
 
 
 def start_together() -> float:
@@ -204,19 +205,11 @@ class Told:
 def tell() -> Told:
     trainer = _trainers[OURS]
     engine = engine_of(trainer.model)
-    if engine is None or not hasattr(engine, "journal"):
+    if engine is None:
         return Told(trainer.step(), None, None, None)
-    before, engine.journal = engine.journal, []
-    control = getattr(engine, "control_messages", None)
+    before, engine.journal, control = engine.journal, [], engine.control_messages
     try:
         taken, groups = trainer.step(), list(engine.journal)
     finally:
         engine.journal = before
-    more = None if control is None else engine.control_messages - control
-    return Told(taken, groups, len(groups), more)
-
-
-def engine_of(model: nn.Module) -> Any:
-    """Who averages a model's gradients, if the library says."""
-    found = getattr(reduction, "engine_of", None)
-    return found(model) if found else None
+    return Told(taken, groups, len(groups), engine.control_messages - control)

@@ -32,13 +32,13 @@ def rank_events(name: str, told: Told, process: int) -> Iterator[Event]:
         place = {"pid": process, "tid": COMPUTING}
         yield {"ph": "X", "name": words, **place, "ts": begin * MICRO, "dur": seconds * MICRO}
     for group in told.groups or []:
-        yield from group_events(group, process, step.forward)
+        yield from group_events(group, process, step.begun)
 
 
-def group_events(group: Event, process: int, backward: float) -> Iterator[Event]:
-    """The engine counts from the start of backward."""
+def group_events(group: Event, process: int, begun: float) -> Iterator[Event]:
+    """The engine tells times of this rank's clock."""
     name, facts = f"group {group['group']}", {"parameters": _plain(group["parameters"]), "bytes": group["bytes"]}
-    ready, sent, done = (backward + group[key] for key in ("ready_s", "sent_s", "done_s"))
+    ready, sent, done = (group[key] - begun for key in ("ready_s", "sent_s", "done_s"))
     yield {"ph": "i", "s": "t", "name": name, "pid": process, "tid": READY, "ts": ready * MICRO, "args": facts}
     same = {"cat": "wire", "id": group["group"], "name": name, "pid": process, "tid": SENDING}
     yield {"ph": "b", **same, "ts": sent * MICRO, "args": facts}  # several may be on their way at once

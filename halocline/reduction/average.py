@@ -47,7 +47,7 @@ class GradientAverage:
         self.world, self.everyone = world, tuple(range(world.size))
         self.active = True
         self.patient = False  # average when backward has ended, and not before
-        #: Of each group of each step: what it was and when it went. None where nobody asks.
+        #: Of each group of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
         self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up

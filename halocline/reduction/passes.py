@@ -243,8 +243,8 @@ class Pass:
                 "group": number,
                 "parameters": [engine.names[index] for index in group.indices],
                 "bytes": group.bytes,
-                "ready_s": ready - self._started,
-                "sent_s": self._sent[number] - self._started,
-                "done_s": done - self._started,
+                "ready_s": ready,
+                "sent_s": self._sent[number],
+                "done_s": done,
             }
         )
