@@ -3,131 +3,21 @@
 from __future__ import annotations
 
 import copy
-import os
-import random
-import time
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
 from itertools import pairwise
-from math import ceil, log2
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from averaging import batch, check_equal, drawn, loss_of, on_ranks, part, small_model, trained
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halocline as hc
-from halocline.reduction import Coordinator, Doubling, GradientAverage, Tree, engine_of
-from halocline.reduction.control import packed, unpacked
-from halocline.reduction.grouping import Link, best_cut, finish_time, robust_cut
-from halocline.testing import RankPool, shared_pool
-from halocline.world import Mesh, run_local, this_world
-
-STEPS = 20
-
-
-# ---- what goes together ----
-
-
-def every_cut(count: int) -> list[list[int]]:
-    cuts = [[0]]
-    for place in range(1, count):
-        cuts += [[*cut, place] for cut in cuts]
-    return cuts
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 2), st.integers(1, 1000)), min_size=1, max_size=8),
-    st.floats(1e-4, 0.5),
-    st.floats(1e-5, 1e-2),
-)
-def test_no_cut_is_better_than_the_planned_one(gradients: list[tuple[float, int]], latency: float, rate: float) -> None:
-    gradients.sort()
-    ready, sizes = [r for r, _ in gradients], [s for _, s in gradients]
-    link = Link(latency, rate)
-    best = min(finish_time(cut, ready, sizes, link) for cut in every_cut(len(sizes)))
-    assert finish_time(best_cut(ready, sizes, link), ready, sizes, link) == pytest.approx(best, rel=1e-9)
-
-
-def test_small_messages_are_preferred_where_they_cost_little() -> None:
-    """A wire that is busy all the time: fewer, larger messages would gain nothing."""
-    ready, sizes = [0.01 * i for i in range(60)], [1 << 18] * 60
-    link = Link(1e-5, 1e-7)
-    robust, best = robust_cut(ready, sizes, link), best_cut(ready, sizes, link)
-    assert len(robust) > len(best)
-    assert finish_time(robust, ready, sizes, link) <= 1.01 * finish_time(best, ready, sizes, link)
-
-
-def test_many_small_ones_that_come_together_go_together() -> None:
-    assert best_cut([1.0] * 50, [10] * 50, Link(0.1, 0.001)) == [0]
-    assert len(best_cut([float(i) for i in range(50)], [10] * 50, Link(1e-3, 1e-3))) == 50
-
-
-# ---- equality ----
-
-
-def drawn(make: Callable[[], nn.Module]) -> Callable[[], Any]:
-    """Drawn once, and copied: ranks in one process share torch's random stream."""
-
-    @cache
-    def once() -> nn.Module:
-        torch.manual_seed(3)
-        return make()
-
-    once()
-    return lambda: copy.deepcopy(once())
-
-
-small_model = drawn(
-    lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 2)).double()
-)
-
-
-def batch(step: int, size: int = 8) -> Tensor:
-    return torch.randn(size, 6, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64)
-
-
-def part(x: Tensor, mesh: Mesh) -> Tensor:
-    return x.chunk(mesh.size)[mesh.rank]
-
-
-Body = Callable[[nn.Module, Tensor, int], Tensor]
-
-
-def loss_of(model: nn.Module, x: Tensor, step: int) -> Tensor:
-    return model(x).square().mean()
-
-
-def trained(
-    model: nn.Module, place: Callable[[Tensor], Tensor], body: Body = loss_of, steps: int = STEPS
-) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        body(model, place(batch(step)), step).backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def check_equal(found: Sequence[Sequence[Tensor]], true: Sequence[Tensor]) -> None:
-    """Same bits on every rank, and what one rank would have."""
-    for others in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
-    for a, b in zip(found[0], true, strict=True):
-        assert float((a - b).abs().max()) <= 1e-12 * max(1.0, float(b.abs().max()))
-
-
-def on_ranks(ranks: int, make: Callable[[], nn.Module], body: Body = loss_of, steps: int = STEPS) -> list[list[Tensor]]:
-    def run() -> list[Tensor]:
-        mesh = Mesh(data=ranks)
-        return trained(hc.distribute(make(), mesh), lambda x: part(x, mesh), body, steps)
-
-    return run_local(ranks, run)
+from halocline.reduction import GradientAverage, engine_of
+from halocline.testing import shared_pool
+from halocline.world import Mesh, run_local
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -171,140 +61,6 @@ def test_no_rank_is_special() -> None:
     """In the first step too, every rank sends as many messages as any other."""
     found = shared_pool(4).run(processes_body, 2)
     assert len({control[0] for _, control, *_ in found}) == 1
-
-
-# ---- ways through the model that differ ----
-
-
-class Branches(nn.Module):
-    """Which of its layers are used is up to the caller."""
-
-    def __init__(self, count: int = 5) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(count))
-        self.last = nn.Linear(6, 2)
-        self.double()
-
-    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
-        x = self.first(x)
-        for index in used:
-            x = x + torch.tanh(self.layers[index](x))
-        return self.last(x)
-
-
-branches = drawn(Branches)
-
-
-def ways(step: int, ranks: int) -> list[list[int]]:
-    """Of each rank; in some steps the same for all, in some all different, some layers by nobody."""
-    rng = random.Random(step)
-    if step % 3 == 0:
-        return [[0, 1, 2]] * ranks
-    return [sorted(rng.sample(range(4), rng.randrange(0, 4))) for _ in range(ranks)]  # the fifth by nobody, ever
-
-
-def one_rank_of_branches(ranks: int, steps: int) -> list[Tensor]:
-    model = branches()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        parts = batch(step).chunk(ranks)
-        losses = [model(x, used).square().mean() for x, used in zip(parts, ways(step, ranks), strict=True)]
-        (sum(losses) / ranks).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def branches_on_rank(
-    steps: int, control: Callable[..., Any] = Doubling, delays: bool = False
-) -> tuple[list[Tensor], bool]:
-    mesh = Mesh(data=-1) if this_world().size > 1 else Mesh(data=1)
-    model = hc.distribute(branches(), mesh)
-    engine = engine_of(model)
-    assert engine is not None
-    engine._make_control = control
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    rng = random.Random(mesh.rank)
-    for step in range(steps):
-        optimizer.zero_grad()
-        if delays and rng.random() < 0.3:
-            time.sleep(rng.random() * 0.004)
-        model(part(batch(step), mesh), ways(step, mesh.size)[mesh.rank]).square().mean().backward()
-        optimizer.step()
-    unused = [p.grad is None for p in model.layers[4].parameters()]
-    return [p.detach().clone() for p in model.parameters()], all(unused)
-
-
-@pytest.mark.parametrize(
-    "control",
-    [Doubling, Tree, partial(Tree, radix=2), Coordinator],
-    ids=["doubling", "tree", "tree of 2", "coordinator"],
-)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_take_different_ways(ranks: int, control: Callable[..., Any]) -> None:
-    found = run_local(ranks, lambda: branches_on_rank(12, control))
-    check_equal([parameters for parameters, _ in found], one_rank_of_branches(ranks, 12))
-    assert all(unused for _, unused in found)  # what nobody uses has no gradient
-
-
-def test_hundreds_of_random_steps_between_processes() -> None:
-    """Random branches and delays: no hang, and the weights of one rank."""
-    found = shared_pool(4).run(branches_on_rank, 200, Doubling, True, deadline=120)
-    check_equal([parameters for parameters, _ in found], one_rank_of_branches(4, 200))
-
-
-def test_ranks_that_go_one_way_again_stop_asking() -> None:
-    def run() -> tuple[bool, bool, list[Tensor]]:
-        mesh = Mesh(data=2)
-        model = hc.distribute(branches(), mesh)
-        engine = engine_of(model)
-        assert engine is not None
-        was = False
-        for step in range(80):
-            used = [0, mesh.rank] if step < 3 else [0, 1]
-            model(part(batch(step), mesh), used).square().mean().backward()
-            was |= engine.plan is not None and engine.plan.dynamic
-        return was, engine.plan is not None and engine.plan.dynamic, [p.grad.clone() for p in model.first.parameters()]  # type: ignore[union-attr]
-
-    found = run_local(2, run)
-    assert [(was, still) for was, still, _ in found] == [(True, False)] * 2
-
-
-# ---- agreement ----
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("kind", [Doubling, Tree, partial(Tree, radix=2), Coordinator])
-def test_agreement_is_right_and_costs_what_it_may(kind: Callable[..., Any], ranks: int) -> None:
-    def run() -> tuple[list[bool], list[bool], int]:
-        world = this_world()
-        control = kind(world, "test")
-        mine = [(place * 7 + world.rank) % 3 != 0 for place in range(100)]
-        world.traffic.clear()
-        both = unpacked(control.agree(packed(mine), torch.bitwise_and), 100)
-        sent = world.traffic.messages
-        either = unpacked(control.agree(packed(mine), torch.bitwise_or), 100)
-        return both, either, sent
-
-    found = run_local(ranks, run)
-    every = [[(place * 7 + rank) % 3 != 0 for place in range(100)] for rank in range(ranks)]
-    for both, either, sent in found:
-        assert both == [all(column) for column in zip(*every, strict=True)]
-        assert either == [any(column) for column in zip(*every, strict=True)]
-        if kind is Doubling:
-            assert sent <= ceil(log2(ranks)) + (0 if log2(ranks).is_integer() else 1)
-        elif kind is not Coordinator:
-            assert sent <= kind(this_world_of(ranks), "x").radix + 1
-    if kind is Coordinator:
-        assert found[0][2] == ranks - 1 and all(sent == 1 for *_, sent in found[1:])
-
-
-def this_world_of(ranks: int) -> Any:
-    return run_local(ranks, this_world)[0]
-
-
-# ---- what users do ----
 
 
 def test_gradients_are_views_of_their_group_and_are_left_to_whoever_keeps_them() -> None:
@@ -568,42 +324,6 @@ def test_the_journal_tells_what_went_when() -> None:
         assert [entry["group"] for entry in journal] == list(range(len(journal)))
         assert all(entry["ready_s"] <= entry["sent_s"] <= entry["done_s"] for entry in journal)
         assert all(a["sent_s"] <= b["sent_s"] for a, b in pairwise(journal))
-
-
-# ---- faults ----
-
-
-def fails_in_the_middle(kind: str) -> str:
-    """Rank 1 stops in the middle of the third backward."""
-    mesh = Mesh(data=-1)
-    mesh.world.set_deadline(2.0)
-    model = hc.distribute(small_model(), mesh)
-
-    def stop(gradient: Tensor) -> None:
-        if mesh.rank == 1 and step == 2:
-            if kind == "dies":
-                os._exit(3)
-            time.sleep(7)
-
-    model[2].weight.register_hook(stop)
-    step = 0
-    for step in range(4):
-        loss_of(model, part(batch(step), mesh), step).backward()
-    return "no error"
-
-
-@pytest.mark.parametrize("kind", ["dies", "stalls"])
-def test_a_rank_that_stops_in_the_middle_of_a_sum_is_named(kind: str) -> None:
-    with RankPool(3, collective_timeout=2.0) as pool:
-        outcomes = pool.outcomes(fails_in_the_middle, kind, deadline=15, grace=8)
-    texts = [str(outcome) for outcome in outcomes if outcome.rank != 1]
-    assert len(texts) == 2
-    assert all("RankFailure" in text and "rank 1" in text for text in texts), texts
-
-
-@given(st.lists(st.booleans(), max_size=200))
-def test_bits_are_packed_and_unpacked(flags: list[bool]) -> None:
-    assert unpacked(packed(flags), len(flags)) == flags
 
 
 def test_an_engine_is_left_behind_by_copies() -> None:
