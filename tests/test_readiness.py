@@ -115,6 +115,29 @@ def test_ranks_that_go_one_way_again_stop_asking() -> None:
     assert [(was, still) for was, still, _ in found] == [(True, False)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_gradients_where_ranks_differ() -> None:
+    """backward(create_graph=True): the mean is part of the graph on every rank, whoever had a gradient."""
+
+    def penalty(model: nn.Module, losses: list[Tensor]) -> Tensor:
+        (sum(losses) / len(losses)).backward(create_graph=True)  # type: ignore[union-attr]
+        return sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)  # type: ignore[return-value]
+
+    def run() -> list[Tensor | None]:
+        mesh = Mesh(data=2)
+        model = hc.distribute(branches(), mesh)
+        x, used = part(batch(0), mesh), [[0, 1], [1, 2]][mesh.rank]
+        total = penalty(model, [model(x, used).square().mean()])
+        return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
+
+    one = branches()
+    both = [one(x, used).square().mean() for x, used in zip(batch(0).chunk(2), [[0, 1], [1, 2]], strict=True)]
+    true = torch.autograd.grad(penalty(one, both), list(one.parameters()), allow_unused=True)
+    for found in run_local(2, run):
+        for a, b in zip(found, true, strict=True):
+            assert (a is None or not a.any()) if b is None else float((a - b).abs().max()) < 1e-12
+
+
 def fails_in_the_middle(kind: str) -> str:
     """Rank 1 stops in the middle of the third backward."""
     mesh = Mesh(data=-1)

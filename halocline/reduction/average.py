@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -202,8 +203,10 @@ class GradientAverage:
         """As this rank knows them."""
         every = range(len(self.parameters))
         ready = [self.clock.times[index] if index in came else -1.0 for index in every]
-        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters]
-        return Facts(ready, [index not in came for index in every], sparse, self.clock.link or Link())
+        gradients = [parameter.grad for parameter in self.parameters]
+        sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
+        graph = any(gradient is not None and gradient.requires_grad for gradient in gradients)
+        return Facts(ready, [index not in came for index in every], sparse, graph, self.clock.link or Link())
 
     # Where ranks go different ways ------------------------------------------------------------------------------------
 
@@ -213,7 +216,7 @@ class GradientAverage:
             return
         facts = self.plan.facts
         lacking = [True] * len(self.parameters)
-        self.plan = Plan.of(Facts(facts.ready, lacking, facts.sparse, facts.link), self.parameters, self.explicit)
+        self.plan = Plan.of(replace(facts, lacking=lacking), self.parameters, self.explicit)
         self._prepare_agreement()
 
     def _prepare_agreement(self) -> None:

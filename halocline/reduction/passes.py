@@ -218,7 +218,7 @@ class Pass:
     def _average_bucket(self, bucket: list[int]) -> None:
         engine = self.engine
         parameters = [engine.parameters[index] for index in bucket]
-        if any(p.grad is not None and p.grad.requires_grad for p in parameters):  # backward(create_graph=True)
+        if self.plan is not None and self.plan.facts.graph:  # backward(create_graph=True)
             for parameter in parameters:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = engine.mean(gradient, "a parameter")

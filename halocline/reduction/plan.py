@@ -18,17 +18,18 @@ _GAIN = 0.97  # of the time that the sums take longer than backward: what anothe
 @dataclass(frozen=True)
 class Facts:
     """Of each parameter: when its gradient was ready on the last rank (less than 0: on none), whether some rank had
-    none, whether it is sparse; and what a sum costs."""
+    none, whether it is sparse; whether gradients are to be differentiated themselves; and what a sum costs."""
 
     ready: list[float]
     lacking: list[bool]
     sparse: list[bool]
+    graph: bool
     link: Link
 
     def agreed(self, world: World, name: str) -> Facts:
         """The largest of all ranks, in one exchange."""
         mine = torch.tensor(
-            [*self.ready, *self.lacking, *self.sparse, self.link.latency, self.link.per_byte],
+            [*self.ready, *self.lacking, *self.sparse, self.graph, self.link.latency, self.link.per_byte],
             dtype=torch.float64,
             device="cpu",
         )
@@ -39,7 +40,8 @@ class Facts:
             found[:count],
             [bool(value) for value in found[count : 2 * count]],
             [bool(value) for value in found[2 * count : 3 * count]],
-            Link(*found[3 * count :]),
+            bool(found[3 * count]),
+            Link(*found[3 * count + 1 :]),
         )
 
     @property
