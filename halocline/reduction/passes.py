@@ -198,10 +198,24 @@ class Pass:
         engine = self.engine
         assert self.plan is not None
         dense = [index for index in sorted(indices) if index not in self.plan.sparse]
-        for kind in by_kind(dense, engine.parameters):
-            for bucket in self._buckets(kind):
-                self._average_bucket(bucket)
+        if self.plan.facts.graph:  # backward(create_graph=True)
+            self._average_in_graph(dense)
+        else:
+            for kind in by_kind(dense, engine.parameters):
+                for bucket in self._buckets(kind):
+                    self._average_bucket(bucket)
         self._average_sparse(set(indices))
+
+    def _average_in_graph(self, indices: Sequence[int]) -> None:
+        """Each by itself, as a part of the graph. What this rank lacks hangs on what it has, so that it takes part in
+        the mean's backward whenever the others do."""
+        engine = self.engine
+        had = [p.grad for p in engine.parameters if p.grad is not None and p.grad.requires_grad]
+        nothing = sum((gradient.reshape(-1)[:0].sum() for gradient in had), torch.zeros((), requires_grad=True))
+        for index in indices:
+            parameter, name = engine.parameters[index], engine.names[index]
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = engine.mean(mine if mine.requires_grad else mine + nothing.to(mine.dtype), name)
 
     def _buckets(self, kind: list[int]) -> list[list[int]]:
         buckets: list[list[int]] = [[]]
@@ -218,11 +232,6 @@ class Pass:
     def _average_bucket(self, bucket: list[int]) -> None:
         engine = self.engine
         parameters = [engine.parameters[index] for index in bucket]
-        if self.plan is not None and self.plan.facts.graph:  # backward(create_graph=True)
-            for parameter in parameters:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = engine.mean(gradient, "a parameter")
-            return
         group = Group(bucket, parameters)
         group.begin()
         for index, parameter in zip(bucket, parameters, strict=True):
