@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -82,6 +83,7 @@ def distribute(
     engine = GradientAverage(averaged, mesh.world, _as_indices(groups, [name for name, _ in averaged]))
     model.__dict__[ENGINE] = engine
     if averaging == "own":
+        engine.model = weakref.ref(model)
         model.register_forward_pre_hook(_NewParameters(engine))
     if next(model.buffers(), None) is not None:
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
@@ -133,14 +135,14 @@ class _NewParameters:
             return
         # Whoever was put round the model after us averages too, and looks at gradients while backward runs.
         engine.patient |= any(isinstance(m, nn.parallel.DistributedDataParallel) for m in running_modules())
-        if all(hasattr(p, AVERAGED) or not p.requires_grad for p in module.parameters()):
+        if all(getattr(p, AVERAGED, False) or not p.requires_grad for p in module.parameters()):
             return
         if any(type(part).__name__.startswith("FSDP") for part in module.modules()):
             return  # FSDP2 puts others in their place for the time of a forward
         self._adopt(engine, module)
 
     def _adopt(self, engine: GradientAverage, module: nn.Module) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if not hasattr(p, AVERAGED)]
+        named = [(name, p) for name, p in module.named_parameters() if not getattr(p, AVERAGED, False)]
         new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not is_dtensor(parameter)]
         if new:
             same_weights([parameter.detach() for _, parameter in new], engine.world)

@@ -8,16 +8,19 @@ is sent. Where ranks take different ways, groups go by agreement (``negotiate``)
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._torch_private import after_backward, backward_number, is_captured
+from .._torch_private import after_backward, backward_number, is_captured, passes_inside_each_other
+from ..errors import MeshError
 from ..world import AVERAGED, Label, Route, Sum, World
 from .control import Control, Doubling
 from .grouping import Link
@@ -25,8 +28,28 @@ from .link import Clock, measured_link
 from .passes import Pass
 from .plan import Facts, Plan
 
+_log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
 _DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
+
+
+class Mark:
+    """On a parameter: true as long as the engine that averages it lives. A copy's is false."""
+
+    def __init__(self, engine: Any = None) -> None:
+        self._engine = engine
+
+    def __bool__(self) -> bool:
+        return self._engine is not None and self._engine() is not None
+
+    def __deepcopy__(self, memo: object) -> Mark:
+        return Mark()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mark, ()
+
+
+_open_passes: dict[int, list[GradientAverage]] = {}  # by backward pass: the engines that take part in it
 
 
 class GradientAverage:
@@ -47,10 +70,12 @@ class GradientAverage:
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
         self.active = True
+        self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
         #: Of each group of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
+        self.number = world.engines
         self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
         self.channel = f"gradients {world.engines}"
         self.plan: Plan | None = None
@@ -83,17 +108,39 @@ class GradientAverage:
                 return None
             return engine.mean(gradient, engine.names[index])
 
-        setattr(parameter, AVERAGED, True)
+        mark = getattr(parameter, AVERAGED, None)
+        if isinstance(mark, Mark) and mark:
+            raise MeshError(
+                f"{self.names[index]} is averaged already, by another hc.distribute or hc.average_gradients; "
+                "distribute one module that holds everything shared"
+            )
+        setattr(parameter, AVERAGED, Mark(alive))
         parameter.register_post_accumulate_grad_hook(arrived)
         parameter.register_hook(handed_out)
 
     def _hands_out(self, index: int) -> bool:
         """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
         task = backward_number()
+        if self._open is not None and self._open.task != task:
+            self._abandon(index)  # before this gradient is added to one that may be travelling
         if task != self._asked[0]:
             # The node is asked for anew: a change of dtype or device gives the leaf another.
             self._asked = task, is_captured(get_gradient_edge(self.parameters[index]).node)
         return self._asked[1]
+
+    def _abandon(self, index: int) -> None:
+        """The pass that was open has failed, or this one runs inside it (reentrant checkpoints)."""
+        left, self._open = self._open, None
+        assert left is not None
+        nested = passes_inside_each_other() > (0 if self.parameters[index].is_cuda else 1)
+        if self in _open_passes.get(left.task, ()):
+            _open_passes[left.task].remove(self)
+        left.abandon(nested)
+        if nested:
+            self._pile |= left.touched
+        elif left.touched:
+            _log.warning("%s: a backward did not end; its gradients are dropped", self.name)
+        self._deferred = _DEFERRED
 
     def adopt(self, added: Sequence[tuple[str, Tensor]]) -> None:
         """Parameters that the model has got since; on every rank the same. The plan is made anew."""
@@ -104,7 +151,9 @@ class GradientAverage:
         self.forget_plan()
 
     def forget_plan(self) -> None:
+        link = self.clock.link
         self.plan, self.clock, self._regular = None, Clock(len(self.parameters)), 0
+        self.clock.link = link
 
     def __deepcopy__(self, memo: object) -> None:
         """A copied or loaded model (a moving average of the weights, say) has parameters that nobody watches."""
@@ -133,42 +182,66 @@ class GradientAverage:
         if not self.active:
             self._pile.add(index)
             return
-        task = backward_number()
-        if self._open is None or self._open.task != task:
-            self._begin(task, self.parameters[index])
+        if self._open is None:
+            self._begin()
         self._open.arrived(index)  # type: ignore[union-attr]
 
-    def _begin(self, task: int, first: Tensor) -> None:
-        before, self._open = self._open, None
-        if before is not None:  # it failed, or this one runs inside it (reentrant checkpoints)
-            before.abandon()
-            self._pile |= before.touched
-            self._deferred = _DEFERRED
+    def _begin(self) -> None:
+        task = backward_number()
         if self.plan is not None and not self.plan.dynamic and not self._fits(self.plan):
             self.forget_plan()
-        # A gradient that can be differentiated itself cannot lie in a buffer.
-        waits = self.plan is None or self.patient or self._deferred > 0
-        deferred = waits or (first.grad is not None and first.grad.requires_grad)
-        self._open = begun = Pass(self, task, None if deferred else self.plan)
-        after_backward(lambda: self._finish(begun))
+        self.patient |= any(len(_hooks_after(parameter)) > 1 for parameter in self.parameters)
+        # Under create_graph gradients are to be differentiated themselves, and cannot lie in a buffer.
+        deferred = self.plan is None or self.patient or self._deferred > 0 or torch.is_grad_enabled()
+        plan = None if deferred or not self.plan.groups else self.plan  # type: ignore[union-attr]
+        self._open = Pass(self, task, plan)
+        if task not in _open_passes:
+            _open_passes[task] = []
+            after_backward(lambda: _finish_all(task))
+        _open_passes[task].append(self)
 
     def _fits(self, plan: Plan) -> bool:
         return all(group.fits(self.parameters) for group in plan.groups)
 
-    def _finish(self, ended: Pass) -> None:
-        if ended is not self._open:  # abandoned
+    def _end(self) -> set[int]:
+        """Begin what is left to begin; returns what came on this rank."""
+        ended = self._open
+        assert ended is not None
+        pile = {index for index in self._pile if self.parameters[index].grad is not None}
+        self._pile = set()
+        gone = [index for index in ended.touched if self.parameters[index].grad is None]
+        if gone:
+            raise MeshError(
+                f"the gradient of {self.names[gone[0]]} is gone before the ranks averaged it: an optimizer that steps "
+                "while backward runs would step by this rank's gradient alone"
+            )
+        self._look_for_others()
+        ended.end(pile)
+        return ended.touched | pile
+
+    def _look_for_others(self) -> None:
+        """A gradient that nobody averages is one that the ranks would not share."""
+        model = self.model() if self.model is not None else None
+        if model is None or all(getattr(p, AVERAGED, False) or p.grad is None for p in model.parameters()):
             return
-        self._open = None
-        pile, self._pile = self._pile, set()
+        names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]
+        raise MeshError(
+            f"{names[0]} is new in the model and got a gradient that nobody averages: new parameters are found when "
+            "the distributed model itself is called; call it, not its parts"
+        )
+
+    def _finish(self, came: set[int]) -> None:
+        ended, self._open = self._open, None
+        assert ended is not None
+        if not ended.finish():
+            self._settle(came, self._everybody())
+            self.steps += 1
+            return
         self.steps += 1
-        if not ended.finish(pile):
-            self._settle(ended.touched | pile, self._everybody())
-            return
         assert self.plan is not None
         if ended.wants_another_plan or (ended.absent and not self.plan.dynamic):
             planned = set(self.plan.home) | set(self.plan.sparse)
-            came = (ended.touched | pile | planned) - ended.absent
-            self._settle(came, self._everybody() - planned)
+            self._settle((came | planned) - ended.absent, self._everybody() - planned)
         elif ended.uneven:
             self._go_by_agreement()
         self._count_regular(ended)
@@ -186,7 +259,7 @@ class GradientAverage:
     def _settle(self, came: set[int], left: set[int]) -> None:
         """Agree on what ``came``, average at once what is ``left`` to do of it, and make a plan for the next pass."""
         if self.clock.link is None:
-            self.clock.link = measured_link(self.world, self.everyone, self.channel)
+            self.clock.link = measured_link(self.world, self.everyone)
         before = self.world.traffic.messages
         facts = self.facts(came).agreed(self.world, self.name)
         self._exchanged += self.world.traffic.messages - before
@@ -239,6 +312,19 @@ class GradientAverage:
     def control(self) -> Control:
         assert self._control is not None
         return self._control
+
+
+def _hooks_after(parameter: Tensor) -> Sized:
+    return parameter._post_accumulate_grad_hooks or ()
+
+
+def _finish_all(task: int) -> None:
+    """Of all engines, in the order of their making: on every rank the same, whichever heard of the pass first."""
+    engines = sorted(_open_passes.pop(task, []), key=lambda engine: engine.number)
+    engines = [engine for engine in engines if engine._open is not None and engine._open.task == task]
+    came = [engine._end() for engine in engines]
+    for engine, some in zip(engines, came, strict=True):
+        engine._finish(some)
 
 
 ENGINE = "_halocline_average"  # where a model keeps its engine

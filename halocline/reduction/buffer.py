@@ -6,16 +6,23 @@ wish: that the groups be made anew.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch_private import sharers
 
-_OURS = 3  # references to a view: the list's, the loop's, and the question's
+_COUNTABLE = {torch.bfloat16: 256, torch.half: 2048}  # up to which ones can be added one by one
+
+
+class Told(NamedTuple):
+    """What all ranks learn from a sum: how many had each gradient, and whether any wants other groups."""
+
+    counts: list[int]
+    anew: bool
 
 
 class Group:
@@ -27,8 +34,7 @@ class Group:
         self._strides = [_dense_strides(parameter) for parameter in parameters]
         self._complex = [parameter.is_complex() for parameter in parameters]
         self._dtype, self._device = real_dtype(parameters[0]), parameters[0].device
-        sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
-        self._starts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+        self._starts = _starts(parameters)
         self._place = {index: place for place, index in enumerate(self.indices)}
         self._memory: Tensor | None = None
         self.views: list[Tensor] = []
@@ -43,17 +49,34 @@ class Group:
     def bytes(self) -> int:
         return self.elements * self._dtype.itemsize
 
-    def begin(self) -> None:
+    def begin(self, parameters: Sequence[Tensor]) -> None:
         """A new step: nobody has come. Memory that somebody else still looks into is left to them."""
         self.missing, self._came = set(self.indices), set()
-        if self._memory is None or self._looked_into(self._memory):
+        if self._memory is None or self._looked_into(self._memory, parameters):
             self._allocate()
-        else:
-            self._memory[self.elements :].zero_()
 
-    def _looked_into(self, memory: Tensor) -> bool:
-        """Has somebody kept a gradient of the last step, or a view of one?"""
-        return sharers(memory) > 1 + len(self.views) or any(sys.getrefcount(view) > _OURS for view in self.views)
+    def _looked_into(self, memory: Tensor, parameters: Sequence[Tensor]) -> bool:
+        """Has somebody kept a gradient of an earlier step, or a view of one? The parameters themselves may."""
+        theirs = sum(self._inside(parameters[index].grad) for index in self.indices)
+        return sharers(memory) > 1 + len(self.views) + theirs
+
+    def _inside(self, gradient: Tensor | None) -> bool:
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        return gradient.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+
+    def holds(self, index: int, gradient: Tensor | None) -> bool:
+        """Is this gradient the very place in the group's memory that is its own?"""
+        view = self.views[self._place[index]]
+        return (
+            gradient is not None
+            and self._inside(gradient)
+            and (gradient.data_ptr(), gradient.shape, gradient.stride()) == (view.data_ptr(), view.shape, view.stride())
+        )
+
+    def given(self, index: int) -> Tensor:
+        """For a parameter's ``.grad``: a tensor of its own. Re-pointing it (``Module.to`` does) leaves ours alone."""
+        return self.views[self._place[index]].detach()
 
     def _allocate(self) -> None:
         count = self.elements + len(self.indices) + 1
@@ -68,34 +91,30 @@ class Group:
             return torch.view_as_complex(flat).as_strided(shape, self._strides[place])
         return memory[start : start + prod(shape)].as_strided(shape, self._strides[place], start)
 
-    def put(self, index: int, gradient: Tensor | None, share: float, came: bool = True) -> Tensor:
-        """This rank's part of a parameter's mean; without a gradient, nothing. Returns where the mean will be."""
+    def put(self, index: int, gradient: Tensor | None, share: float, came: bool = True) -> None:
+        """This rank's part of a parameter's mean; without a gradient, nothing."""
         view = self.views[self._place[index]]
         with torch.no_grad():
             if gradient is None:
                 view.zero_()
-            elif gradient is view:
+            elif self.holds(index, gradient):
                 view.mul_(share)
             else:
                 torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, share, out=view)
         self.missing.discard(index)
         if came:
             self._came.add(index)
-        return view
 
-    def take_back(self, share: float) -> None:
+    def take_back(self, share: float, parameters: Sequence[Tensor]) -> None:
         """What was put in as it was before, since it is not going to be summed."""
         for index, view in zip(self.indices, self.views, strict=True):
-            if index not in self.missing:
+            if index not in self.missing and self.holds(index, parameters[index].grad):
                 view.div_(share)
 
     def seal(self, anew: bool = False) -> Tensor:
         """What is to be summed, with all that is to be said."""
         said = [float(index in self._came) for index in self.indices] + [float(anew)]
-        if all(said[:-1]) and not anew:  # most often; a fill is quicker than a copy from the host
-            self.memory[self.elements : -1].fill_(1)
-        else:
-            self.memory[self.elements :].copy_(torch.tensor(said, dtype=self._dtype))
+        self.memory[self.elements :].copy_(torch.tensor(said, dtype=self._dtype))
         return self.memory
 
     @property
@@ -103,30 +122,38 @@ class Group:
         assert self._memory is not None
         return self._memory
 
-    def told(self) -> tuple[list[bool], bool]:
-        """After the sum: of each parameter, whether any rank had a gradient; and whether any wants other groups."""
+    def told(self, ranks: int) -> Told:
+        """After the sum. Narrow dtypes cannot count far: up to there a count is right, beyond it stands for all."""
         if self.memory.is_meta:
-            return [True] * len(self.indices), False
-        *came, anew = (self.memory[self.elements :] > 0).tolist()
-        return came, anew
-
-    def counts(self) -> list[int]:
-        """After the sum: how many ranks had each (no more than the dtype can count)."""
-        if self.memory.is_meta:
-            return []
-        return [round(value) for value in self.memory[self.elements : -1].tolist()]
+            return Told([ranks] * len(self.indices), False)
+        *came, anew = self.memory[self.elements :].tolist()
+        most = min(ranks, _COUNTABLE.get(self._dtype, ranks))
+        return Told([ranks if count >= most else round(count) for count in came], anew > 0)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Are these parameters still what the group was made for?"""
         mine = (self._dtype, self._device)
         return all(
-            parameters[index].shape == shape and (real_dtype(parameters[index]), parameters[index].device) == mine
-            for index, shape in zip(self.indices, self.shapes, strict=True)
+            parameters[index].shape == shape
+            and parameters[index].is_complex() == pair
+            and (real_dtype(parameters[index]), parameters[index].device) == mine
+            for index, shape, pair in zip(self.indices, self.shapes, self._complex, strict=True)
         )
 
 
 def real_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def _starts(parameters: Sequence[Tensor]) -> list[int]:
+    """Where each begins, in real numbers; complex ones in even places, as torch wants it. The last is the end."""
+    starts, end = [], 0
+    for parameter in parameters:
+        if parameter.is_complex():
+            end += end % 2
+        starts.append(end)
+        end += parameter.numel() * (2 if parameter.is_complex() else 1)
+    return [*starts, end]
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class Clock:
         return self.passes in _LOOK or self.passes % _EVERY == 0
 
 
-def measured_link(world: World, everyone: tuple[int, ...], channel: str) -> Link:
+def measured_link(world: World, everyone: tuple[int, ...]) -> Link:
     """What one more message costs in a stream of them, and what a byte does: as one sum, and as many at once.
 
     That is less than the latency of a message by itself, for the next is under way while one is waited for.
@@ -53,15 +53,15 @@ def measured_link(world: World, everyone: tuple[int, ...], channel: str) -> Link
     if world.size == 1:
         return Link()
     # The least of each: what waits for a processor is not the wire's.
-    one = min(_timed(world, everyone, channel, 1) for _ in range(_REPEAT))
-    many = min(_timed(world, everyone, channel, _PIECES) for _ in range(_REPEAT))
+    one = min(_timed(world, everyone, 1) for _ in range(_REPEAT))
+    many = min(_timed(world, everyone, _PIECES) for _ in range(_REPEAT))
     latency = max(1e-6, (many - one) / (_PIECES - 1))
     return Link(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
 
 
-def _timed(world: World, everyone: tuple[int, ...], channel: str, pieces: int) -> float:
+def _timed(world: World, everyone: tuple[int, ...], pieces: int) -> float:
     probe = torch.zeros(_PROBE, device="cpu").chunk(pieces)
-    label = Label("what a sum costs", "backward", channel)
+    label = Label("what a sum costs", "backward", "probes")  # never in a row with gradients
     started = time.perf_counter()
     under_way = [world.begin_sum(piece, everyone, label) for piece in probe]
     for pending in under_way:

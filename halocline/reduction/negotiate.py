@@ -43,15 +43,19 @@ class Negotiation:
             self._changed.notify_all()
 
     def end(self, never: set[int]) -> None:
-        """Backward is over: all groups are as they will be, and those in ``never`` got nothing here. Waits."""
+        """Backward is over: all groups are as they will be, and those in ``never`` got nothing here."""
         with self._changed:
             self._done, self._never, self._ended = set(range(self._groups)), never, True
             self._changed.notify_all()
+
+    def agreed(self) -> dict[int, PendingSum | None]:
+        """When it has ended: the sums of groups that somebody had; None of those that nobody had."""
         self._thread.join(self._deadline + 5)
         if self._thread.is_alive():
             raise RankFailure(f"the ranks did not agree on their gradients within {self._deadline:g} s")
         if self._error is not None:
             raise self._error
+        return self.sums
 
     def _run(self) -> None:
         try:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .average import GradientAverage
 
 _BUCKET_BYTES = 25 << 20  # of a message where nothing is known yet
-_COUNTABLE = {torch.bfloat16: 256, torch.half: 2048}  # up to which ones can be added one by one
 
 
 class Pass:
@@ -42,7 +41,7 @@ class Pass:
 
     def _prepare(self, plan: Plan) -> None:
         for group in plan.groups:
-            group.begin()
+            group.begin(self.engine.parameters)
         if plan.dynamic:
             self._negotiation = Negotiation(
                 len(plan.groups), self.engine.control, self._begin_beside, self._valid, self.engine.world.deadline
@@ -61,7 +60,9 @@ class Pass:
                 self.unplanned.add(index)
             return
         group, parameter = self.plan.groups[number], self.engine.parameters[index]
-        parameter.grad = group.put(index, parameter.grad, self._share)
+        group.put(index, parameter.grad, self._share)
+        if not group.holds(index, parameter.grad):
+            parameter.grad = group.given(index)
         if group.missing:
             return
         if self._negotiation is not None:
@@ -93,24 +94,30 @@ class Pass:
 
     # When it has ended ------------------------------------------------------------------------------------------------
 
-    def finish(self, pile: set[int]) -> bool:
-        """All that was planned is a mean now; False if nothing was, and the ranks must settle it."""
+    def end(self, pile: set[int]) -> None:
+        """Backward is over: begin what is left to begin, and wait for nothing."""
         self.engine.clock.learn(self._ready)
+        if self.plan is None:
+            return
+        self.unplanned |= {index for index in pile if index not in self.plan.home and index not in self.plan.sparse}
+        self._fill(pile)
+        if self._negotiation is not None:
+            never = {n for n, group in enumerate(self.plan.groups) if not self._came(group, pile)}
+            self._negotiation.end(never)
+        else:
+            self._anew = self._wish()
+            self._begin_those_ready(len(self.plan.groups))
+
+    def finish(self) -> bool:
+        """All that was planned is a mean now; False if nothing was, and the ranks must settle it."""
         if self.plan is None:
             return False
         if self._negotiation is not None:
-            never = {n for n, group in enumerate(self.plan.groups) if not self._came(group, pile)}
-            self._fill(pile)
-            self._negotiation.end(never)
+            self._sums = self._negotiation.agreed()
             if self._negotiation.invalid:
                 self._take_back(set())
                 self.engine.forget_plan()
                 return False
-            self._sums = self._negotiation.sums
-        else:
-            self._fill(pile)
-            self._anew = self._wish()
-            self._begin_those_ready(len(self.plan.groups))
         self._take_all()
         self._average_sparse()
         return True
@@ -156,15 +163,16 @@ class Pass:
     def _take(self, group: Group) -> None:
         """The sum is the mean, and the gradient of every parameter that any rank had one of."""
         engine = self.engine
-        counts = group.counts()
-        came, anew = group.told()
-        most = min(engine.world.size, _COUNTABLE.get(group.memory.dtype, engine.world.size))
-        self.uneven |= any(0 < count < most for count in counts)
-        self.absent |= {index for index, some in zip(group.indices, came, strict=True) if not some}
+        ranks = engine.world.size
+        counts, anew = group.told(ranks)
+        self.uneven |= any(0 < count < ranks for count in counts)
         self.wants_another_plan |= anew
-        for index, view, some in zip(group.indices, group.views, came, strict=True):
-            if some:
-                engine.parameters[index].grad = view
+        for index, count in zip(group.indices, counts, strict=True):
+            parameter = engine.parameters[index]
+            if count == 0:
+                self.absent.add(index)
+            elif not group.holds(index, parameter.grad):
+                parameter.grad = group.given(index)
 
     def _average_sparse(self, among: set[int] | None = None) -> None:
         assert self.plan is not None
@@ -182,16 +190,28 @@ class Pass:
         """Of all groups but these, what this rank had put in is its own again."""
         for number, group in enumerate(self.plan.groups if self.plan is not None and self._valid else []):
             if number not in summed:
-                group.take_back(self._share)
+                group.take_back(self._share, self.engine.parameters)
 
-    def abandon(self) -> None:
-        """Nobody will finish it. What went is brought to its end; what has come stays on this rank, not averaged."""
+    def abandon(self, nested: bool) -> None:
+        """Nobody will finish it. What went is brought to its end.
+
+        If another pass runs inside this one, what has come stays on this rank. If it failed, its gradients are dropped:
+        some of them are means already, and the user may have set them to zero while they travelled.
+        """
+        if self.plan is None:
+            return
         if self._negotiation is not None:
             self._fill(set())
             self._negotiation.end(set())
-            self._sums = self._negotiation.sums
-        if self.plan is not None:
-            self._take_all()
+            self._sums = self._negotiation.agreed()
+        for pending in self._sums.values():
+            if pending is not None:
+                pending.wait()
+        self._take_back({number for number, pending in self._sums.items() if pending is not None})
+        for index in self.touched if not nested else ():
+            home = self.plan.home.get(index)
+            if home is not None and self.plan.groups[home].holds(index, self.engine.parameters[index].grad):
+                self.engine.parameters[index].grad = None
 
     def average_at_once(self, indices: Sequence[int]) -> None:
         """Of these parameters, which came on some rank: in messages that fill the wire, one after the other."""
@@ -233,12 +253,13 @@ class Pass:
         engine = self.engine
         parameters = [engine.parameters[index] for index in bucket]
         group = Group(bucket, parameters)
-        group.begin()
+        group.begin(engine.parameters)
         for index, parameter in zip(bucket, parameters, strict=True):
             group.put(index, parameter.grad, self._share)
-        engine.world.begin_sum(group.seal(), engine.everyone, Label(engine.name, "backward", engine.channel)).wait()
-        for parameter, view in zip(parameters, group.views, strict=True):
-            parameter.grad = view
+        label = Label(engine.name, "backward", engine.channel)
+        engine.world.begin_sum(group.seal(), engine.everyone, label).wait()
+        for index, parameter in zip(bucket, parameters, strict=True):
+            parameter.grad = group.given(index)
 
     def _write(self, number: int, done: float) -> None:
         engine = self.engine

@@ -15,6 +15,8 @@ def sparse_mean(gradient: Tensor | None, like: Tensor, world: World, label: Labe
     if max(counts) < 0:
         return None
     shape = torch.Size(like.shape)
+    if max(counts) == 0:  # somebody had a gradient, and nobody a row
+        return torch.zeros_like(like).to_sparse(1)
     indices = torch.zeros(0, dtype=torch.int64) if mine is None else mine._indices().reshape(-1)
     values = like.new_zeros(0) if mine is None else mine._values().reshape(-1)
     row = max(1, like.numel() // max(1, shape[0]))

@@ -179,7 +179,7 @@ def _check_entering(plan: Plan, tiles: list[Tensor]) -> None:
     for _, places in plan.factors:
         for place in places:
             tile = tiles[place]
-            if not hasattr(tile, AVERAGED) and tile.requires_grad:
+            if not getattr(tile, AVERAGED, False) and tile.requires_grad:
                 check_averaged(tile, Label(plan.name, here()))
 
 
@@ -227,7 +227,7 @@ def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: L
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
     tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
     for operand in others:
-        if not hasattr(operand, AVERAGED):
+        if not getattr(operand, AVERAGED, False):
             check_averaged(operand, label)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]

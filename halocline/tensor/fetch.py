@@ -118,7 +118,7 @@ def check_averaged(operand: Tensor, label: Label) -> None:
     """What a rank holds of such a leaf's gradient is a share: somebody must take the mean before anybody reads it."""
     if not torch.is_grad_enabled():
         return
-    unwatched = [leaf for leaf in _leaves(operand) if not hasattr(leaf, AVERAGED)]
+    unwatched = [leaf for leaf in _leaves(operand) if not getattr(leaf, AVERAGED, False)]
     if unwatched:
         raise Refused(
             label.operation,

@@ -21,6 +21,6 @@ def mean_over_whole_axes(gradient: Tensor, sharding: Sharding) -> Tensor:
 
 def watch_leaf(tile: Tensor, sharding: Sharding) -> None:
     """Take the mean of a leaf's gradient as it arrives, on its way into ``.grad`` or out of ``autograd.grad``."""
-    if tile.requires_grad and tile.is_leaf and not hasattr(tile, AVERAGED):
+    if tile.requires_grad and tile.is_leaf and not getattr(tile, AVERAGED, False):
         setattr(tile, AVERAGED, True)
         tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, sharding))
