@@ -55,7 +55,7 @@ def measured_link(world: World, everyone: tuple[int, ...]) -> Link:
     # The least of each: what waits for a processor is not the wire's.
     one = min(_timed(world, everyone, 1) for _ in range(_REPEAT))
     many = min(_timed(world, everyone, _PIECES) for _ in range(_REPEAT))
-    latency = max(1e-6, (many - one) / (_PIECES - 1))
+    latency = min(max(1e-6, (many - one) / (_PIECES - 1)), one / _PIECES)
     return Link(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
 
 

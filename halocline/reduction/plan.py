@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..world import Label, World
 from .buffer import Group, by_kind
-from .grouping import Link, best_cut, finish_time, robust_cut
+from .grouping import Link, finish_time, robust_cut
 
 _GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
 
@@ -93,7 +93,7 @@ class Plan:
         order = sorted(dense, key=lambda index: (facts.ready[index], index))
         sizes = [_bytes(parameters[index]) for index in order]
         ready = [facts.ready[index] for index in order]
-        best = finish_time(best_cut(ready, sizes, facts.link), ready, sizes, facts.link)
+        best = finish_time(robust_cut(ready, sizes, facts.link), ready, sizes, facts.link)
         done = 0.0
         for group in self.groups:
             done = max(done, *(facts.ready[index] for index in group.indices)) + facts.link.seconds(group.bytes)
