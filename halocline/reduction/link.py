@@ -10,6 +10,7 @@ from ..world import Label, World
 from .grouping import Link
 
 _PROBE, _PIECES, _REPEAT = 1 << 19, 8, 3  # elements of float32, in how many messages, how often
+_DEAREST = 32  # more than this part of the probe's time a message costs only where processes wait for a processor
 _OLD = 0.7  # weight of what was known before
 _LOOK = (2, 4, 8)  # steps after which the plan is looked at; then every sixteenth
 _EVERY = 16
@@ -55,7 +56,7 @@ def measured_link(world: World, everyone: tuple[int, ...]) -> Link:
     # The least of each: what waits for a processor is not the wire's.
     one = min(_timed(world, everyone, 1) for _ in range(_REPEAT))
     many = min(_timed(world, everyone, _PIECES) for _ in range(_REPEAT))
-    latency = min(max(1e-6, (many - one) / (_PIECES - 1)), one / _PIECES)
+    latency = min(max(1e-6, (many - one) / (_PIECES - 1)), one / _DEAREST)
     return Link(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
 
 
