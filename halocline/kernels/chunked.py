@@ -124,17 +124,17 @@ class Watch:
 
     def _kind(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """None where it cannot be told: then kernels are replaced, to be safe."""
-        if transforming():
-            keep_fast()
-            return None
-        try:
-            values = (*args, *kwargs.values())
-            shapes = tuple([value.shape if type(value) is Tensor else self._outline(value) for value in values])
-            kind = (shapes, module.training, torch.is_grad_enabled())
-            hash(kind)
-        except (TypeError, RuntimeError):  # symbolic or nested shapes
-            return None
-        return kind
+        if not transforming():
+            try:
+                values = (*args, *kwargs.values())
+                shapes = tuple([value.shape if type(value) is Tensor else self._outline(value) for value in values])
+                kind = (shapes, module.training, torch.is_grad_enabled())
+                hash(kind)
+                return kind
+            except (TypeError, RuntimeError):  # symbolic or nested shapes
+                pass
+        keep_fast()
+        return None
 
     def _outline(self, value: Any) -> Any:
         shapes = tuple(tuple(tensor.shape) for tensor in self._tensors_in(value))
