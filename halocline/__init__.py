@@ -40,9 +40,9 @@ for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_ti
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``hc.testing`` on first use: training runs need none of it."""
-    if name == "testing":
-        return import_module(".testing", __name__)
+    """``hc.data`` and ``hc.testing`` on first use: not every run needs them."""
+    if name in ("data", "testing"):
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -140,3 +140,9 @@ def passes_inside_each_other() -> int:
         found += frame.f_code is torch.autograd.graph._engine_run_backward.__code__
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def constant_in_graphs(function: Any) -> Any:
+    """As ``torch.compiler.assume_constant_result``, which for setting this mark loads the compiler: a second."""
+    function._dynamo_marked_constant = True
+    return function

@@ -35,3 +35,18 @@ class NoRule(Refused):
 
 class RankFailure(HaloclineError, RuntimeError):
     """Another rank died, hung past the deadline, or took another path through the program."""
+
+
+class DataError(HaloclineError, ValueError):
+    """Data that are not as they were described, or a description that makes no sense."""
+
+
+class BadSample(DataError):
+    """A sample that cannot be read, or holds what it must not. Names the file, the sample and the box."""
+
+    def __init__(self, where: str, sample: int, box: str, reason: str) -> None:
+        self.where, self.sample, self.box, self.reason = where, sample, box, reason
+        super().__init__(f"sample {sample} ({where}), box {box}: {reason}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.where, self.sample, self.box, self.reason)

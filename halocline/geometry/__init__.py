@@ -6,6 +6,7 @@ from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
 from .slabs import Slabs, slabs_of
 from .transfer import DimMove, Message, Slices, Transfer, plan_transfer, volume
+from .view import Piece, View
 
 __all__ = [
     "Access",
@@ -17,11 +18,13 @@ __all__ = [
     "Mirror",
     "Part",
     "Partition",
+    "Piece",
     "Same",
     "Slabs",
     "Slices",
     "Transfer",
     "Transposed",
+    "View",
     "Window",
     "chunks_of",
     "cut_at",

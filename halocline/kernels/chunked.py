@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import tracing, transforming
+from .._torch_private import constant_in_graphs, tracing, transforming
 from ..errors import HaloclineError
 from .replace import install, installed
 from .sizes import LARGEST, NEVER, Sizes, forced, sizes
@@ -71,7 +71,7 @@ def _matters(tensor: Tensor, least: int) -> bool:
     return tensor.is_cuda and tensor.numel() > least and (least == SIGHT or tensor.is_contiguous())
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _while_compiling() -> None:
     """Runs when a model is compiled, and is no part of what is compiled. Nobody can look through that: be prepared."""
     keep_fast()

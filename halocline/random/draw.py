@@ -19,12 +19,17 @@ _HALF_RANGE = 1 << 63
 
 
 class Draw:
-    """Making one is a call: it takes the next number of the count, on this rank as on all others."""
+    """Making one is a call: it takes the next number of the count, on this rank as on all others.
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        state = current()
+    With ``numbered`` it is that (seed, call), and the count stays.
+    """
+
+    def __init__(self, place: Place, device: torch.device, numbered: tuple[int, int] | None = None) -> None:
         self._place, self._device = place, device
-        self._seed, self._call = state.seed, state.next_call()
+        if numbered is None:
+            state = current()
+            numbered = state.seed, state.next_call()
+        self._seed, self._call = numbered
 
     def _filled(self, dtype: torch.dtype, numbers: Callable[[Box], Tensor]) -> Tensor:
         with torch.no_grad():

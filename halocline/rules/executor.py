@@ -18,6 +18,7 @@ from ..tensor import (
     ShardedTensor,
     Sharding,
     check_averaged,
+    from_rim,
     here,
     plain,
     recut,
@@ -201,9 +202,10 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
     if plan.recipe.inplace and getattr(tensors[0], "_copy_of", None) is not None:
         raise refuse_write(plan.name)
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
-    if plan.halo is not None:
+    ready = _ready(plan, tensors, tiles)
+    if plan.halo is not None and not ready:
         return _run_with_halo(plan, plan.halo, tiles, label)
-    brought = _bring(plan, tiles, label)
+    brought = _bring(plan, tiles, label, ready)
     if plan.gathers:
         _count_gathers(plan, tiles, label)
     results = _compute(plan, brought, args, kwargs)
@@ -221,6 +223,18 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
         results = _put_back(plan, results, label)
     wrapped = [_wrapped(*result) for result in zip(results, plan.goals, marks, strict=True)]
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+
+def _ready(plan: Plan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:
+    """Operands that came with what the operation needs beside their tiles."""
+    found: dict[int, Tensor] = {}
+    for place, tensor in enumerate(tensors):
+        fetch = plan.fetches[place]
+        if getattr(tensor, "_wide", None) is not None and fetch is not None and fetch.communicates:
+            brought = from_rim(tensor, fetch, tiles[place])
+            if brought is not None:
+                found[place] = brought
+    return found
 
 
 def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: Label) -> Tensor:
@@ -261,6 +275,8 @@ def _agreed_dtypes(plan: Plan, results: list[Tensor], label: Label) -> list[Tens
 
 def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if plan.idle:
+        if plan.recipe.inplace:
+            torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank
         outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
         return [_nothing(output, sharding, brought) for output, sharding in outputs]
     result = _call(plan, brought, args, kwargs)
@@ -309,12 +325,12 @@ def _autocasting(tiles: list[Tensor]) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def _bring(plan: Plan, tiles: list[Tensor], label: Label) -> list[Tensor]:
+def _bring(plan: Plan, tiles: list[Tensor], label: Label, ready: dict[int, Tensor]) -> list[Tensor]:
     """Each operand's needed box, with law 3's factor on its gradient."""
     brought = list(tiles)
     if plan.factors and torch.is_grad_enabled():
         _enter(plan, brought)
-    together = _together(plan, tiles, label) if plan.joined else {}
+    together = ready or (_together(plan, tiles, label) if plan.joined else {})
     for place, moved in together.items():
         brought[place] = moved
     for place in plan.touched:

@@ -7,6 +7,7 @@ from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
 from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
+from .wide import from_rim, wrap_with_rim
 
 __all__ = [
     "CopyOf",
@@ -17,6 +18,7 @@ __all__ = [
     "check_averaged",
     "current_module",
     "entering",
+    "from_rim",
     "here",
     "make_sharding",
     "mean_over_whole_axes",
@@ -32,4 +34,5 @@ __all__ = [
     "watch_leaf",
     "whole_copy",
     "wrap",
+    "wrap_with_rim",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch_private import quick_apply
 from ..errors import Refused
-from ..geometry import DimMove, Slabs, Transfer, plan_transfer, slabs_of, whole
+from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
 from ..world import AVERAGED, Label, Mesh, Move, Route, scaled
 from .sharding import Sharding
 
@@ -78,17 +78,26 @@ class Fetch:
             route = Route(self.mesh.world, self.ranks, label)
             return quick_apply(Move, tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
         if not self.untouched:
-            tile = self._cut_out(tile)
+            tile = self.cut_out(tile)
         if self.adjoint_scale != 1 and tile.requires_grad:
             tile = scaled((1.0, self.adjoint_scale), tile)
         return tile
 
-    def _cut_out(self, tile: Tensor) -> Tensor:
-        """What is needed lies in this rank's own tile: a view of it, padded where the need leaves the sample."""
+    def reaches(self, reach: tuple[int, ...]) -> bool:
+        """Does every rank need no more than its tile and that much beside it?"""
+        return all(_reached(dim, width) for dim, width in zip(self.dims, reach, strict=True))
+
+    def cut_out(self, tile: Tensor, reach: tuple[int, ...] | None = None) -> Tensor:
+        """What is needed lies in this rank's own tile: a view of it, padded where the need leaves the sample.
+
+        With ``reach`` the tile has that much beside it, as far as the sample goes.
+        """
         pads: list[int] = []
         for place, dim in enumerate(self.dims):
             (need,) = dim.wanted(self._coordinate(dim.need_axis))
             held = dim.holds(self._coordinate(dim.owner_axis))
+            if reach is not None:
+                held = _widened(held, reach[place], dim.size)
             inside = need.intersect(whole(dim.size))
             if inside.size != held.size:
                 tile = tile.narrow(place, min(max(0, inside.lo - held.lo), held.size), inside.size)
@@ -98,6 +107,19 @@ class Fetch:
 
     def _coordinate(self, axis: str | None) -> int:
         return self.mesh.coordinates[axis] if axis else 0
+
+
+def _widened(held: Interval, width: int, size: int) -> Interval:
+    return held if held.empty else Interval(max(0, held.lo - width), min(size, held.hi + width))
+
+
+def _reached(dim: DimMove, width: int) -> bool:
+    if dim.owner_axis is None:
+        return all(len(needs) == 1 for needs in dim.needs)
+    return dim.owner_axis == dim.need_axis and all(
+        len(needs) == 1 and _widened(own, width, dim.size).contains(needs[0].intersect(whole(dim.size)))
+        for own, needs in zip(dim.owned, dim.needs, strict=True)
+    )
 
 
 def _keeps_some(dim: DimMove) -> bool:

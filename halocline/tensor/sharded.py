@@ -29,6 +29,7 @@ class ShardedTensor(Tensor):
     sharding: Sharding
     _tile: Tensor
     _copy_of: CopyOf | None = None
+    _wide: object | None = None  # where the tile came with its rim (wide.py)
     #: ``__torch_function__`` is set by the rules' executor.
 
     @classmethod
