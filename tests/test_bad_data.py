@@ -13,11 +13,12 @@ import zarr
 from numpy.typing import NDArray
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
-from halocline.data.generated import Generated
-from halocline.data.hdf5 import HDF5
-from halocline.data.npy import Npy
-from halocline.data.store import Store
-from halocline.data.zarr import COMPLETE, Zarr
+from halocline.data.stores.generated import Generated
+from halocline.data.stores.hdf5 import HDF5
+from halocline.data.stores.npy import Npy
+from halocline.data.stores.store import Store
+from halocline.data.stores.zarr import COMPLETE, Zarr
+from halocline.data.tools.convert import Wish, convert
 from halocline.errors import BadSample, DataError
 from halocline.geometry import Box, Interval, whole
 from halocline.testing import StoreTests
@@ -289,6 +290,26 @@ def test_what_a_maker_raises_is_a_bad_sample() -> None:
         raise ZeroDivisionError("no such universe")
 
     refuses(Generated(broken, 3, (8, 8), "HW"), 2, "no such universe")
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a.zarr"])
+def test_a_byte_that_changes_anywhere_in_converted_data_changes_no_number(tmp_path: Path, name: str) -> None:
+    np.save(tmp_path / "a.npy", ARRAY)
+    convert(Npy(tmp_path / "a.npy", "NHW"), tmp_path / name, Wish(chunks={"H": 4}))
+    path, refusals = tmp_path / name, 0
+    for file in [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]:
+        content = file.read_bytes()
+        for place in range(3, len(content), 11):
+            file.unlink()  # HDF5 knows files by their inode
+            file.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+            try:
+                with HDF5(path, "data", "NHW") if name == "a.h5" else Zarr(path, "NHW") as store:
+                    found = [store.read_new(sample) for sample in range(len(store))]
+                np.testing.assert_array_equal(found, ARRAY)
+            except DataError:
+                refusals += 1
+        file.write_bytes(content)
+    assert refusals > 100
 
 
 class OffByOne(Npy):

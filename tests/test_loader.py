@@ -81,7 +81,7 @@ def _pushed(array, by, axis):
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_augmentation_is_that_of_the_whole_sample(folder, name):
-    from halocline.data.augment import Dice, drawn_moves
+    from halocline.data.loading.augment import Dice, drawn_moves
 
     (found, _), *_ = batches(lambda: fields("npy", folder), *ONE, augment=AUGMENTATIONS[name], batch=2, seed=7)
     data, drawn = numbers()["x"], set()

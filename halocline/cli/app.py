@@ -9,6 +9,7 @@ import typer
 from .. import __version__
 from .bench import bench
 from .check import check
+from .data import data
 from .demo import demo
 from .doctor import doctor
 from .tune import tune
@@ -18,6 +19,7 @@ app.command()(check)
 app.command()(demo)
 app.command()(doctor)
 app.command()(tune)
+app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 
 
@@ -50,6 +52,9 @@ def halocline(
       returns a torch.nn.Module, called from the folder it is in.
 
     - `halocline doctor`: is this machine fit, and can its ranks talk? For each thing amiss, what to do.
+
+    - `halocline data info volumes.h5 --cut D=2,H=2`: what is in a file, what would each rank read of it, and how
+      should it be chunked?
 
     - `halocline tune`: on a new kind of GPU, once, for volumes past 2^31 elements. Everything works without it.
 

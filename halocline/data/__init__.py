@@ -1,16 +1,22 @@
 """Samples too large to be read whole: every rank reads its own boxes, once."""
 
-from .augment import Augmentation, Crop, Dice, Flip, Move, Rotate90, Shift
-from .fields import Field
-from .generated import Generated
-from .hdf5 import HDF5
-from .loader import Loader, Report
-from .npy import Npy
-from .order import Order
-from .pipeline import Batch
-from .store import Store
-from .values import At, Noise, Normalize, Recode, Scale, Value
-from .zarr import Zarr
+from .loading.augment import Augmentation, Crop, Dice, Flip, Move, Rotate90, Shift
+from .loading.fields import Field
+from .loading.loader import Loader, Report
+from .loading.order import Order
+from .loading.pipeline import Batch
+from .loading.values import At, Noise, Normalize, Recode, Scale, Value
+from .staging import StageError, StageReport, stage
+from .stores.generated import Generated
+from .stores.hdf5 import HDF5
+from .stores.nifti import Nifti
+from .stores.npy import Npy
+from .stores.open import open_store
+from .stores.store import Store
+from .stores.zarr import Zarr
+from .tools.advise import advised_chunks
+from .tools.convert import Wish, convert
+from .tools.statistics import Statistics
 
 __all__ = [
     "HDF5",
@@ -24,6 +30,7 @@ __all__ = [
     "Generated",
     "Loader",
     "Move",
+    "Nifti",
     "Noise",
     "Normalize",
     "Npy",
@@ -33,7 +40,15 @@ __all__ = [
     "Rotate90",
     "Scale",
     "Shift",
+    "StageError",
+    "StageReport",
+    "Statistics",
     "Store",
     "Value",
+    "Wish",
     "Zarr",
+    "advised_chunks",
+    "convert",
+    "open_store",
+    "stage",
 ]

@@ -5,6 +5,7 @@ from .adjoint import check_adjoint
 from .compare import EXACT, Comparison, check_rule, relative_error
 from .memory import PeakMemory, peak_bytes
 from .pool import Outcome, RankError, RankPool, shared_pool
+from .store import StoreTests
 
 __all__ = [
     "EXACT",
@@ -13,6 +14,7 @@ __all__ = [
     "PeakMemory",
     "RankError",
     "RankPool",
+    "StoreTests",
     "check_adjoint",
     "check_rule",
     "peak_bytes",

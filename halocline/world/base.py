@@ -177,6 +177,12 @@ class World(ABC):
     def beside(self) -> World:
         """The same ranks once more, for another thread: what the two send is never mixed up. Made by all together."""
 
+    def close(self) -> None:  # noqa: B027  others have nothing to let go of
+        """Let go of what :meth:`beside` made: connections and their threads. By all ranks together."""
+
+    def leave(self) -> None:  # noqa: B027
+        """After an error: whoever waits for this rank is to hear at once that it has gone, not at the deadline."""
+
     def combined(self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label) -> Tensor:
         """``combine`` over all ranks: associative and commutative, element by element."""
         return self._double(tensor, ranks, combine, label)

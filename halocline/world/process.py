@@ -118,6 +118,26 @@ class ProcessWorld(World):
     def beside(self) -> ProcessWorld:
         return ProcessWorld(self.deadline)
 
+    def close(self) -> None:
+        if not self._failed:
+            # No rank may close while another still waits for its last message.
+            with suppress(RankFailure):
+                self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
+        for group in (*self._groups.values(), *self._rings.values()):
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        self._rings.clear()
+        if self._wire is not None:
+            self._wire.close()
+
+    def leave(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+        nobody = next(rank for rank in range(self.size) if rank != self.rank)
+        for group in self._groups.values():
+            with suppress(RuntimeError):  # gloo closes all connections of a group when a wait in it has timed out
+                group.recv([torch.empty(1)], nobody, 0).wait(timedelta(milliseconds=1))
+
     def _ring(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
         """A group for these ranks, made when first needed by its members alone."""
         key = (channel, ranks)

@@ -140,9 +140,16 @@ class Wire:
         host, port = self._door.getsockname()[:2]
         store.set(f"{self._name}/{rank}", f"{host} {port} {self._token.hex()}")
 
-    def __del__(self) -> None:
-        for waiting in (*getattr(self, "_answered", {}).values(), *([self._door] if hasattr(self, "_door") else [])):
+    def close(self) -> None:
+        for pipe in self.pipes.values():
+            pipe.socket.close()
+            pipe.closed = True
+        for waiting in (*self._answered.values(), self._door):
             waiting.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_door"):  # else it was never opened
+            self.close()
 
     def pipe(self, peer: int) -> Pipe:
         if peer not in self.pipes:

@@ -1,0 +1,143 @@
+"""``halocline data info``: what is in a file, and what a cut would make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from .data_options import Cut, Dataset, Dims, Source, by_letter
+from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stdout
+
+
+def info(
+    path: Source,
+    dataset: Dataset = None,
+    dims: Dims = None,
+    cut: Cut = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what is in a file, how it lies, and how well a cut would read it.
+
+    Nothing is read but the description. With `--cut` it says how many bytes each rank would read for its own part of a
+    sample: a chunk is read and decoded whole by everyone who needs some of it. It also advises chunks for that cut,
+    which `halocline data convert` writes.
+
+    **Examples**
+
+    - `halocline data info universe.h5`: the datasets, their shapes, chunks, compression and checksums.
+
+    - `halocline data info universe.h5 --dataset full --dims NCDHW --cut D=2,H=2`: what each of 2 x 2 ranks would read.
+    """
+    from ..data.stores.contents import contents
+    from ..data.stores.open import files_of, open_store
+
+    with clear_errors("data info", debug):
+        wanted = by_letter(cut, "--cut")
+        files, kind = files_of(path)
+        there = [each for each in contents(files[0]) if dataset is None or each.name == dataset.strip("/")]
+        result: dict[str, Any] = {
+            "path": path,
+            "kind": kind.__name__,
+            "files": len(files),
+            "arrays": [asdict(each) for each in there],
+        }
+        known = len(there) == 1 and there[0].dims is not None
+        if known or not there or dims is not None or cut is not None:
+            with open_store(path, dims, dataset) as store:
+                result["samples"] = _samples(store)
+                if wanted is not None:
+                    result["cut"] = _cut(store, wanted)
+    if as_json:
+        print_json(result)
+        return
+    _show(result, path, cut)
+    if "cut" in result and not result["cut"]["aligned"]:
+        names = (f"--dataset {dataset} " if dataset else "") + (f"--dims {dims} " if dims else "")
+        say(stdout(), f"To write it so: halocline data convert {path} NEW.zarr {names}--cut {cut}")
+
+
+def _samples(store: Any) -> dict[str, Any]:
+    return {
+        "count": len(store),
+        "dims": store.dims,
+        "shape": list(store.shape),
+        "dtype": store.dtype.name,
+        "bytes": store.sample_bytes,
+        "chunks": None if store.chunks is None else list(store.chunks),
+    }
+
+
+def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
+    from ..data.tools.advise import advised_chunks, reading
+
+    found = reading(store, wanted)
+    advised = advised_chunks(store.stored, store.stored_shape, store.dtype.itemsize, wanted)
+    return {
+        "parts": dict(wanted),
+        "ranks": len(found.own),
+        "own_bytes": list(found.own),
+        "read_bytes": list(found.read),
+        "amplification": [round(each, 4) for each in found.amplification],
+        "worst_amplification": round(found.worst, 4),
+        "aligned": found.aligned,
+        "runs": found.runs,
+        "advised_chunks": dict(zip(store.stored, advised, strict=True)),
+    }
+
+
+def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
+    files = f" and {result['files'] - 1} more files like the first" if result["files"] > 1 else ""
+    table = Table(title=escape(f"{path}: {result['kind']}{files}"), title_style="bold", title_justify="left")
+    for heading in ("name", "shape", "dims", "dtype", "chunks", "compression", "checksum", "attributes"):
+        table.add_column(heading, overflow="fold")
+    for array in result["arrays"]:
+        attributes = ", ".join(f"{name}={value}" for name, value in array["attributes"].items())
+        lies = _sizes(array["chunks"]) + (f" in shards of {_sizes(array['shards'])}" if array["shards"] else "")
+        row = (array["name"] or "-", _sizes(array["shape"]), array["dims"] or "?", array["dtype"], lies or "none")
+        table.add_row(*map(escape, (*row, array["compression"] or "none", array["checksum"] or "none", attributes)))
+    stdout().print(table)
+    if "samples" in result:
+        stdout().print(fact_table("samples, as they are handed out", _sample_facts(result["samples"])))
+    else:
+        say(
+            stdout(),
+            "Name the dims in the order in which they lie (--dims NCDHW), for more; of several, --dataset too.",
+        )
+    if "cut" in result:
+        stdout().print(fact_table(f"cut {cut}", _cut_facts(result["cut"])))
+
+
+def _sample_facts(samples: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "samples": str(samples["count"]),
+        "dims": samples["dims"],
+        "shape": _sizes(samples["shape"]),
+        "dtype": samples["dtype"],
+        "each": size_text(samples["bytes"]),
+        "together": size_text(samples["bytes"] * samples["count"]),
+        "chunks": _sizes(samples["chunks"]) or "none",
+    }
+
+
+def _cut_facts(cut: Mapping[str, Any]) -> dict[str, str]:
+    worst = max(range(cut["ranks"]), key=lambda rank: cut["amplification"][rank])
+    read = size_text(cut["read_bytes"][worst])
+    facts = {
+        "ranks to a sample": str(cut["ranks"]),
+        "a rank's own part": size_text(max(cut["own_bytes"])),
+        "read for it, at worst": f"{read} ({cut['worst_amplification']:.2f} times its own)",
+        "chunks": "no two ranks read the same" if cut["aligned"] else "some are read by several ranks",
+        "advised chunks": " x ".join(f"{letter} {size}" for letter, size in cut["advised_chunks"].items()),
+    }
+    if cut["runs"] is not None:
+        facts["chunks"] = f"none; a part lies in {cut['runs']} stretches of the file"
+    return facts
+
+
+def _sizes(sizes: Any) -> str:
+    return " x ".join(map(str, sizes)) if sizes is not None else ""

@@ -1,0 +1,55 @@
+"""What the commands for data share: their options, and a bar that counts bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ..errors import DataError
+from .output import stderr
+
+Source = Annotated[
+    str, typer.Argument(metavar="PATH", help="A file (.h5, .zarr, .npy, .nii), a folder of them, or a quoted pattern.")
+]
+Dataset = Annotated[
+    str | None, typer.Option("--dataset", help="Which dataset of an HDF5 file, or array of a Zarr group, if several.")
+]
+Dims = Annotated[
+    str | None,
+    typer.Option(
+        "--dims",
+        metavar="LETTERS",
+        help="A letter for each dim, in the order in which they lie, such as NCDHW: N samples, C channels, T time, "
+        "D, H, W space. Not needed where the file names them.",
+    ),
+]
+Cut = Annotated[
+    str | None, typer.Option("--cut", metavar="D=2,H=2", help="Into how many parts a sample is cut, by letter.")
+]
+
+
+def by_letter(text: str | None, option: str) -> dict[str, int] | None:
+    """``D=2,H=2`` as numbers by letter."""
+    if text is None:
+        return None
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        found = {letter.strip(): int(number) for letter, number in pairs}
+    except ValueError:
+        raise DataError(f"{option} {text}: give letters and numbers, such as D=2,H=2") from None
+    if len(found) != len(pairs) or any(len(letter) != 1 or not number > 0 for letter, number in found.items()):
+        raise DataError(f"{option} {text}: give each letter once, with a number from 1, such as D=2,H=2")
+    return found
+
+
+@contextmanager
+def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while the block runs; the function counts bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,146 @@
+"""``halocline data stage``: files of a shared file system brought to every node's own storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from .output import USAGE, Debug, Json, clear_errors, fact_table, print_json, size_text, stderr, stdout
+
+if TYPE_CHECKING:
+    from ..data.staging import StageReport
+
+COMMAND = "data stage"
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="A folder (or one file) that every node can read.")]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DST", help="A folder on each node; {node} in it becomes the node's number.")
+]
+Pattern = Annotated[
+    str, typer.Option("--pattern", help="Which files, by their paths under SRC: * within a folder, **.")
+]
+Count = Annotated[
+    int | None, typer.Option("--count", min=1, help="That many files for each node, chosen at random; without it, all.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the choice that --count makes.")]
+Readers = Annotated[int, typer.Option("--readers", min=1, help="Threads of each node that read.")]
+Retries = Annotated[int, typer.Option("--retries", min=0, help="Further attempts for a file that fails.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read what is already there, and compare checksums.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds without a byte after which a read has failed.")]
+
+
+def stage(
+    source: Source,
+    destination: Destination,
+    pattern: Pattern = "**/*",
+    count: Count = None,
+    seed: Seed = 0,
+    readers: Readers = 4,
+    retries: Retries = 3,
+    verify: Verify = False,
+    timeout: Timeout = 120.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Copy files from a shared file system to every node's own storage, each read from the source once in all.
+
+    One node reads a file and passes it on to the others over the network, while further files are read: 100 nodes put
+    the load of one on the shared file system. Run it as one process on each node; by itself it is a careful copy.
+
+    **Examples**
+
+    - `srun --ntasks-per-node 1 halocline data stage /project/cubes.zarr /local/cubes.zarr`: under Slurm, on all nodes
+    of the job.
+
+    - `torchrun --no-python --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 halocline data
+    stage SRC DST`: without Slurm, the same command on each of 8 nodes, HOST being one of them.
+
+    - `halocline data stage SRC DST --pattern '**/*.h5'`: on this machine alone, only some files.
+
+    - `... --count 1500 --seed 3`: 1,500 files for each node, its own random choice, the same for the same seed.
+
+    - `torchrun --no-python --nproc-per-node 2 env LOCAL_RANK=0 halocline data stage SRC '/tmp/copy{node}'`: to try it
+    out on one machine, two processes that take themselves for nodes.
+
+    **When it fails**: nothing is lost. A file comes under its name only when it is whole and its checksum is that of
+    the source. Run the same command again, on the same nodes or others: what any node holds is passed on from there
+    and not read again. `--verify` makes sure of what is there by its checksums too.
+
+    **Reading it**: *opens* equals the files that had to be read, unless reads failed and were retried. *passed on*
+    counts what a node sent, also of files that only went through it.
+
+    **Exit status**: 0 all files are where they should be, 2 not: the message names node, file and reason.
+    """
+    from ..data.staging import StageError
+    from ..data.staging import stage as stage_files
+    from ..world import init, this_world
+
+    with clear_errors(COMMAND, debug):
+        init()
+        first = this_world().rank == 0
+        with bar(first) as progress:
+            task = progress.add_task("", total=None)
+            try:
+                report = stage_files(
+                    source,
+                    destination,
+                    pattern=pattern,
+                    count=count,
+                    seed=seed,
+                    readers=readers,
+                    retries=retries,
+                    verify=verify,
+                    timeout=timeout,
+                    progress=lambda done, total: progress.update(task, completed=done, total=total),
+                )
+            except StageError:
+                if first or debug:
+                    raise
+                raise typer.Exit(USAGE) from None  # every rank has the same error: one says it
+    if first and as_json:
+        print_json(report.as_dict())
+    elif first:
+        show(report)
+
+
+@contextmanager
+def bar(shown: bool) -> Iterator[Progress]:
+    columns = (TextColumn("staging, all nodes"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True, disable=not shown) as progress:
+        yield progress
+
+
+def show(report: StageReport) -> None:
+    stdout().print(
+        fact_table(
+            f"{report.files:,} files, {size_text(report.bytes)}; nodes: {len(report.nodes)}",
+            {
+                "seconds": f"{report.seconds:.2f}",
+                "GB/s to storage, all nodes": f"{report.gigabytes_per_second:.3f}",
+                "opens of source files": f"{report.opens:,}",
+                "retried": f"{report.total('retried'):,}",
+            },
+        )
+    )
+    stdout().print(node_table(report))
+
+
+def node_table(report: StageReport) -> Table:
+    table = Table(title="Files and bytes of each node", title_style="bold", title_justify="left")
+    for heading in ("node", "read", "received", "passed on", "already there"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, node in enumerate(report.nodes):
+        pairs = (
+            (node.read_files, node.read_bytes),
+            (node.received_files, node.received_bytes),
+            (node.passed_files, node.passed_bytes),
+            (node.present_files, node.present_bytes),
+        )
+        table.add_row(str(number), *(f"{files:,}: {size_text(size)}" for files, size in pairs))
+    return table

@@ -1,0 +1,89 @@
+"""``halocline data stats``: means, spreads and classes of a whole data set, kept beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .data_options import Dataset, Dims, Source, byte_bar
+from .output import Debug, Json, clear_errors, print_json, say, stdout
+
+Classes = Annotated[
+    bool, typer.Option("--classes", help="Count how often each value occurs (integers, at most 1024 values).")
+]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes that read and compute; one for small data.")]
+Save = Annotated[
+    Path | None, typer.Option("--save", help="Where to keep them; by default beside the data, as NAME.stats.json.")
+]
+
+_SMALL = 1 << 28  # bytes that are read before other processes have started
+
+
+def stats(
+    path: Source,
+    dataset: Dataset = None,
+    dims: Dims = None,
+    classes: Classes = False,
+    jobs: Jobs = 2,
+    save: Save = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Take the statistics of each channel, and keep them beside the data, for normalisation and class weights.
+
+    Everything is read once, in portions, in float64: count, mean, standard deviation, least and largest value, and how
+    many are NaN or infinite. `hc.data.Statistics.load(store)` finds them again, and refuses those of other data.
+
+    **Examples**
+
+    - `halocline data stats universe.h5 --dataset full --dims NCDHW --jobs 8`: kept in `universe.h5.stats.json`.
+
+    - `halocline data stats labels.zarr --classes`: how often each class occurs, and weights for a loss: 1 / sqrt of
+      the frequency, scaled to sum 1.
+    """
+    from ..data.stores.open import open_store
+    from ..data.tools.statistics import Statistics, beside
+
+    with clear_errors("data stats", debug), open_store(path, dims, dataset) as store:
+        total = store.sample_bytes * len(store)
+        with byte_bar("reading", total) as count:
+            found = Statistics.of(store, classes=classes, jobs=jobs if total > _SMALL else 1, progress=count)
+        place = save or beside(store)
+        found.save(place)
+    if as_json:
+        print_json({**found.as_json(), "frequencies": _frequencies(found), "file": str(place)})
+        return
+    _show(found)
+    say(stdout(), f"kept in {place}")
+
+
+def _frequencies(found: Any) -> dict[str, float] | None:
+    return None if found.classes is None else {str(value): share for value, share in found.frequencies.items()}
+
+
+def _show(found: Any) -> None:
+    source = found.source
+    table = Table(title=f"{source.samples} samples, {source.dtype}", title_style="bold", title_justify="left")
+    for heading in ("channel", "count", "mean", "std", "min", "max", "not finite"):
+        table.add_column(heading, justify="right")
+    for channel, count in enumerate(found.count):
+        numbers = (column[channel] for column in (found.mean, found.std, found.min, found.max))
+        table.add_row(str(channel), f"{count:,}", *(f"{each:.6g}" for each in numbers), f"{found.nonfinite[channel]:,}")
+    stdout().print(table)
+    if found.classes is not None:
+        _show_classes(found)
+
+
+def _show_classes(found: Any) -> None:
+    usable = found.classes and min(found.classes) >= 0
+    weights = found.class_weights().tolist() if usable else None
+    table = Table(title="classes", title_style="bold", title_justify="left")
+    for heading in ("value", "count", "frequency", "weight"):
+        table.add_column(heading, justify="right")
+    for value, count in found.classes.items():
+        weight = f"{weights[value]:.4f}" if weights is not None else "-"
+        table.add_row(str(value), f"{count:,}", f"{found.frequencies[value]:.6f}", weight)
+    stdout().print(table)

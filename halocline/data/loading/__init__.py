@@ -1,0 +1,1 @@
+"""Batches that are cut over a mesh, prepared ahead of the steps that need them."""

@@ -1,0 +1,137 @@
+"""Augmentation as geometry: another box of the sample is read, and nothing is moved.
+
+An augmentation draws, for a sample of an epoch, *moves* of named dims; all fields that have these dims make the same
+moves. What it draws depends on seed, epoch and sample alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ...errors import DataError
+from ...geometry import View
+from ...random.generator import keys
+from .order import GEOMETRY_STREAM
+
+Sizes = Mapping[str, int]
+
+
+class Dice:
+    """Numbers for one sample of one epoch."""
+
+    def __init__(self, seed: int, epoch: int, sample: int) -> None:
+        self._key, self._sample, self._thrown = keys(seed, epoch, GEOMETRY_STREAM)[0], sample, 0
+
+    def below(self, count: int) -> int:
+        """0 to ``count - 1``; each as likely, to one part in 2^64."""
+        self._thrown += 1
+        return keys(self._key, self._sample, self._thrown)[1] * count >> 64
+
+    def chance(self, probability: float) -> bool:
+        return self.below(1 << 53) < probability * (1 << 53)
+
+
+class Move(NamedTuple):
+    """One change of view, of dims by their letters."""
+
+    what: str
+    letters: str
+    numbers: tuple[int, ...] = ()
+
+    def on(self, view: View, dims: str) -> View:
+        """The view after the move; as it was, where none of these dims is there."""
+        there = [letter for letter in self.letters if letter in dims]
+        if not there:
+            return view
+        if len(there) < len(self.letters):
+            raise DataError(f"{self.what} of {self.letters} cannot be done to data with dims {dims}: both are needed")
+        moved: View = getattr(view, self.what)(*(dims.index(letter) for letter in self.letters), *self.numbers)
+        return moved
+
+
+class Augmentation(Protocol):
+    def letters(self) -> str:
+        """The dims that it moves."""
+        ...
+
+    def moves(self, sizes: Sizes, dice: Dice) -> Sequence[Move]:
+        """What is done to this sample, whose dims have these sizes."""
+        ...
+
+
+class Flip:
+    """Each of the dims reversed with this chance."""
+
+    def __init__(self, *letters: str, chance: float = 0.5) -> None:
+        self._letters, self._chance = letters, chance
+        if not 0 <= chance <= 1:
+            raise DataError(f"Flip: a chance lies between 0 and 1, not {chance}")
+
+    def letters(self) -> str:
+        return "".join(self._letters)
+
+    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+        return [Move("flip", letter) for letter in self._letters if dice.chance(self._chance)]
+
+
+class Rotate90:
+    """0 to 3 quarter turns in the plane of two dims of one size; with ``half`` 0 or 2, whatever the sizes."""
+
+    def __init__(self, first: str, second: str, half: bool = False) -> None:
+        self._plane, self._half = first + second, half
+
+    def letters(self) -> str:
+        return self._plane
+
+    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+        turns = 2 * dice.below(2) if self._half else dice.below(4)
+        if not self._half and len({sizes[letter] for letter in self._plane}) > 1:
+            text = " and ".join(f"{letter} of {sizes[letter]}" for letter in self._plane)
+            raise DataError(f"Rotate90: a quarter turn would change the shape: {text}; crop first, or half=True")
+        return [Move("rotate", self._plane, (turns,))] if turns else []
+
+
+class Crop:
+    """``Crop(D=64, H=64)``: a box of that size anywhere in the sample, or in its centre."""
+
+    def __init__(self, *, centre: bool = False, **sizes: int) -> None:
+        self._sizes, self._centre = sizes, centre
+
+    def letters(self) -> str:
+        return "".join(self._sizes)
+
+    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+        found = []
+        for letter, size in self._sizes.items():
+            room = sizes[letter] - size
+            if room < 0 or size < 1:
+                raise DataError(f"Crop: {letter} has {sizes[letter]}, of which {size} cannot be cut out")
+            start = room // 2 if self._centre else dice.below(room + 1)
+            found.append(Move("crop", letter, (start, start + size)))
+        return found
+
+
+class Shift:
+    """``Shift(D=8)``: by -8 to 8 along depth. What comes in is filled, or with ``wrap`` what left at the other end."""
+
+    def __init__(self, *, wrap: bool = False, **most: int) -> None:
+        self._most, self._what = most, "roll" if wrap else "shift"
+
+    def letters(self) -> str:
+        return "".join(self._most)
+
+    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+        drawn = ((letter, dice.below(2 * most + 1) - most) for letter, most in self._most.items())
+        return [Move(self._what, letter, (by,)) for letter, by in drawn if by]
+
+
+def drawn_moves(augment: Sequence[Augmentation], sizes: Sizes, dice: Dice) -> tuple[list[Move], dict[str, int]]:
+    """The moves of one sample in order, and the sizes of its dims after them."""
+    letters = "".join(sizes)
+    frame, moves = View.of(list(sizes.values())), list[Move]()
+    for each in augment:
+        for move in each.moves(dict(zip(letters, frame.shape, strict=True)), dice):
+            frame = move.on(frame, letters)
+            moves.append(move)
+    return moves, dict(zip(letters, frame.shape, strict=True))

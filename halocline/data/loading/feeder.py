@@ -1,0 +1,80 @@
+"""A thread that prepares batches ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+
+from ...errors import DataError
+from .pipeline import Batch, Pipeline, Started
+
+
+class Feeder:
+    """Works on the steps from ``first`` on, and is never more than ``ahead`` of those that were asked for.
+
+    How far it goes depends on that alone. So the feeders of all ranks, which exchange data among each other, come to
+    rest at the same step, whatever their speed.
+    """
+
+    def __init__(self, pipeline: Pipeline, first: int, ahead: int, last: int | None = None) -> None:
+        self._pipeline, self._ahead, self._last = pipeline, ahead, last
+        self._next, self._limit = first, first
+        self._moved = threading.Condition()
+        self._ended = False
+        self._ready: queue.SimpleQueue[tuple[int, Batch | BaseException | None]] = queue.SimpleQueue()
+        self._begun: deque[Started] = deque()
+        self._thread = threading.Thread(target=self._run, name="halocline-feeder", daemon=True)
+        self.waited = 0.0
+        self.allow(first)
+        self._thread.start()
+
+    def allow(self, tick: int) -> None:
+        """The step ``tick`` is wanted: prepare those up to ``ahead`` after it."""
+        with self._moved:
+            limit = tick + self._ahead + 1
+            self._limit = limit if self._last is None else min(limit, self._last)
+            self._moved.notify()
+
+    def get(self, tick: int) -> Batch | None:
+        """The batch of a step, or what went wrong with it; None where all its samples are bad."""
+        self.allow(tick)
+        began = time.perf_counter()
+        number, found = self._ready.get()
+        self.waited = time.perf_counter() - began
+        if isinstance(found, BaseException):
+            raise found
+        assert number == tick, f"batch {number} came where {tick} was asked for"
+        return found
+
+    def stop(self, deadline: float) -> None:
+        """Come to rest where the other ranks' feeders do, and let go of what was prepared."""
+        with self._moved:
+            self._ended = True
+            self._moved.notify()
+        self._thread.join(deadline)
+        while not self._ready.empty():
+            self._ready.get()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                while self._next < self._limit:
+                    self._begun.append(self._pipeline.start(self._next))
+                    self._next += 1
+                started = self._begun.popleft()
+                self._ready.put((started.tick, self._pipeline.finish(started)))
+        except BaseException as error:  # noqa: BLE001  raised where the batch is asked for
+            if not isinstance(error, DataError):  # which all ranks raise
+                self._pipeline.leave()
+            self._ready.put((-1, error))
+
+    def _wait(self) -> bool:
+        """Until there is something to prepare; False when there will be nothing more."""
+        with self._moved:
+            while not self._begun and self._next >= self._limit:
+                if self._ended:
+                    return False
+                self._moved.wait(1.0)
+        return True

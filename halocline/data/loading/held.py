@@ -1,0 +1,119 @@
+"""The in-memory store: tiles read once, kept in host memory under a budget, and fetched from whoever holds them.
+
+Every sample has a *home*: the ranks that need it in epoch 0, each with its own part of the sample as it lies on disk.
+The home ranks read it when it is first needed and keep it. From then on whoever needs a box of it gets it from them,
+and the disk is left alone. Who holds what follows from the order of epoch 0 and the budget, so that no rank ever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+
+from ...geometry import Box, Partition, shape_of, slices
+from ..stores.store import Array
+from .buffers import Arena, Memory
+from .fields import Field, Fields, Grid
+from .order import Order
+
+Coordinates = Mapping[str, int]
+
+
+class Held:
+    """``grid`` cuts the samples as they lie; ``budget`` is in bytes, a rank's own."""
+
+    def __init__(
+        self, fields: Fields, grid: Grid, batch_axis: str | None, order: Order, budget: int, shared: bool = False
+    ) -> None:
+        self._fields, self._grid, self._axis = fields, grid, batch_axis
+        self._mesh = grid.mesh
+        self._groups = self._mesh.sizes[batch_axis] if batch_axis else 1
+        self._me = self._mesh.coordinates
+        self._tiles: dict[tuple[int, str], Array] = {}
+        self._loaded: set[int] = set()
+        self._arena = Arena(shared=shared)
+        self._homes = self._settle(order, budget)
+
+    def _settle(self, order: Order, budget: int) -> dict[int, int]:
+        """The group in which each kept sample is at home."""
+        room, cost, homes = [budget] * self._groups, self._largest_share(), dict[int, int]()
+        places = list(order.permutation(0))
+        for start in range(0, len(places), order.batch):
+            batch = places[start : start + order.batch]
+            for group, piece in enumerate(Partition.even(len(batch), self._groups).pieces()):
+                for sample in batch[slice(*piece)]:
+                    if room[group] >= cost:
+                        room[group] -= cost
+                        homes[sample] = group
+        return homes
+
+    def _largest_share(self) -> int:
+        """Bytes of a sample on the rank that holds most of it, so that all ranks keep the same samples."""
+        return sum(self._largest_tile(each) for each in self._fields.values())
+
+    def _largest_tile(self, each: Field) -> int:
+        sizes = []
+        for letter, size in zip(each.dims, each.source.shape, strict=True):
+            cut = self._grid.cuts.get(letter)
+            sizes.append(size if cut is None else max(piece.size for piece in cut.partition.pieces()))
+        return prod(sizes) * each.source.dtype.itemsize
+
+    @property
+    def share(self) -> float:
+        """How much of the data is kept, once all of it was read."""
+        samples = next(len(each.store) for each in self._fields.values())
+        return len(self._homes) / samples
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tile.nbytes for tile in self._tiles.values())
+
+    def keeps(self, sample: int) -> bool:
+        return sample in self._homes
+
+    def home(self, sample: int) -> int:
+        """The group that holds it."""
+        return self._homes[sample]
+
+    def part(self, sample: int, name: str, source: Box) -> Array:
+        """A box of what this rank holds."""
+        box = self.home_box(self._fields[name], self._me)
+        own = tuple(interval.shift(-all_of.lo) for interval, all_of in zip(source, box, strict=True))
+        return self._tiles[sample, name][slices(own)]
+
+    def at_home(self, sample: int) -> bool:
+        """Is this rank one of those that hold it?"""
+        return self._homes.get(sample) == self.group(self._me)
+
+    def first_time(self, sample: int) -> bool:
+        """Must the home ranks read it now? Asked once for each batch it is in, on every rank."""
+        new = sample not in self._loaded
+        self._loaded.add(sample)
+        return new
+
+    def new_tile(self, sample: int, name: str) -> tuple[Box, Array, Memory]:
+        """Which part of a sample this rank holds, and room for it."""
+        each = self._fields[name]
+        box = self.home_box(each, self._me)
+        memory, tile = self._arena.take(shape_of(box), each.source.dtype)
+        self._tiles[sample, name] = tile
+        return box, tile, memory
+
+    def drop(self, sample: int) -> None:
+        """Let go of a bad sample's tiles; nobody will ask for them."""
+        for name in self._fields:
+            self._tiles.pop((sample, name), None)
+
+    def group(self, where: Coordinates) -> int:
+        return where[self._axis] if self._axis else 0
+
+    def home_box(self, each: Field, where: Coordinates) -> Box:
+        return self._grid.box(each.dims, each.source.shape, where)
+
+    def ranks(self, each: Field, group: int) -> Iterator[dict[str, int]]:
+        """The ranks of a group among which a field is cut, and that stand as this one on all other axes."""
+        axes = self._grid.axes(each.dims)
+        for places in product(*(range(self._mesh.sizes[axis]) for axis in axes)):
+            where = {**self._me, **dict(zip(axes, places, strict=True))}
+            yield {**where, self._axis: group} if self._axis else where

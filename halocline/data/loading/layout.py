@@ -1,0 +1,104 @@
+"""Who reads what: which samples of a batch, and which box of each, fall to the rank at given coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from ...errors import DataError
+from ...geometry import Box, Interval, Partition, View
+from ...tensor import Cut, Sharding
+from ...world import Mesh
+from ..stores.store import SAMPLES
+from .augment import Augmentation, Dice, drawn_moves
+from .fields import Fields, Grid, frame_of, with_rim
+from .values import At
+
+Coordinates = Mapping[str, int]
+
+
+class Layout:
+    """Fields on a mesh. The same on every rank, and the same for all samples: only views differ."""
+
+    def __init__(
+        self,
+        fields: Fields,
+        mesh: Mesh,
+        cut: Mapping[str, str],
+        augment: Sequence[Augmentation],
+        seed: int,
+        multiple: int = 1,
+        points: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.fields, self.mesh, self.seed = fields, mesh, seed
+        self._augment = tuple(augment)
+        _check_letters(cut, augment)
+        shared = {*cut, *(letter for each in augment for letter in each.letters())} - {SAMPLES}
+        self._frame = frame_of(fields, "".join(sorted(shared)))
+        self._sizes = drawn_moves(self._augment, self._frame, Dice(seed, 0, 0))[1]
+        spatial = {letter: axis for letter, axis in cut.items() if letter != SAMPLES}
+        self.grid = Grid.of(mesh, spatial, self._sizes, multiple, points)
+        #: Of samples as they lie, for those that are kept in memory.
+        self.home = Grid.of(mesh, spatial, self._frame)
+        axis = cut.get(SAMPLES)
+        if axis is not None:
+            mesh.check_axis(axis)
+        self.batch_axis = axis if axis is not None and mesh.sizes[axis] > 1 else None
+        self.groups = mesh.sizes[axis] if axis is not None else 1
+        self._views = lru_cache(maxsize=1024)(self._new_views)
+        self._shapes = {name: self.views(0, 0)[name].shape for name in fields}
+
+    @property
+    def augmented(self) -> bool:
+        """May a sample be seen otherwise in another epoch?"""
+        return bool(self._augment)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one sample, after all augmentation."""
+        return self._shapes[name]
+
+    def views(self, epoch: int, sample: int) -> Mapping[str, View]:
+        return self._views(epoch if self._augment else 0, sample if self._augment else 0)
+
+    def _new_views(self, epoch: int, sample: int) -> Mapping[str, View]:
+        moves, sizes = drawn_moves(self._augment, self._frame, Dice(self.seed, epoch, sample))
+        if sizes != self._sizes:
+            raise DataError(f"augmentation gives samples of {self._sizes} and of {sizes}; a batch has one size")
+        return {name: each.moved(moves) for name, each in self.fields.items()}
+
+    def tile(self, name: str, where: Coordinates) -> Box:
+        """The part of every sample that a rank owns."""
+        return self.grid.box(self.fields[name].dims, self.shape(name), where)
+
+    def needed(self, name: str, where: Coordinates) -> Box:
+        """The part that it reads: its own, and the rim."""
+        each = self.fields[name]
+        return with_rim(self.tile(name, where), each.dims, self.shape(name), each.rim)
+
+    def batch(self, samples: int) -> Partition:
+        return Partition.even(samples, self.groups)
+
+    def group(self, where: Coordinates) -> int:
+        return where[self.batch_axis] if self.batch_axis else 0
+
+    def positions(self, samples: int, where: Coordinates) -> Interval:
+        """Places in a batch of so many samples."""
+        return self.batch(samples).piece(self.group(where))
+
+    def at(self, name: str, sample: int, epoch: int, box: Box) -> At:
+        return At(self.fields[name].dims, self.shape(name), box, sample, epoch, self.seed)
+
+    def sharding(self, name: str, batch: Partition) -> Sharding:
+        """Of a batch whose samples are divided among the groups like that."""
+        inner = self.grid.sharding(self.fields[name].dims, self.shape(name))
+        first = Cut(self.batch_axis, batch) if self.batch_axis else None
+        return Sharding(self.mesh, (batch.size, *inner.shape), (first, *inner.cuts))
+
+
+def _check_letters(cut: Mapping[str, str], augment: Sequence[Augmentation]) -> None:
+    for each in augment:
+        if set(each.letters()) & {"C", SAMPLES}:
+            raise DataError(f"{type(each).__name__} moves {each.letters()}: channels and samples are not space")
+    axes = list(cut.values())
+    if len(set(axes)) != len(axes):
+        raise DataError(f"an axis of the mesh cuts one dim only; got {dict(cut)}")

@@ -1,0 +1,285 @@
+"""Batches of samples that are cut over a mesh: every rank reads its own boxes, and no rank reads another's.
+
+    loader = hc.data.Loader({"x": volumes, "y": labels}, mesh, batch=4, cut={"N": "data", "D": "depth"})
+    for epoch in range(10):
+        for batch in loader:
+            loss = criterion(model(batch["x"]), batch["y"])
+
+The samples of a step are the same for every mesh, as are their values after augmentation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import DataError
+from ...geometry import shape_of
+from ...world import Label, Mesh
+from ..stores.store import SAMPLES, Store
+from .augment import Augmentation
+from .buffers import Pool
+from .feeder import Feeder
+from .fields import Field, Fields, as_fields
+from .held import Held
+from .layout import Layout
+from .order import Order
+from .pipeline import Batch, Pipeline
+from .readers import make_readers
+from .transport import Transport
+
+_log = logging.getLogger("halocline.data")
+_LABEL = Label("description of the data", "hc.data")
+_POLICIES = ("raise", "skip")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What this rank has done since the loader was made. Times in seconds, sizes in bytes."""
+
+    steps: int
+    waited: float  # for data, but for the first batch
+    wait_share: float  # of the time between the first batch and the last
+    read_bytes: int  # from stores
+    moved_bytes: int  # from other ranks' memory
+    held_bytes: int
+    held_share: float  # of all samples, once each was read; the rest stays on disk
+    buffer_bytes: int
+    skipped: tuple[int, ...]
+
+
+class Loader:
+    """Iterating gives the next epoch. ``cut`` names for dims of the samples, and N for the batch, an axis of the mesh.
+
+    ``memory``: bytes of host memory, a rank, for an in-memory store. ``readers`` read at once: of HDF5 as processes, of
+    all else as threads, unless ``processes`` says otherwise. ``prefetch`` batches are prepared ahead.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Store | Field],
+        mesh: Mesh | None = None,
+        *,
+        batch: int = 1,
+        cut: Mapping[str, str] | None = None,
+        augment: Sequence[Augmentation] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        epochs: int | None = None,
+        multiple: int = 1,
+        points: Mapping[str, Sequence[int]] | None = None,
+        memory: int = 0,
+        prefetch: int = 2,
+        readers: int = 1,
+        processes: bool | None = None,
+        on_bad_sample: str = "raise",
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.fields = as_fields(fields)
+        mesh = mesh or Mesh(data=-1)
+        if cut is None:
+            cut = {SAMPLES: "data"} if "data" in mesh.sizes else {}
+        if on_bad_sample not in _POLICIES:
+            raise DataError(f"on_bad_sample={on_bad_sample!r}: it is one of {', '.join(_POLICIES)}")
+        if prefetch < 1:
+            raise DataError(f"prefetch={prefetch}: one batch at least is prepared ahead")
+        samples = len(next(iter(self.fields.values())).store)
+        self.order = Order(samples, batch, seed, shuffle, drop_last)
+        self.layout = Layout(self.fields, mesh, cut, augment, seed, multiple, points)
+        self._transport = None if device is None else Transport(torch.device(device))
+        self._check_same(mesh, augment)
+        self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
+        self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
+        self._held = self._make_held(memory) if memory else None
+        self._world = mesh.world.beside() if mesh.size > 1 else mesh.world
+        self._pipeline = Pipeline(
+            self.layout, self.order, self._pool, self._readers, self._held, self._world, on_bad_sample, self._transport
+        )
+        self._prefetch, self._last = prefetch, None if epochs is None else epochs * self.order.steps
+        self._feeder: Feeder | None = None
+        self._tick, self._resumed = 0, True  # the next step; a new loader stands at a beginning
+        self._clock = _Clock()
+
+    # -- what is read, and by whom
+
+    def _largest(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Room for a full batch on this rank."""
+        me = self.layout.mesh.coordinates
+        most = max(piece.size for piece in self.layout.batch(self.order.batch).pieces())
+        return {
+            name: ((most, *shape_of(self.layout.needed(name, me))), each.array_dtype)
+            for name, each in self.fields.items()
+        }
+
+    def _pins(self, device: torch.device | str | None) -> bool:
+        return device is not None and torch.device(device).type == "cuda" and not self._readers.shared
+
+    def _make_held(self, memory: int) -> Held:
+        layout = self.layout
+        held = Held(self.fields, layout.home, layout.batch_axis, self.order, memory, shared=self._readers.shared)
+        if held.share < 1 and layout.mesh.rank == 0:
+            _log.warning("%.0f %% of the samples fit into the memory given; the others stay on disk", 100 * held.share)
+        return held
+
+    def _check_same(self, mesh: Mesh, augment: Sequence[Augmentation]) -> None:
+        """All ranks must mean the same data: a rank that sees other files would read other samples."""
+        if mesh.size == 1:
+            return
+        text = repr([_description(self.fields), self.order, dict(self.layout.grid.cuts), [_plain(a) for a in augment]])
+        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        both = torch.tensor([word, -word])
+        most = mesh.world.maximum(both, tuple(range(mesh.size)), _LABEL).tolist()
+        if most[0] != -most[1]:
+            raise DataError(
+                f"the ranks describe their data differently: rank {mesh.rank} has {_summary(self.fields)}; "
+                "do all see the same files, with the same arguments?"
+            )
+
+    # -- batches
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self.order.steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._tick // self.order.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The next epoch; after ``load_state_dict`` the rest of the one that was left."""
+        if not self._resumed:
+            self._go_to(-(-self._tick // self.order.steps) * self.order.steps)
+        self._resumed = False
+        end = (self.epoch + 1) * self.order.steps
+        if self._last is not None and self._tick >= self._last:
+            raise DataError(f"all {self._last // self.order.steps} epochs have been read")
+        while self._tick < end:
+            batch = self._next()
+            if batch is not None:
+                yield batch
+
+    def _next(self) -> Batch | None:
+        if self._feeder is None:
+            self._feeder = Feeder(self._pipeline, self._tick, self._prefetch, self._last)
+        try:
+            batch = self._feeder.get(self._tick)
+        except BaseException:
+            self._feeder = None  # it has ended
+            raise
+        self._clock.waited(self._feeder.waited)
+        self._tick += 1
+        if batch is not None and self._transport is not None:
+            for tensor in batch.values():
+                self._transport.received(tensor)
+        return batch
+
+    def _go_to(self, tick: int) -> None:
+        if tick != self._tick and self._feeder is not None:
+            self._feeder.stop(self._world.deadline)
+            self._feeder = None
+        self._tick = tick
+
+    def close(self) -> None:
+        """End the readers and let go of all memory. All ranks together, at the same step."""
+        if self._feeder is not None:
+            self._feeder.stop(self._world.deadline)
+            self._feeder = None
+        self._readers.close()
+        if self._world is not self.layout.mesh.world:
+            self._world.close()
+        for each in self.fields.values():
+            each.source.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- where it stands
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch is; small, and good for any mesh."""
+        epoch, step = divmod(self._tick, self.order.steps)
+        order = self.order
+        return {
+            "epoch": epoch,
+            "step": step,
+            "seed": order.seed,
+            "samples": order.samples,
+            "batch": order.batch,
+            "shuffle": order.shuffle,
+            "drop_last": order.drop_last,
+            "skipped": sorted(self._pipeline.bad),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another loader stood, on whatever mesh that was."""
+        for name in ("seed", "samples", "batch", "shuffle", "drop_last"):
+            if state[name] != getattr(self.order, name):
+                raise DataError(
+                    f"this state is of data with {name}={state[name]}; here it is {getattr(self.order, name)}"
+                )
+        self._go_to(state["epoch"] * self.order.steps + state["step"])
+        self._pipeline.bad |= set(state["skipped"])
+        self._resumed = True
+
+    @property
+    def report(self) -> Report:
+        counts, held = self._pipeline.counts, self._held
+        return Report(
+            steps=self._clock.steps,
+            waited=self._clock.total,
+            wait_share=self._clock.share,
+            read_bytes=counts.read_bytes,
+            moved_bytes=counts.moved_bytes,
+            held_bytes=0 if held is None else held.nbytes,
+            held_share=0.0 if held is None else held.share,
+            buffer_bytes=self._pool.nbytes,
+            skipped=tuple(counts.skipped),
+        )
+
+
+class _Clock:
+    """How long steps waited for data. The first batch has nothing to hide behind, and is not counted."""
+
+    def __init__(self) -> None:
+        self.steps, self.total = 0, 0.0
+        self._began = self._now = 0.0
+
+    def waited(self, seconds: float) -> None:
+        self._now = time.perf_counter()
+        if self.steps:
+            self.total += seconds
+        else:
+            self._began = self._now
+        self.steps += 1
+
+    @property
+    def share(self) -> float:
+        return self.total / (self._now - self._began) if self._now > self._began else 0.0
+
+
+def _description(fields: Fields) -> list[Any]:
+    return [
+        (name, f.source.name, f.dims, f.source.shape, str(f.source.dtype), len(f.source), str(f.dtype), dict(f.rim))
+        for name, f in fields.items()
+    ]
+
+
+def _plain(augmentation: Augmentation) -> Any:
+    return type(augmentation).__name__, sorted(vars(augmentation).items())
+
+
+def _summary(fields: Fields) -> str:
+    return "; ".join(
+        f"{name}: {len(f.source)} of {list(f.source.shape)} in {f.source.name}" for name, f in fields.items()
+    )

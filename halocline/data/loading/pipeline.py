@@ -1,0 +1,237 @@
+"""One step's batch: its reads begun, and later what was read agreed on, exchanged, and handed out.
+
+Steps are begun and finished in order, in one thread a rank, so that all ranks exchange the same things in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...errors import BadSample, DataError
+from ...geometry import Box, Partition, shape_of, whole
+from ...tensor import wrap_with_rim
+from ...world import World
+from ..stores.seen import parts_of
+from ..stores.store import Array
+from .agree import agreed
+from .buffers import Lease, Memory, Pool
+from .exchange import Exchange
+from .held import Held
+from .jobs import Job, transform
+from .layout import Layout
+from .order import Order, Step
+from .readers import Readers
+from .transport import Transport
+
+_log = logging.getLogger("halocline.data")
+_ALONE = 600.0  # seconds that a read may take where no other rank waits
+
+
+@dataclass
+class Batch(Mapping[str, Tensor]):
+    """Tensors by field, cut over the mesh; and which samples they are of which epoch and step."""
+
+    epoch: int
+    step: int
+    samples: tuple[int, ...]
+    tensors: dict[str, Tensor]
+    tick: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@dataclass
+class Counts:
+    """What was done so far on this rank."""
+
+    read_bytes: int = 0  # handed to stores, as they lie there
+    moved_bytes: int = 0  # fetched from other ranks' memory
+    skipped: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Started:
+    """A step whose reads are under way."""
+
+    tick: int
+    step: Step
+    lease: Lease
+    targets: dict[tuple[int, str], Array]
+    reads: list[tuple[int, Future[None]]] = field(default_factory=list)
+    from_disk: bool = False  # does any rank read?
+
+
+class Pipeline:
+    def __init__(
+        self,
+        layout: Layout,
+        order: Order,
+        pool: Pool,
+        readers: Readers,
+        held: Held | None,
+        world: World,
+        policy: str,
+        transport: Transport | None = None,
+    ) -> None:
+        self._layout, self._order, self._pool, self._readers = layout, order, pool, readers
+        self._held, self._world, self._policy, self._transport = held, world, policy, transport
+        self._me = layout.mesh.coordinates
+        self._checked: set[tuple[str, int]] = set()
+        self.bad: set[int] = set()
+        self.counts = Counts()
+
+    def leave(self) -> None:
+        """This rank prepares nothing more: the others should not wait for it."""
+        if self._world is not self._layout.mesh.world:
+            self._world.leave()
+
+    def start(self, tick: int) -> Started:
+        """Take a buffer and begin to read."""
+        step = self._order.step(tick)
+        lease = Lease(self._pool)
+        started = Started(tick, step, lease, self._rooms(step, lease))
+        mine = self._layout.positions(len(step.samples), self._me)
+        for position, sample in enumerate(step.samples):
+            if self._held is not None and self._held.keeps(sample):
+                if self._held.first_time(sample):
+                    started.from_disk = True
+                    self._read_home(started, position)
+            else:
+                started.from_disk = True
+                if mine.lo <= position < mine.hi:
+                    self._read_own(started, position)
+        return started
+
+    def _rooms(self, step: Step, lease: Lease) -> dict[tuple[int, str], Array]:
+        mine = self._layout.positions(len(step.samples), self._me)
+        targets: dict[tuple[int, str], Array] = {}
+        for name, each in self._layout.fields.items():
+            shape = shape_of(self._layout.needed(name, self._me))
+            room = lease.array(name, (mine.size, *shape), each.array_dtype)
+            targets |= {(mine.lo + place, name): room[place] for place in range(mine.size)}
+        return targets
+
+    def _read_own(self, started: Started, position: int) -> None:
+        """This rank's box of a sample, straight into the batch."""
+        step, sample = started.step, started.step.samples[position]
+        views = self._layout.views(step.epoch, sample)
+        for name, each in self._layout.fields.items():
+            box, target = self._layout.needed(name, self._me), started.targets[position, name]
+            at = self._layout.at(name, sample, step.epoch, box)
+            fill = each.fill if views[name].fills(box) else None
+            job = Job(each.source, sample, target, parts_of(views[name], box, target), at, fill, values=each.values)
+            job.check = self._layout.augmented or self._first_look(name, sample)
+            self._submit(started, position, job, started.lease.buffer.memory)
+
+    def _read_home(self, started: Started, position: int) -> None:
+        """The part of a sample that this rank will hold, as it lies on disk."""
+        sample = started.step.samples[position]
+        if self._held is None or not self._held.at_home(sample):
+            return
+        for name, each in self._layout.fields.items():
+            box, tile, memory = self._held.new_tile(sample, name)
+            at = self._layout.at(name, sample, started.step.epoch, box)
+            self._submit(started, position, Job(each.source, sample, tile, [(box, tile)], at), memory)
+
+    def _first_look(self, name: str, sample: int) -> bool:
+        """What lies on disk does not change: values are looked at when they are first read."""
+        new = (name, sample) not in self._checked
+        self._checked.add((name, sample))
+        return new
+
+    def _submit(self, started: Started, position: int, job: Job, memory: Memory) -> None:
+        if started.step.samples[position] in self.bad:
+            return
+        size = job.store.dtype.itemsize
+        self.counts.read_bytes += sum(target.size * size for _, target in job.parts)
+        started.reads.append((position, self._readers.submit(job, memory)))
+
+    def finish(self, started: Started) -> Batch | None:
+        """The batch, when all of it is there; None where all its samples are bad."""
+        step = started.step
+        errors = _errors(started.reads, self._world.deadline or _ALONE)
+        if started.from_disk:
+            self._judge(step, agreed(self._world, errors, len(step.samples)))
+        good = [position for position, sample in enumerate(step.samples) if sample not in self.bad]
+        if self._held is not None and any(self._held.keeps(sample) for sample in step.samples):
+            self._fetch(started, good)
+        batch = self._batch(started, good) if good else None
+        started.lease.close()
+        return batch
+
+    def _judge(self, step: Step, found: Mapping[int, BaseException]) -> None:
+        """Raise, or leave the samples out from now on; the same on every rank."""
+        for position, error in sorted(found.items()):
+            sample = step.samples[position]
+            if self._policy == "raise" or not isinstance(error, BadSample):
+                raise error
+            if sample not in self.bad:
+                self.bad.add(sample)
+                self.counts.skipped.append(sample)
+                _log.warning("left out: %s (%d so far)", error, len(self.bad))
+                if self._held is not None:
+                    self._held.drop(sample)
+
+    def _fetch(self, started: Started, good: list[int]) -> None:
+        assert self._held is not None
+        step = started.step
+        exchange = Exchange(self._held, self._layout, step, good)
+        self.counts.moved_bytes += exchange.run(started.targets, self._world)
+        for (position, name), target in started.targets.items():
+            sample = step.samples[position]
+            if sample not in self.bad and self._held.keeps(sample):
+                box = self._layout.needed(name, self._me)
+                at = self._layout.at(name, sample, step.epoch, box)
+                transform(target, self._layout.fields[name].values, at)
+
+    def _batch(self, started: Started, good: list[int]) -> Batch:
+        step = started.step
+        pieces = self._layout.batch(len(step.samples)).pieces()
+        kept = [sum(piece.lo <= position < piece.hi for position in good) for piece in pieces]
+        mine = self._layout.positions(len(step.samples), self._me)
+        rows = [position - mine.lo for position in good if mine.lo <= position < mine.hi]
+        tensors = {}
+        for name in self._layout.fields:
+            wide = started.lease.tensor(name)
+            if len(rows) < mine.size:
+                wide = wide[rows]
+            tensors[name] = self._placed(name, wide, Partition.from_sizes(kept))
+        samples = tuple(step.samples[position] for position in good)
+        return Batch(step.epoch, step.number, samples, tensors, started.tick)
+
+    def _placed(self, name: str, wide: Tensor, batch: Partition) -> Tensor:
+        """What was read, as a tensor of the mesh that knows its rim."""
+        each, layout = self._layout.fields[name], self._layout
+        if self._transport is not None:
+            wide = self._transport(wide)
+        if each.tensor_dtype != each.wide_dtype:
+            wide = wide.to(each.tensor_dtype)
+        tile, read = layout.tile(name, self._me), layout.needed(name, self._me)
+        own: Box = tuple(i.shift(-all_of.lo) for i, all_of in zip(tile, read, strict=True))
+        reach = {1 + each.dims.index(letter): width for letter, width in each.rim.items()}
+        return wrap_with_rim(wide, (whole(wide.shape[0]), *own), layout.sharding(name, batch), reach)
+
+
+def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:
+    """All are waited for, so that nobody writes into the buffer any more."""
+    found: dict[int, BaseException] = {}
+    for position, future in reads:
+        try:
+            error = future.exception(deadline)
+        except TimeoutError:
+            error = DataError(f"a read has taken more than the {deadline:g} s that a rank may wait; is the disk there?")
+        if error is not None:
+            found.setdefault(position, error)
+    return found

@@ -1,0 +1,91 @@
+"""Who reads: threads of this process, or processes that write into shared memory.
+
+HDF5 lets one thread of a process read at a time. Several readers of it are therefore processes; of all else, threads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...errors import DataError
+from ..processes import Helpers
+from ..stores.store import Array, Store
+from .buffers import Memory
+from .jobs import Job
+
+
+class Readers(Protocol):
+    #: Do they write into memory of other processes?
+    shared: bool
+
+    def submit(self, job: Job, memory: Memory) -> Future[None]: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadReaders:
+    shared = False
+
+    def __init__(self, count: int) -> None:
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="halocline-reader")
+
+    def submit(self, job: Job, memory: Memory) -> Future[None]:
+        return self._threads.submit(job.run)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+Place = tuple[str, int, int]  # a file that only the kernel knows, its size, and the number of that memory
+
+
+class ProcessReaders:
+    shared = True
+
+    def __init__(self, count: int) -> None:
+        self._helpers = Helpers(count)
+
+    @property
+    def pids(self) -> list[int]:
+        return self._helpers.pids
+
+    def submit(self, job: Job, memory: Memory) -> Future[None]:
+        place = f"/proc/{os.getpid()}/fd/{memory.descriptor}", memory.bytes.nbytes, memory.number
+        return self._helpers.threads.submit(self._helpers.call, fill, place, id(job.store), job.sent(memory))
+
+    def close(self) -> None:
+        self._helpers.close()
+
+
+_memories: dict[Place, Array] = {}
+_stores: dict[int, Store] = {}
+
+
+def fill(place: Place, store: int, job: Job) -> None:
+    """In a reader process: do the job on the memory of the process that asks. Files stay open from job to job."""
+    torch.set_num_threads(1)
+    if place not in _memories:
+        _memories[place] = _mapped(*place)
+    replace(job, store=_stores.setdefault(store, job.store)).received(_memories[place]).run()
+
+
+def _mapped(path: str, size: int, number: int) -> Array:
+    with open(path, "r+b") as file:  # noqa: PTH123
+        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+
+
+def make_readers(count: int, stores: Sequence[Store], processes: bool | None) -> Readers:
+    if count < 1:
+        raise DataError(f"readers={count}: one at least reads")
+    if processes is None:
+        processes = count > 1 and any(store.locks for store in stores)
+    made: Any = ProcessReaders if processes else ThreadReaders
+    return made(count)

@@ -1,0 +1,154 @@
+"""Processes of this machine that work for this one, and need nothing of the program that started them.
+
+They are started afresh and do not import the user's main module, so that no script needs a guard.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from typing import IO, Any, TypeVar
+
+from ..errors import DataError, HaloclineError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_HEADER = struct.Struct("<Q")
+_LAST_WORD = 5.0  # seconds that a process may take to end by itself
+_SERVE = "from halocline.data.processes import serve; serve()"
+
+
+class Helper:
+    """Our end of one process. Calls go in by its standard input, one at a time, and answers come by its output."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, "-c", _SERVE]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """The function's result in that process, or its error here."""
+        try:
+            request = pickle.dumps((function, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise DataError(f"this cannot be sent to another process ({error}); read in one process") from error
+        try:
+            _write(self._process.stdin, request)
+            answer, failure = pickle.loads(_read(self._process.stdout))
+        except (OSError, EOFError) as error:
+            raise DataError(f"a reader process has died (exit status {self._status()}); look at its output") from error
+        if failure is not None:
+            raise failure
+        return answer
+
+    def _status(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_LAST_WORD)
+        return None
+
+    def close(self, *, kill: bool = False) -> None:
+        if kill:
+            self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # one that died has nobody to take the last words
+                stream.close()  # type: ignore[union-attr]  # both are pipes
+        try:
+            self._process.wait(_LAST_WORD)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Helpers:
+    """Some processes, and for each a thread of ours that waits for its answers."""
+
+    def __init__(self, count: int) -> None:
+        self._all = [Helper() for _ in range(count)]
+        self._free: queue.SimpleQueue[Helper] = queue.SimpleQueue()
+        for helper in self._all:
+            self._free.put(helper)
+        self.threads = ThreadPoolExecutor(count, thread_name_prefix="halocline-helper")
+
+    @property
+    def pids(self) -> list[int]:
+        return [helper.pid for helper in self._all]
+
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """In whichever process is free; to be run in ``threads``, of which there are as many."""
+        helper = self._free.get()
+        try:
+            return helper.call(function, *arguments)
+        finally:
+            self._free.put(helper)
+
+    def close(self, *, kill: bool = False) -> None:
+        if kill:
+            for helper in self._all:
+                helper.close(kill=True)
+        self.threads.shutdown(wait=True, cancel_futures=True)
+        for helper in self._all if not kill else ():
+            helper.close()
+
+
+def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> Iterator[Result]:
+    """``work(item)`` of every item, in any order; with one job in this process."""
+    if jobs <= 1 or len(items) <= 1:
+        yield from map(work, items)
+        return
+    helpers, done = Helpers(min(jobs, len(items))), False
+    try:
+        futures = [helpers.threads.submit(helpers.call, work, item) for item in items]
+        for future in as_completed(futures):
+            yield future.result()
+        done = True
+    finally:
+        helpers.close(kill=not done)  # what is not wanted any more is not waited for
+
+
+def _write(stream: IO[bytes] | None, data: bytes) -> None:
+    stream.write(_HEADER.pack(len(data)) + data)  # type: ignore[union-attr]  # a pipe
+    stream.flush()  # type: ignore[union-attr]
+
+
+def _read(stream: IO[bytes] | None) -> bytes:
+    head = stream.read(_HEADER.size)  # type: ignore[union-attr]  # a pipe
+    if len(head) < _HEADER.size:
+        raise EOFError("the other end has closed")
+    return stream.read(_HEADER.unpack(head)[0])  # type: ignore[union-attr]
+
+
+def serve() -> None:
+    """What such a process does: its standard output is for answers, and whatever others print goes to the errors."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            request = _read(sys.stdin.buffer)
+        except EOFError:
+            return
+        _write(answers, pickle.dumps(_outcome(request), protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def _outcome(request: bytes) -> tuple[Any, Exception | None]:
+    try:
+        function, arguments = pickle.loads(request)
+    except Exception as error:  # noqa: BLE001  told to the process that asked
+        return None, DataError(f"another process cannot import this ({error}); read in one process")
+    try:
+        return function(*arguments), None
+    except HaloclineError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001  told to the process that asked
+        return None, DataError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,117 @@
+"""How ranks agree while they stage: small tables heard by all, and errors raised by all together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...world import Label, World
+from .listing import StageError, Tick
+from .watch import Watched
+
+T = TypeVar("T")
+Table = NDArray[np.int64]
+
+LABEL = Label("stage", "agreement")
+HEARTBEAT = 0.25  # seconds between agreements while somebody still works: far below any deadline
+_TEXT = 4096  # bytes of an error that all ranks get to see
+
+
+class Council:
+    """All ranks. Those with a *seat* have a row in what is heard; the others listen."""
+
+    def __init__(self, world: World, patience: float) -> None:
+        self.world, self.patience = world, patience
+        self.ranks = tuple(range(world.size))
+        self.seats: tuple[int, ...] = self.ranks
+
+    def hear(self, row: Sequence[int], error: str | None = None) -> Table:
+        """Everybody's row, by seat. Where some rank has an error, all raise that of the first."""
+        mine = [*row, int(error is not None)]
+        table = self.gathered(torch.tensor(mine, dtype=torch.int64)).numpy()
+        failed = np.flatnonzero(table[:, -1])
+        if failed.size:
+            self._raise_that_of(self.seats[int(failed[0])], error or "")
+        return table[:, :-1]
+
+    def gathered(self, row: Tensor) -> Tensor:
+        """Rows of whole numbers from 0, one a seat; the same shape on all ranks."""
+        table = torch.zeros((len(self.seats), *row.shape), dtype=row.dtype)
+        if self.world.rank in self.seats:
+            table[self.seats.index(self.world.rank)] = row
+        return self.world.maximum(table, self.ranks, LABEL)
+
+    def _raise_that_of(self, rank: int, error: str) -> None:
+        told = error.encode("utf-8", "backslashreplace")[:_TEXT].ljust(_TEXT, b"\0")
+        heard = self.told(told, rank)
+        raise StageError(heard.rstrip(b"\0").decode("utf-8", "replace"))
+
+    def told(self, message: bytes, rank: int) -> bytes:
+        """That rank's message, on all; as long as each rank's own."""
+        order = (rank, *(other for other in self.ranks if other != rank))
+        sent = torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy())
+        return self.world.broadcast(sent, order, LABEL).numpy().tobytes()
+
+    def tell(self, message: bytes | None, rank: int = 0) -> bytes:
+        """The same, where the others do not know how long it is."""
+        length = int(self.gathered(torch.tensor([len(message or b"")])).max())
+        return self.told(message if message is not None else bytes(length), rank)
+
+    def together(self, work: Callable[[Tick], T] | None, who: str) -> T | None:
+        """Each rank's own work, or none. All go on when the last has done it, and raise if one has failed.
+
+        They keep hearing of each other meanwhile, so that work may last longer than the world's deadline.
+        """
+        watched = None if work is None else Watched(work, self.patience)
+        while True:
+            busy = watched is not None and not watched.wait(HEARTBEAT)
+            error = None if watched is None or busy else watched.error
+            table = self.hear([int(busy)], None if error is None else f"{who}: {reason(error)}")
+            if not table.any():
+                return None if watched is None else watched.result()
+
+
+def reason(error: BaseException) -> str:
+    """An error as the end of a sentence; one of our own says it all."""
+    if isinstance(error, StageError):
+        return str(error)
+    if isinstance(error, OSError):
+        named = f" ({error.filename!a})" if error.filename is not None else ""
+        return f"{error.strerror or error}{named}"
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- nodes ----
+
+
+def find_nodes(council: Council) -> tuple[tuple[int, ...], int]:
+    """The ranks that work, one a node, and the number of this rank's node among them."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    table = council.hear([1 + local, *_whereabouts()])
+    workers = tuple(int(rank) for rank in np.flatnonzero(table[:, 0] == 1))
+    if not workers:
+        return council.ranks, council.world.rank
+    return workers, _own(workers, council.world.rank, table)
+
+
+def _own(workers: tuple[int, ...], rank: int, table: Any) -> int:
+    if rank in workers:
+        return workers.index(rank)
+    alike = [node for node, worker in enumerate(workers) if (table[worker, 1:] == table[rank, 1:]).all()]
+    if len(alike) == 1:
+        return alike[0]
+    return max(0, sum(worker <= rank for worker in workers) - 1)  # ranks of a node follow each other
+
+
+def _whereabouts() -> tuple[int, int]:
+    number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
+    host = zlib.crc32(socket.gethostname().encode())
+    return host, int(number) if number.isdigit() else 0

@@ -1,0 +1,132 @@
+"""What there is to stage: one walk over the source, by one rank, told to all others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import HaloclineError
+
+PREFIX = ".halocline-stage"  # of every name that staging leaves beside the data: never staged itself
+
+Tick = Callable[[], None]  # called now and then by long work, to say that it goes on
+
+
+class StageError(HaloclineError, OSError):
+    """Files that could not be staged. Raised on every rank, with the same text, which names the node and the file."""
+
+
+class File(NamedTuple):
+    """A file of the source as the listing saw it; the path is relative, with slashes."""
+
+    path: str
+    size: int
+    modified: int  # nanoseconds
+
+    def __str__(self) -> str:
+        return ascii(self.path)  # any name can be printed so
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files in the order of their paths, and folders that hold nothing."""
+
+    root: str
+    files: tuple[File, ...]
+    folders: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def encoded(self) -> bytes:
+        # JSON's escapes carry names that are not UTF-8 too.
+        return zlib.compress(json.dumps([self.root, self.files, self.folders]).encode(), 1)
+
+    @staticmethod
+    def decoded(told: bytes) -> Listing:
+        root, files, folders = json.loads(zlib.decompress(told))
+        return Listing(root, tuple(File(*file) for file in files), tuple(folders))
+
+
+def list_source(source: Path, pattern: str, tick: Tick) -> Listing:
+    """Walk over ``source``, a folder or a single file. Links are followed, as are those to folders."""
+    root = source.absolute()
+    if not root.exists():
+        raise StageError(f"there is nothing at {source} to stage; give a file or folder that every node can read")
+    if not root.is_dir():
+        found = root.stat()
+        return Listing(str(root.parent), (File(root.name, found.st_size, found.st_mtime_ns),), ())
+    entries = sorted(_walk(str(root), "", (), matcher(pattern), tick))
+    files = tuple(entry for entry in entries if entry.size >= 0)
+    if not files:
+        raise StageError(f"no file under {source} matches {pattern!r}; '**/*' takes all of them")
+    return Listing(str(root), files, tuple(entry.path for entry in entries if entry.size < 0))
+
+
+def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: Matcher, tick: Tick) -> Iterator[File]:
+    """All files below ``folder``; a folder that holds nothing is one of size -1."""
+    with os.scandir(folder) as scan:
+        entries = [entry for entry in scan if not entry.name.startswith(PREFIX)]
+    if not entries and prefix and wanted(prefix[:-1]):
+        yield File(prefix[:-1], -1, 0)
+    here = _identity(folder)
+    if here in above:
+        raise StageError(f"{folder!a} leads back to a folder above it; take away that link or stage without it")
+    for entry in entries:
+        tick()
+        path = prefix + entry.name
+        if entry.is_dir():
+            yield from _walk(entry.path, path + "/", (*above, here), wanted, tick)
+        elif wanted(path):
+            yield _file(entry, path)
+
+
+def _file(entry: os.DirEntry[str], path: str) -> File:
+    try:
+        found = entry.stat()
+    except OSError as error:
+        why = "a link to nowhere" if entry.is_symlink() else error.strerror
+        raise StageError(
+            f"{entry.path!a} cannot be staged: {why}; take it away or leave it out by a pattern"
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise StageError(f"{entry.path!a} is no plain file (a pipe, a device); leave it out by a pattern")
+    return File(path, found.st_size, found.st_mtime_ns)
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    found = Path(folder).stat()
+    return found.st_dev, found.st_ino
+
+
+# ---- patterns ----
+
+Matcher = Callable[[str], object]
+_WILD = re.compile(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])")
+_MEANING = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+def matcher(pattern: str) -> Matcher:
+    """Does a relative path match? ``*`` stays within a folder, ``**`` goes through any number of them.
+
+    >>> [bool(matcher("**/*.nc")(path)) for path in ("a.nc", "x/y/a.nc", "a.nc.old")]
+    [True, True, False]
+    """
+    try:
+        return re.compile("".join(map(_meaning, _WILD.split(pattern))), re.DOTALL).fullmatch
+    except re.error as error:
+        raise StageError(f"the pattern {pattern!r} makes no sense: {error}") from error
+
+
+def _meaning(part: str) -> str:
+    if _WILD.fullmatch(part) and part.startswith("["):
+        return part.replace("[!", "[^", 1)
+    return _MEANING.get(part) or re.escape(part)

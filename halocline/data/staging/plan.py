@@ -1,0 +1,170 @@
+"""Who reads what, who passes it on to whom, and in which order: pure functions that every node works out alike.
+
+A file goes from its giver along a chain of all nodes that lack it, in the order of a ring that begins at the giver, cut
+into blocks. Every node sends and receives each byte at most once: with many givers that is as good as each sending to
+each, and with a single one better by the number of nodes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Marks = NDArray[np.bool_]  # by node and file
+
+TRAILER = 8  # bytes behind each file on its way: its checksum
+HOP = 2  # steps from one hop to the next: two exchanges can be under way, and links do not fall idle between them
+ROUND = 4  # blocks of a round that go over each link at each of those two places, for each node
+
+
+class Job(NamedTuple):
+    """A file to be passed along ``chain``: its giver first, then those that lack it."""
+
+    file: int
+    length: int  # the trailer included
+    chain: tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Bytes of a job that travel together."""
+
+    job: Job
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Block(NamedTuple):
+    """What a giver sends at once; its hops are at the steps ``begin``, ``begin + HOP``, ... of its round."""
+
+    segments: tuple[Segment, ...]
+    begin: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """By node: the files to read from the source, and the jobs to give, those held already first."""
+
+    reads: list[list[int]]
+    jobs: list[list[Job]]
+
+
+def wanted_files(files: int, nodes: int, count: int | None, seed: int) -> Marks:
+    """All files on every node, or for each node a random choice of its own."""
+    if count is None:
+        return np.ones((nodes, files), dtype=np.bool_)
+    wanted = np.zeros((nodes, files), dtype=np.bool_)
+    for node in range(nodes):
+        wanted[node, np.random.default_rng([seed, node]).permutation(files)[:count]] = True
+    return wanted
+
+
+def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> Plan:
+    """A file that some node holds is given by such a node; any other is read by one node of those that want it.
+
+    Bytes read and bytes given are balanced, the largest files first.
+    """
+    nodes = len(wanted)
+    lacking = wanted & ~held
+    reading, giving = np.zeros(nodes), np.zeros(nodes)
+    giver = np.full(len(sizes), -1)
+    for file in sorted(np.flatnonzero(lacking.any(0)).tolist(), key=lambda file: -sizes[file]):
+        load, able = (giving, held[:, file]) if held[:, file].any() else (reading, wanted[:, file])
+        candidates = np.flatnonzero(able)
+        giver[file] = candidates[np.argmin(load[candidates])]
+        load[giver[file]] += sizes[file] + 1  # so that empty files are shared out too
+    plan = Plan([[] for _ in range(nodes)], [[] for _ in range(nodes)])
+    # Held files first: they can go while others are read. Otherwise by path, as they lie in their folders.
+    for file in sorted(np.flatnonzero(giver >= 0).tolist(), key=lambda file: (not held[giver[file], file], file)):
+        _assign(plan, file, int(giver[file]), sizes[file], lacking[:, file], bool(held[giver[file], file]))
+    return plan
+
+
+def _assign(plan: Plan, file: int, giver: int, size: int, lacking: NDArray[np.bool_], held: bool) -> None:
+    if not held:
+        plan.reads[giver].append(file)
+    receivers = [node for node in np.flatnonzero(lacking).tolist() if node != giver]
+    if receivers:
+        plan.jobs[giver].append(job_of(file, size, giver, receivers, len(lacking)))
+
+
+def job_of(file: int, size: int, giver: int, receivers: Sequence[int], nodes: int) -> Job:
+    return Job(file, size + TRAILER, (giver, *sorted(receivers, key=lambda node: (node - giver) % nodes)))
+
+
+class Streams:
+    """The jobs of all givers, and how far each has come; the same on every node."""
+
+    def __init__(self, plan: Plan, block_bytes: int) -> None:
+        self.jobs = plan.jobs
+        self.block_bytes = block_bytes
+        self._places = [(0, 0) for _ in plan.jobs]  # job, bytes of it that have gone
+
+    def again(self, file: int, size: int, receiver: int) -> None:
+        """One more job for the same giver, since the file did not arrive as it should."""
+        giver = next(node for node, jobs in enumerate(self.jobs) if any(job.file == file for job in jobs))
+        self.jobs[giver].append(job_of(file, size, giver, [receiver], len(self.jobs)))
+
+    def take(self, ready: Sequence[int]) -> list[Block]:
+        """The blocks of a round, where the first ``ready`` jobs of each giver can go.
+
+        A lone giver sends a block at each step, many take turns, so that each link carries about one block a step.
+        """
+        active = [giver for giver, count in enumerate(ready) if self._places[giver][0] < count]
+        if not active:
+            return []
+        stride = max(1, min(len(active), len(self.jobs) - 1))
+        blocks = []
+        for turn in range(HOP * -(-ROUND * len(self.jobs) // len(active))):
+            begin = HOP * stride * (turn // HOP) + turn % HOP
+            for giver in active:
+                if segments := self._segments(giver, ready[giver]):
+                    blocks.append(Block(segments, begin))
+        return blocks
+
+    def _segments(self, giver: int, ready: int) -> tuple[Segment, ...]:
+        found, room = [], self.block_bytes
+        number, start = self._places[giver]
+        while number < ready and room:
+            job = self.jobs[giver][number]
+            stop = min(job.length, start + room)
+            found.append(Segment(job, start, stop))
+            room -= stop - start
+            number, start = (number + 1, 0) if stop == job.length else (number, stop)
+        self._places[giver] = number, start
+        return tuple(found)
+
+
+Stops = dict[int, dict[int, list[Segment]]]  # by step and peer
+
+
+@dataclass
+class Itinerary:
+    """What one node sends and receives in a round."""
+
+    steps: int = 0
+    sends: Stops = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    receives: Stops = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+
+
+def itinerary(blocks: Sequence[Block], node: int) -> Itinerary:
+    """Where the k-th of a chain receives a block, and when it sends it on."""
+    found = Itinerary()
+    for block in blocks:
+        for segment in block.segments:
+            chain = segment.job.chain
+            found.steps = max(found.steps, block.begin + HOP * (len(chain) - 2) + 1)
+            place = chain.index(node) if node in chain else -1
+            if place > 0:
+                found.receives[block.begin + HOP * (place - 1)][chain[place - 1]].append(segment)
+            if 0 <= place < len(chain) - 1:
+                found.sends[block.begin + HOP * place][chain[place + 1]].append(segment)
+    return found

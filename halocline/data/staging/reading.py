@@ -1,0 +1,156 @@
+"""A node's share of the source, read by a few threads; and the ledger in which all its threads write what they did."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from .council import reason
+from .listing import File, Listing, Tick
+from .shelf import FULL, PIECE, Damaged, Part, Shelf, free_bytes
+from .watch import Abandoned, Watched
+
+BACKOFF, LONGEST = 0.1, 5.0  # seconds before the second attempt, doubled for each further one
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to try."""
+
+    threads: int
+    retries: int
+    patience: float  # seconds without a byte after which a read has failed
+
+    def backoff(self, attempt: int) -> float:
+        return min(LONGEST, BACKOFF * 2.0**attempt)
+
+
+class Ledger:
+    """What a node has and lacks. Threads write, the one that agrees with other nodes reads."""
+
+    def __init__(self, node: int, files: Sequence[File], wanted: Iterable[int], held: Iterable[int]) -> None:
+        self.node, self.files = node, files
+        self.landed = set(held)
+        self.lacking = set(wanted) - self.landed
+        self.lacking_bytes = sum(files[file].size for file in self.lacking)
+        self.counts: Counter[str] = Counter()
+        self.error: str | None = None
+        self.astray: deque[int] = deque()  # files that did not arrive whole, and should come once more
+        self.news = threading.Event()
+        self.stopping = threading.Event()
+        self._lock = threading.Lock()
+
+    def land(self, file: int, how: str) -> None:
+        """It lies here, whole; ``how`` it came is counted."""
+        with self._lock:
+            self.landed.add(file)
+            if file in self.lacking:
+                self.lacking.remove(file)
+                self.lacking_bytes -= self.files[file].size
+        self.count(how, self.files[file].size)
+        self.news.set()
+
+    def count(self, what: str, size: int) -> None:
+        with self._lock:
+            self.counts[f"{what}_files"] += 1
+            self.counts[f"{what}_bytes"] += size
+
+    def tally(self, what: str, amount: int = 1) -> None:
+        with self._lock:
+            self.counts[what] += amount
+
+    def stray(self, file: int) -> None:
+        self.tally("retried")
+        self.astray.append(file)
+        self.news.set()
+
+    def give_up(self, text: str) -> None:
+        """The first word counts."""
+        with self._lock:
+            self.error = self.error or f"node {self.node}: {text}"
+        self.news.set()
+
+    def full(self, shelf: Shelf, file: File, error: OSError) -> None:
+        self.give_up(
+            f"{shelf.root} is full: {reason(error)} while writing {file}; {self.lacking_bytes:,} bytes are still to "
+            f"come and {free_bytes(shelf.root):,} are free; make room and stage again: what is finished stays"
+        )
+
+
+class Readers:
+    """Threads that read files one after the other from the source, each with a few attempts."""
+
+    def __init__(self, listing: Listing, shelf: Shelf, ledger: Ledger, files: Iterable[int], effort: Effort) -> None:
+        self.listing, self.shelf, self.ledger, self.effort = listing, shelf, ledger, effort
+        self._waiting = deque(files)
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(effort.threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(1.0)  # one that hangs in a read is left behind
+
+    def _work(self) -> None:
+        while not self.ledger.stopping.is_set():
+            try:
+                file = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self._bring(file)
+            except Exception as error:  # noqa: BLE001 - a thread that died in silence would leave all waiting
+                self.ledger.give_up(reason(error))
+
+    def _bring(self, number: int) -> None:
+        """Attempts, until one succeeds."""
+        file, ledger = self.listing.files[number], self.ledger
+        for attempt in range(1 + self.effort.retries):
+            try:
+                Watched(partial(self._copy, file), self.effort.patience).result()
+                return ledger.land(number, "read")
+            except Abandoned:
+                return None
+            except OSError as error:
+                if error.errno in FULL:
+                    return ledger.full(self.shelf, file, error)
+                last = error
+            if attempt < self.effort.retries:
+                ledger.tally("retried")
+                ledger.stopping.wait(self.effort.backoff(attempt))
+        return ledger.give_up(
+            f"{file} could not be brought from {self.listing.root} in {1 + self.effort.retries} attempts: "
+            f"{reason(last)}; set it right and stage again: what is finished stays"
+        )
+
+    def _copy(self, file: File, tick: Tick) -> None:
+        part = self.shelf.part(file)
+        try:
+            self._read(file, part, tick)
+            part.finish(part.crc)
+        finally:
+            part.discard()
+
+    def _read(self, file: File, part: Part, tick: Tick) -> None:
+        room = memoryview(bytearray(min(PIECE, file.size + 1)))
+        self.ledger.tally("opens")
+        with Path(self.listing.root, file.path).open("rb", buffering=0) as source:
+            _check_unchanged(file, os.fstat(source.fileno()))
+            while part.written <= file.size and (count := source.readinto(room)):
+                if self.ledger.stopping.is_set():
+                    raise Abandoned
+                part.write(room[:count])
+                tick()
+            _check_unchanged(file, os.fstat(source.fileno()))
+
+
+def _check_unchanged(file: File, now: os.stat_result) -> None:
+    if now.st_size != file.size:
+        raise Damaged(f"the source changed while it was staged: {file.size:,} bytes when listed, {now.st_size:,} now")
+    if now.st_mtime_ns != file.modified:
+        raise Damaged("the source changed while it was staged: it was written to after it was listed")

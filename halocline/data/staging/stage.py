@@ -1,0 +1,276 @@
+"""Staging: files of a shared file system copied to the storage of every node, each read from the source once in all.
+
+    report = hc.data.stage("/shared/run7.zarr", "/local/run7.zarr")  # on every rank
+
+One node reads a file, with a few threads; from there it is passed on between nodes over the network, in blocks, while
+further files are read. A file appears under its name only when it is whole, on storage, and of the checksum that its
+reader computed. Staged again, after a kill or for other nodes, whatever some node holds is passed on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...world import Mesh, World, this_world
+from .council import Council, Table, find_nodes
+from .listing import Listing, StageError, Tick, list_source
+from .plan import Marks, Plan, Streams, make_plan, wanted_files
+from .reading import LONGEST, Effort, Ledger, Readers
+from .relay import Passing, block_bytes
+from .shelf import Shelf
+
+__all__ = ["NodeReport", "StageError", "StageReport", "stage"]
+
+Progress = Callable[[int, int], None]  # bytes that lie where they are wanted, and how many it will be, on all nodes
+
+PAUSE = 0.05  # seconds until ranks ask each other again, when there was nothing to pass on
+READY, LEFT, ASTRAY, MISSING = range(4)  # columns of what nodes tell each other between rounds
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node did. What it passed on includes what only went through it."""
+
+    read_files: int
+    read_bytes: int
+    opens: int  # of source files, further attempts included
+    passed_files: int
+    passed_bytes: int
+    received_files: int
+    received_bytes: int
+    present_files: int  # already there
+    present_bytes: int
+    retried: int  # reads and arrivals that failed at first
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What staging did, the same on every rank but for ``destination``: this rank's node's own."""
+
+    destination: Path
+    files: int  # of the source
+    bytes: int
+    seconds: float
+    nodes: tuple[NodeReport, ...]
+
+    def total(self, what: str) -> int:
+        """Over all nodes."""
+        return sum(getattr(node, what) for node in self.nodes)
+
+    @property
+    def opens(self) -> int:
+        """How often a file of the source was opened, by all nodes together."""
+        return self.total("opens")
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes that came to rest on some node, each second."""
+        return (self.total("read_bytes") + self.total("received_bytes")) / max(self.seconds, 1e-9) / 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        totals = {field.name: self.total(field.name) for field in fields(NodeReport)}
+        return {
+            **asdict(self),
+            "destination": str(self.destination),
+            **totals,
+            "gigabytes_per_second": self.gigabytes_per_second,
+            "nodes": [asdict(node) for node in self.nodes],
+        }
+
+
+def stage(
+    source: str | Path,
+    destination: str | Path,
+    mesh: Mesh | World | None = None,
+    *,
+    pattern: str = "**/*",
+    readers: int = 4,
+    count: int | None = None,
+    seed: int = 0,
+    retries: int = 3,
+    verify: bool = False,
+    timeout: float = 120.0,
+    progress: Progress | None = None,
+) -> StageReport:
+    """Copy the files under ``source`` that match ``pattern`` to ``destination`` on every node; called by all ranks.
+
+    On each node the rank with ``LOCAL_RANK`` 0 does the work. ``{node}`` in the destination becomes the node's number.
+    ``count`` gives every node that many files, chosen at random by ``seed`` and node, in place of all. Each node reads
+    with ``readers`` threads; what fails, or moves nothing for ``timeout`` seconds, is tried ``retries`` times more.
+    A file that lies there with the right size is kept; ``verify`` reads it and compares its checksum too.
+
+    A failure raises :class:`StageError` on every rank, a node that dies ``RankFailure``. Either way, finished files
+    stay, and staging again goes on from there.
+    """
+    _check(readers, count, retries, timeout)
+    begun = time.monotonic()
+    world = mesh.world if isinstance(mesh, Mesh) else mesh or this_world()
+    own = world.beside()
+    try:
+        staging = Staging(Council(own, timeout), Path(destination), Effort(readers, retries, timeout))
+        staging.list_files(Path(source), pattern, count, seed)
+        with ExitStack() as cleaning:
+            counts = staging.run(verify, progress or (lambda done, total: None), cleaning)
+        report = staging.report(counts, begun)
+    except StageError:  # which all ranks raise
+        own.close()
+        raise
+    except BaseException:
+        own.leave()
+        raise
+    own.close()
+    return report
+
+
+def _check(readers: int, count: int | None, retries: int, timeout: float) -> None:
+    least = {"readers": (readers, 1), "count": (1 if count is None else count, 1), "retries": (retries, 0)}
+    for name, (value, minimum) in least.items():
+        if value < minimum:
+            raise StageError(f"{name}={value} makes no sense; give {minimum} or more")
+    if timeout <= 0:
+        raise StageError(f"timeout={timeout:g} makes no sense; give seconds")
+
+
+class Staging:
+    """One call of :func:`stage`, as one rank sees it."""
+
+    def __init__(self, council: Council, destination: Path, effort: Effort) -> None:
+        self.council, self.destination, self.effort = council, destination, effort
+        self.workers, self.node = find_nodes(council)
+        self.works = council.world.rank in self.workers
+        self.name = f"node {self.node}"
+        self.shelf = Shelf(destination, self.node)
+
+    def list_files(self, source: Path, pattern: str, count: int | None, seed: int) -> None:
+        """Rank 0 walks over the source once, and tells the others."""
+        self.source = source
+        first = self.council.world.rank == 0
+        found = self.council.together(partial(list_source, source, pattern) if first else None, "listing the source")
+        self.listing = Listing.decoded(self.council.tell(found.encoded() if found else None))
+        files = self.listing.files
+        if count is not None and count > len(files):
+            raise StageError(f"count={count}: there are {len(files)} files under {source} that match {pattern!r}")
+        self.sizes = [file.size for file in files]
+        self.wanted = wanted_files(len(files), len(self.workers), count, seed)
+        self.total_bytes = int((self.wanted @ np.array(self.sizes, dtype=np.int64)).sum())
+
+    def run(self, verify: bool, progress: Progress, cleaning: ExitStack) -> Table:
+        self.council.seats = self.workers  # from here on, the others listen
+        cleaning.callback(self.shelf.close)
+        held = self._take_stock(verify)
+        if not self.works:
+            return self._listen(progress)
+        crew = Crew(self, held, make_plan(self.sizes, self.wanted, held))
+        cleaning.callback(crew.close)
+        return crew.run(progress)
+
+    # ---- what is there ----
+
+    def _take_stock(self, verify: bool) -> Marks:
+        """Which node holds which files; leftovers are removed, and there is room for the rest."""
+        own = self.council.together(partial(self._look, verify) if self.works else None, self.name)
+        row = np.packbits(own if own is not None else np.zeros(len(self.sizes), dtype=np.bool_))
+        table = self.council.gathered(torch.from_numpy(row)).numpy()
+        return np.unpackbits(table, axis=1, count=len(self.sizes)).astype(np.bool_)
+
+    def _look(self, verify: bool, tick: Tick) -> Marks:
+        here = self.shelf.root.resolve()
+        if self.source.resolve() in (here, *here.parents, *(here / file.path for file in self.listing.files[:1])):
+            raise StageError(f"the destination {here} lies inside the source {self.source}; stage to another place")
+        self.shelf.open()
+        held = self.shelf.holdings(self.listing.files, verify, self.effort.threads, tick)
+        self.shelf.check_space(int(np.array(self.sizes, dtype=np.int64)[self.wanted[self.node] & ~held].sum()))
+        self.shelf.make_folders(self.listing)
+        return held
+
+    # ---- the end ----
+
+    def _listen(self, progress: Progress) -> Table:
+        """A rank that does not work hears when the others have done it."""
+        while True:
+            table = self.council.hear([0] * 4)
+            self.tell(progress, table)
+            if not table[:, LEFT].any():
+                return self.council.hear([0] * len(fields(NodeReport)))
+
+    def tell(self, progress: Progress, table: Table) -> None:
+        progress(self.total_bytes - int(table[:, MISSING].sum()), self.total_bytes)
+
+    def report(self, counts: Table, begun: float) -> StageReport:
+        nodes = tuple(NodeReport(*map(int, row)) for row in counts)
+        # The slowest rank's time, in microseconds as tables hold whole numbers.
+        self.council.seats = self.council.ranks
+        seconds = self.council.hear([int((time.monotonic() - begun) * 1e6)]).max() / 1e6
+        return StageReport(self.shelf.root, len(self.sizes), self.listing.total_bytes, float(seconds), nodes)
+
+
+class Crew:
+    """A node at work: threads read and write, while rounds of blocks go between nodes."""
+
+    def __init__(self, staging: Staging, held: Marks, plan: Plan) -> None:
+        self.council, self.staging, node = staging.council, staging, staging.node
+        wanted = staging.wanted[node]
+        self.ledger = Ledger(
+            node, staging.listing.files, np.flatnonzero(wanted).tolist(), np.flatnonzero(held[node]).tolist()
+        )
+        for file in np.flatnonzero(wanted & held[node]).tolist():
+            self.ledger.count("present", staging.sizes[file])
+        self.streams = Streams(plan, block_bytes(len(staging.workers)))
+        parts = staging.shelf, self.ledger
+        self.passing = Passing(staging.council.world, staging.workers, *parts, staging.effort)
+        self.readers = Readers(staging.listing, *parts, plan.reads[node], staging.effort)
+        self._ready = 0
+        self._last: tuple[bytes, float] = (b"", time.monotonic())
+
+    def close(self) -> None:
+        self.ledger.stopping.set()
+        self.readers.join()
+        self.passing.close()
+
+    def run(self, progress: Progress) -> Table:
+        while True:
+            table = self.council.hear(self._row(), self.ledger.error)
+            self.staging.tell(progress, table)
+            if not table[:, LEFT].any():
+                return self.council.hear([self.ledger.counts[field.name] for field in fields(NodeReport)])
+            self._send_again(table[:, ASTRAY])
+            blocks = self.streams.take(table[:, READY].tolist())
+            self._watch(table, bool(blocks))
+            if blocks:
+                self.passing.round(blocks)
+            else:
+                self.ledger.news.wait(PAUSE)
+                self.ledger.news.clear()
+
+    def _row(self) -> list[int]:
+        ledger, jobs = self.ledger, self.streams.jobs[self.staging.node]
+        while self._ready < len(jobs) and jobs[self._ready].file in ledger.landed:
+            self._ready += 1
+        astray = 1 + ledger.astray.popleft() if ledger.astray else 0
+        return [self._ready, len(ledger.lacking), astray, ledger.lacking_bytes]
+
+    def _send_again(self, astray: Table) -> None:
+        """A file that some node did not get whole; every node hears of it and queues it alike."""
+        for node, number in enumerate(astray.tolist()):
+            if number:
+                self.streams.again(number - 1, self.staging.sizes[number - 1], node)
+        if astray.any():
+            time.sleep(self.staging.effort.backoff(0))
+
+    def _watch(self, table: Table, moving: bool) -> None:
+        """Every wait inside has its deadline; this one is for what nobody thought of."""
+        now, seen = time.monotonic(), table.tobytes()
+        if moving or seen != self._last[0]:
+            self._last = seen, now
+        effort = self.staging.effort
+        if now - self._last[1] > (effort.patience + LONGEST) * (effort.retries + 2):
+            self.ledger.give_up(f"staging stands still; files that each node still lacks: {table[:, LEFT].tolist()}")

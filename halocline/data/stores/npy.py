@@ -1,0 +1,39 @@
+"""npy files, mapped into memory: the kernel reads the pages that are touched, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from .files import FileStore, Index
+from .store import Array
+
+
+class Npy(FileStore):
+    """A file that shrinks while it is read ends the process (SIGBUS), as with every mapped file: write anew and rename.
+
+    It has no checksum: bytes that change on the disk go unnoticed.
+    """
+
+    suffixes = (".npy",)
+
+    def open_file(self, path: Path) -> OpenedNpy:
+        return OpenedNpy(path)
+
+
+class OpenedNpy:
+    chunks = None
+
+    def __init__(self, path: Path) -> None:
+        data = np.lib.format.open_memmap(path, mode="r")
+        if data.dtype.kind not in "biufc":
+            raise DataError(f"{path} holds {data.dtype}, and not numbers")
+        self._data, self.shape, self.dtype = data, data.shape, data.dtype
+
+    def read(self, index: Index, out: Array) -> None:
+        out[...] = self._data[index]
+
+    def close(self) -> None:
+        """The mapping goes with its last user, who may be in another thread."""

@@ -1,0 +1,73 @@
+"""A path as a store: its name says of which kind."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from ...errors import DataError
+from .contents import Contents, Kind, contents, kind_of
+from .files import FileStore, expand
+from .hdf5 import HDF5
+from .nifti import Nifti
+from .npy import Npy
+from .zarr import Zarr
+
+
+def open_store(
+    path: str | Path, dims: str | None = None, dataset: str | None = None, order: str | None = None
+) -> FileStore:
+    """A file, a folder of files or a pattern, of HDF5, Zarr, npy or NIfTI.
+
+    ``dims`` may be left out where the file names its dims, and ``dataset`` where there is only one.
+    """
+    dataset = dataset.strip("/") if dataset is not None else None
+    paths, kind = files_of(path)
+    found = _chosen(paths[0], dataset) if dims is None or (dataset is None and kind in (HDF5, Zarr)) else None
+    name = dataset if dataset is not None else (found.name if found is not None else "")
+    if dims is None:
+        dims = found.dims if found is not None else None
+    if dims is None:
+        shape = list(found.shape) if found is not None else []
+        raise DataError(
+            f"{paths[0]} does not say which of its dims {shape} is which; name them in the order in which they lie, "
+            "such as --dims NCDHW (N: samples, C: channels, T: time, D, H, W: space)"
+        )
+    if kind is HDF5:
+        return HDF5(paths, name, dims, order)
+    if kind is Zarr:
+        return Zarr(paths, dims, order, array=name)
+    if dataset:
+        raise DataError(f"{paths[0]} holds one array, without a name; leave out the name {dataset!r}")
+    return Nifti(paths, dims, order) if kind is Nifti else Npy(paths, dims, order)
+
+
+def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
+    """The files that a path names, all of one kind."""
+    if Path(path).is_dir() and kind_of(Path(path)) is None:
+        found = [file for file in sorted(Path(path).iterdir()) if kind_of(file) is not None]
+    elif Path(path).exists() or not glob.has_magic(str(path)):
+        found = [Path(path)]
+    else:
+        found = [file for file in expand(path, ()) if kind_of(file) is not None]
+    if not found or not found[0].exists():
+        raise DataError(f"{path}: there is no .npy, .h5, .zarr or .nii here")
+    kinds = {kind_of(file) for file in found}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        what = (
+            "holds files of several kinds" if kinds else "is none of the files that can be read: .npy, .h5, .zarr, .nii"
+        )
+        raise DataError(f"{path} {what}; name those that are meant, such as 'folder/*.h5'")
+    return tuple(found), kind
+
+
+def _chosen(path: Path, dataset: str | None) -> Contents:
+    there = contents(path)
+    named = [each for each in there if dataset is None or each.name == dataset]
+    if len(named) == 1:
+        return named[0]
+    names = ", ".join(each.name for each in there[:12]) or "none"
+    if dataset is not None:
+        raise DataError(f"{path} has no dataset {dataset!r}; there: {names}")
+    raise DataError(f"{path} holds {len(there)} datasets ({names}); name one with --dataset")

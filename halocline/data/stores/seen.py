@@ -1,0 +1,23 @@
+"""Where the pieces of a view go in an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...geometry import Box, Piece, View, slices
+from .store import Array
+
+Part = tuple[Box, Any]  # a box of the source, and the array that it goes to
+
+
+def oriented(target: Array, piece: Piece, view: View) -> Array:
+    """The place of a piece in a target, seen as the source sees it: turned, and flipped where it runs backwards."""
+    place = target[slices(piece.place)][tuple(slice(None, None, step) for step in piece.steps)]
+    return place.transpose(np.argsort(view.order))
+
+
+def parts_of(view: View, box: Box, target: Array) -> list[Part]:
+    """What to read for ``box`` of the view."""
+    return [(piece.source, oriented(target, piece, view)) for piece in view.pieces(box)]

@@ -1,0 +1,1 @@
+"""What is done to data before training: statistics, other formats, advice."""
