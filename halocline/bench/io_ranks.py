@@ -18,6 +18,7 @@ from ..world import Label, Mesh
 
 SAMPLES_AND_DIMS = "NCDHW"
 _LABEL = Label("bench io", "all ranks")
+_STEPS = 60  # of which the first few find an empty pipeline
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,14 @@ def waiting_case(case: Case, sleeping: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh, axes = case.mesh()
     with Loader({"x": case.store()}, mesh, cut=axes, epochs=1) as loader:
-        seconds = float(np.median([_epoch(loader, mesh) for _ in range(3)])) / len(loader)
+        times = torch.tensor([_epoch(loader, mesh) for _ in range(6)][1:])
+        # A step is read when its slowest rank has read it.
+        slowest = mesh.world.maximum(times, tuple(range(mesh.size)), _LABEL)
+        seconds = float(slowest.median()) / len(loader)
     work = (lambda: time.sleep(seconds)) if sleeping else _work(seconds)
-    with Loader({"x": case.store()}, mesh, cut=axes, epochs=5) as loader:
-        for _ in range(5):
+    epochs = -(-_STEPS // len(loader))
+    with Loader({"x": case.store()}, mesh, cut=axes, epochs=epochs) as loader:
+        for _ in range(epochs):
             for batch in loader:
                 del batch
                 work()

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import queue
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -110,12 +111,24 @@ class Pool:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self.made = 0
         self._said = False
+        # The kernel hands out pages at the first touch, slower than a disk's cache reads: not in the first steps.
+        self._maker = threading.Thread(target=self._prepare, name="halocline-buffers", daemon=True)
+        self._maker.start()
+
+    def _prepare(self) -> None:
+        for _ in range(self._limit):
+            buffer = self._make()
+            buffer.memory.bytes[:: mmap.PAGESIZE] = 0
+            self._free.put(buffer)
 
     @property
     def nbytes(self) -> int:
         return self.made * sum(prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
 
     def take(self) -> Buffer:
+        while self._maker.is_alive():
+            with suppress(queue.Empty):
+                return self._free.get(timeout=0.05)
         try:
             return self._free.get_nowait()
         except queue.Empty:
