@@ -11,6 +11,7 @@ import queue
 import struct
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -33,6 +34,8 @@ class Helper:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, "-c", _SERVE]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # subprocess keeps a child that nobody waited for, and its pipes, so that it would wait for ever.
+        self._forgotten = weakref.finalize(self, _end, self._process, 0.0)
 
     @property
     def pid(self) -> int:
@@ -61,14 +64,8 @@ class Helper:
     def close(self, *, kill: bool = False) -> None:
         if kill:
             self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # one that died has nobody to take the last words
-                stream.close()  # type: ignore[union-attr]  # both are pipes
-        try:
-            self._process.wait(_LAST_WORD)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._forgotten.detach()
+        _end(self._process, _LAST_WORD)
 
 
 class Helpers:
@@ -94,12 +91,10 @@ class Helpers:
             self._free.put(helper)
 
     def close(self, *, kill: bool = False) -> None:
-        if kill:
-            for helper in self._all:
-                helper.close(kill=True)
-        self.threads.shutdown(wait=True, cancel_futures=True)
-        for helper in self._all if not kill else ():
-            helper.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for helper in self._all:
+            helper.close(kill=kill)  # one that hangs does not keep this process waiting
+        self.threads.shutdown(wait=True)
 
 
 def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> Iterator[Result]:
@@ -117,6 +112,17 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: in
         helpers.close(kill=not done)  # what is not wanted any more is not waited for
 
 
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    with suppress(OSError):  # one that died has nobody to take the last words
+        process.stdin.close()  # type: ignore[union-attr]  # a pipe
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()  # type: ignore[union-attr]  # now that no thread waits for an answer
+
+
 def _write(stream: IO[bytes] | None, data: bytes) -> None:
     stream.write(_HEADER.pack(len(data)) + data)  # type: ignore[union-attr]  # a pipe
     stream.flush()  # type: ignore[union-attr]
@@ -126,7 +132,11 @@ def _read(stream: IO[bytes] | None) -> bytes:
     head = stream.read(_HEADER.size)  # type: ignore[union-attr]  # a pipe
     if len(head) < _HEADER.size:
         raise EOFError("the other end has closed")
-    return stream.read(_HEADER.unpack(head)[0])  # type: ignore[union-attr]
+    (size,) = _HEADER.unpack(head)
+    data = stream.read(size)  # type: ignore[union-attr]
+    if len(data) < size:
+        raise EOFError("the other end has closed in the middle of a word")
+    return data
 
 
 def serve() -> None:

@@ -67,6 +67,8 @@ class Flip:
         self._letters, self._chance = letters, chance
         if not 0 <= chance <= 1:
             raise DataError(f"Flip: a chance lies between 0 and 1, not {chance}")
+        if any(len(letter) != 1 for letter in letters):
+            raise DataError(f"Flip: dims are given one by one, as Flip('D', 'H'), not {letters}")
 
     def letters(self) -> str:
         return "".join(self._letters)
@@ -80,6 +82,8 @@ class Rotate90:
 
     def __init__(self, first: str, second: str, half: bool = False) -> None:
         self._plane, self._half = first + second, half
+        if len(first) != 1 or len(second) != 1 or first == second:
+            raise DataError(f"Rotate90: a plane has two dims, a letter each, not {first!r} and {second!r}")
 
     def letters(self) -> str:
         return self._plane
@@ -117,6 +121,8 @@ class Shift:
 
     def __init__(self, *, wrap: bool = False, **most: int) -> None:
         self._most, self._what = most, "roll" if wrap else "shift"
+        if any(number < 0 for number in most.values()):
+            raise DataError(f"Shift: by how much at most, in either direction, not {most}")
 
     def letters(self) -> str:
         return "".join(self._most)

@@ -26,7 +26,7 @@ from ..stores.store import Array
 
 _log = logging.getLogger("halocline.data")
 _numbers = count()
-_ALIGNED = 64
+ALIGNED = 64
 _BLOCK = 1 << 26  # bytes; pages that are not written to take no memory
 _PATIENCE = 1.0  # seconds that a buffer may take to come back before another one is made
 
@@ -79,7 +79,7 @@ class Buffer:
         self._starts, at = dict[str, int](), 0
         for name, (shape, dtype) in shapes.items():
             self._starts[name] = at
-            at += -(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+            at += -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
         self.memory = Memory(at, **kind)
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -99,7 +99,7 @@ class Arena:
             self._blocks.append(Memory(max(size, _BLOCK), **self._kind))
             self._used = 0
         block, start = self._blocks[-1], self._used
-        self._used += -(-size // _ALIGNED) * _ALIGNED
+        self._used += -(-size // ALIGNED) * ALIGNED
         return block, block.bytes[start : start + size].view(dtype).reshape(shape)
 
 
@@ -175,6 +175,10 @@ class Lease:
     def close(self) -> None:
         """Nothing more will be handed out."""
         self._counted.release(0)
+
+    def lose(self) -> None:
+        """Somebody who hangs may still write into it: it is not used again."""
+        self._pool.made -= 1
 
 
 class _Counted:

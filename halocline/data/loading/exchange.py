@@ -57,7 +57,7 @@ class Exchange:
                 if holder == self._mesh.rank:
                     put(self._held.part(sample, name, piece.source), place)
                 else:
-                    self.incoming[holder].append((place, each.source.dtype))
+                    self.incoming[holder].append((place, each.kept_dtype))
 
     def _hand_out(self, position: int, name: str, needing: int) -> None:
         each, sample = self._layout.fields[name], self._step.samples[position]

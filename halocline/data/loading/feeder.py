@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from ...errors import DataError
 from .pipeline import Batch, Pipeline, Started
+
+_AT_EXIT = 3.0  # seconds, twice at most
 
 
 class Feeder:
@@ -27,7 +31,10 @@ class Feeder:
         self._begun: deque[Started] = deque()
         self._thread = threading.Thread(target=self._run, name="halocline-feeder", daemon=True)
         self.waited = 0.0
+        self.over = False  # has it told of an error, its last word?
+        self._exiting = False
         self.allow(first)
+        atexit.register(self._at_exit)
         self._thread.start()
 
     def allow(self, tick: int) -> None:
@@ -44,9 +51,18 @@ class Feeder:
         number, found = self._ready.get()
         self.waited = time.perf_counter() - began
         if isinstance(found, BaseException):
-            raise found
-        assert number == tick, f"batch {number} came where {tick} was asked for"
+            self.over = True
+            try:
+                raise found
+            finally:
+                del found  # an error that holds its own frame holds all that is in it
+        if number != tick:
+            raise DataError(f"the batch of step {tick} was lost when the program was interrupted; iterate anew")
         return found
+
+    def end(self) -> None:
+        """Nobody asks any more. Safe in finalizers: it takes no lock, and the thread looks every second."""
+        self._ended = True
 
     def stop(self, deadline: float) -> None:
         """Come to rest where the other ranks' feeders do, and let go of what was prepared."""
@@ -54,10 +70,28 @@ class Feeder:
             self._ended = True
             self._moved.notify()
         self._thread.join(deadline)
+        if self._thread.is_alive():
+            raise DataError(f"batches are still being prepared after {deadline:g} s; does a read or a rank hang?")
         while not self._ready.empty():
             self._ready.get()
 
+    def _at_exit(self) -> None:
+        """The program ends, and nobody closed the loader: a thread that is in torch's code then would abort it."""
+        self._exiting = True
+        with suppress(DataError):
+            self.stop(_AT_EXIT)
+        if self._thread.is_alive():
+            self._pipeline.leave()
+            self._thread.join(_AT_EXIT)
+
     def _run(self) -> None:
+        try:
+            self._feed()
+        finally:
+            if not self._exiting:
+                atexit.unregister(self._at_exit)
+
+    def _feed(self) -> None:
         try:
             while self._wait():
                 while self._next < self._limit:
@@ -68,6 +102,9 @@ class Feeder:
         except BaseException as error:  # noqa: BLE001  raised where the batch is asked for
             if not isinstance(error, DataError):  # which all ranks raise
                 self._pipeline.leave()
+            for started in self._begun:
+                self._pipeline.abandon(started)
+            self._begun.clear()
             self._ready.put((-1, error))
 
     def _wait(self) -> bool:

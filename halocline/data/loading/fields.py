@@ -40,6 +40,14 @@ class Field:
     def __post_init__(self) -> None:
         if not can_hold(self.store.dtype, self.array_dtype):
             raise DataError(f"{self.store.name}: {self.store.dtype} would lose what it says in {self.tensor_dtype}")
+        for letter, width in self.rim.items():
+            if letter not in self.dims or width < 0 or width != int(width):
+                raise DataError(
+                    f"{self.store.name}: rim={dict(self.rim)} gives {letter!r} {width}; it names dims of {self.dims}, "
+                    "and how many planes beside the tile are read"
+                )
+        if self.array_dtype.type(np.nan_to_num(self.fill)) != self.fill or not np.isfinite(self.fill):
+            raise DataError(f"{self.store.name}: fill={self.fill} is no number of {self.tensor_dtype}")
 
     @property
     def dims(self) -> str:
@@ -56,6 +64,11 @@ class Field:
     def array_dtype(self) -> np.dtype[np.generic]:
         """numpy's name for it; bfloat16, which numpy has not, is read as float32."""
         return torch.empty(0, dtype=self.wide_dtype).numpy().dtype
+
+    @property
+    def kept_dtype(self) -> np.dtype[np.generic]:
+        """In which samples are held in memory: the store's own, in this machine's order of bytes."""
+        return self.source.dtype.newbyteorder("=")
 
     @property
     def wide_dtype(self) -> torch.dtype:

@@ -7,13 +7,13 @@ and the disk is left alone. Who holds what follows from the order of epoch 0 and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
 
-from ...geometry import Box, Partition, shape_of, slices
-from ..stores.store import Array
-from .buffers import Arena, Memory
+from ...geometry import Box, Partition, shape_of
+from ..stores.store import Array, part_of
+from .buffers import ALIGNED, Arena, Memory
 from .fields import Field, Fields, Grid
 from .order import Order
 
@@ -31,6 +31,7 @@ class Held:
         self._groups = self._mesh.sizes[batch_axis] if batch_axis else 1
         self._me = self._mesh.coordinates
         self._tiles: dict[tuple[int, str], Array] = {}
+        self._rooms: dict[tuple[int, str], tuple[Memory, Array]] = {}
         self._loaded: set[int] = set()
         self._arena = Arena(shared=shared)
         self._homes = self._settle(order, budget)
@@ -57,7 +58,7 @@ class Held:
         for letter, size in zip(each.dims, each.source.shape, strict=True):
             cut = self._grid.cuts.get(letter)
             sizes.append(size if cut is None else max(piece.size for piece in cut.partition.pieces()))
-        return prod(sizes) * each.source.dtype.itemsize
+        return -(-prod(sizes) * each.source.dtype.itemsize // ALIGNED) * ALIGNED
 
     @property
     def share(self) -> float:
@@ -67,7 +68,7 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        return sum(tile.nbytes for tile in self._tiles.values())
+        return sum(tile.nbytes for tile in list(self._tiles.values()))  # which grow in another thread
 
     def keeps(self, sample: int) -> bool:
         return sample in self._homes
@@ -80,7 +81,7 @@ class Held:
         """A box of what this rank holds."""
         box = self.home_box(self._fields[name], self._me)
         own = tuple(interval.shift(-all_of.lo) for interval, all_of in zip(source, box, strict=True))
-        return self._tiles[sample, name][slices(own)]
+        return part_of(self._tiles[sample, name], own)
 
     def at_home(self, sample: int) -> bool:
         """Is this rank one of those that hold it?"""
@@ -96,9 +97,14 @@ class Held:
         """Which part of a sample this rank holds, and room for it."""
         each = self._fields[name]
         box = self.home_box(each, self._me)
-        memory, tile = self._arena.take(shape_of(box), each.source.dtype)
-        self._tiles[sample, name] = tile
-        return box, tile, memory
+        if (sample, name) not in self._rooms:  # else it was forgotten, and is read again
+            self._rooms[sample, name] = self._arena.take(shape_of(box), each.kept_dtype)
+        memory, self._tiles[sample, name] = self._rooms[sample, name]
+        return box, self._tiles[sample, name], memory
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """They were not read after all, or nobody knows whether: the next batch that needs them reads them."""
+        self._loaded.difference_update(samples)
 
     def drop(self, sample: int) -> None:
         """Let go of a bad sample's tiles; nobody will ask for them."""

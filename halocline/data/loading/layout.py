@@ -10,7 +10,7 @@ from ...geometry import Box, Interval, Partition, View
 from ...tensor import Cut, Sharding
 from ...world import Mesh
 from ..stores.store import SAMPLES
-from .augment import Augmentation, Dice, drawn_moves
+from .augment import Augmentation, Dice, Rotate90, drawn_moves
 from .fields import Fields, Grid, frame_of, with_rim
 from .values import At
 
@@ -33,6 +33,7 @@ class Layout:
         self.fields, self.mesh, self.seed = fields, mesh, seed
         self._augment = tuple(augment)
         _check_letters(cut, augment)
+        _check_planes(fields, augment)
         shared = {*cut, *(letter for each in augment for letter in each.letters())} - {SAMPLES}
         self._frame = frame_of(fields, "".join(sorted(shared)))
         self._sizes = drawn_moves(self._augment, self._frame, Dice(seed, 0, 0))[1]
@@ -102,3 +103,14 @@ def _check_letters(cut: Mapping[str, str], augment: Sequence[Augmentation]) -> N
     axes = list(cut.values())
     if len(set(axes)) != len(axes):
         raise DataError(f"an axis of the mesh cuts one dim only; got {dict(cut)}")
+
+
+def _check_planes(fields: Fields, augment: Sequence[Augmentation]) -> None:
+    """A plane turns as a whole: refused now, and not at the first sample that happens to be turned."""
+    for plane in (each.letters() for each in augment if isinstance(each, Rotate90)):
+        for name, each in fields.items():
+            if len(set(plane) & set(each.dims)) == 1:
+                raise DataError(
+                    f"Rotate90 of {' and '.join(plane)}: {name!r} has dims {each.dims}, of which one alone cannot "
+                    "turn; turn another plane, or give the dim another letter where it is not the same"
+                )

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from .fields import Field, Fields, as_fields
 from .held import Held
 from .layout import Layout
 from .order import Order
-from .pipeline import Batch, Pipeline
+from .pipeline import ALONE, Batch, Pipeline
 from .readers import make_readers
 from .transport import Transport
 
@@ -82,7 +84,7 @@ class Loader:
         on_bad_sample: str = "raise",
         device: torch.device | str | None = None,
     ) -> None:
-        self.fields = as_fields(fields)
+        self.fields, seed = as_fields(fields), int(seed)
         mesh = mesh or Mesh(data=-1)
         if cut is None:
             cut = {SAMPLES: "data"} if "data" in mesh.sizes else {}
@@ -94,7 +96,7 @@ class Loader:
         self.order = Order(samples, batch, seed, shuffle, drop_last)
         self.layout = Layout(self.fields, mesh, cut, augment, seed, multiple, points)
         self._transport = None if device is None else Transport(torch.device(device))
-        self._check_same(mesh, augment)
+        self._check_same(mesh, augment, [memory, prefetch, epochs, on_bad_sample])
         self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
         self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
         self._held = self._make_held(memory) if memory else None
@@ -106,6 +108,7 @@ class Loader:
         self._feeder: Feeder | None = None
         self._tick, self._resumed = 0, True  # the next step; a new loader stands at a beginning
         self._clock = _Clock()
+        self._closed, self._agreed = False, False  # has every rank raised what ended the last feeder?
 
     # -- what is read, and by whom
 
@@ -128,18 +131,19 @@ class Loader:
             _log.warning("%.0f %% of the samples fit into the memory given; the others stay on disk", 100 * held.share)
         return held
 
-    def _check_same(self, mesh: Mesh, augment: Sequence[Augmentation]) -> None:
+    def _check_same(self, mesh: Mesh, augment: Sequence[Augmentation], options: list[Any]) -> None:
         """All ranks must mean the same data: a rank that sees other files would read other samples."""
         if mesh.size == 1:
             return
-        text = repr([_description(self.fields), self.order, dict(self.layout.grid.cuts), [_plain(a) for a in augment]])
+        what = [_description(self.fields), self.order, dict(self.layout.grid.cuts), list(map(_plain, augment)), options]
+        text = re.sub(r"\b0x[0-9a-f]+", "", repr(what))  # addresses of objects, which each process has of its own
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         both = torch.tensor([word, -word])
         most = mesh.world.maximum(both, tuple(range(mesh.size)), _LABEL).tolist()
         if most[0] != -most[1]:
             raise DataError(
                 f"the ranks describe their data differently: rank {mesh.rank} has {_summary(self.fields)}; "
-                "do all see the same files, with the same arguments?"
+                "do all see the same files in the same order, with the same arguments?"
             )
 
     # -- batches
@@ -165,14 +169,21 @@ class Loader:
             batch = self._next()
             if batch is not None:
                 yield batch
+            del batch  # its memory is free as soon as the caller lets go of it
 
     def _next(self) -> Batch | None:
+        if self._closed:
+            raise DataError("this loader was closed; make another one")
         if self._feeder is None:
             self._feeder = Feeder(self._pipeline, self._tick, self._prefetch, self._last)
+            self._forgotten = weakref.finalize(self, self._feeder.end)
+            self._agreed = False
         try:
             batch = self._feeder.get(self._tick)
-        except BaseException:
-            self._feeder = None  # it has ended
+        except BaseException as error:
+            if self._feeder.over:  # and not, say, interrupted
+                self._agreed = isinstance(error, DataError)
+                self._stop()
             raise
         self._clock.waited(self._feeder.waited)
         self._tick += 1
@@ -182,26 +193,36 @@ class Loader:
         return batch
 
     def _go_to(self, tick: int) -> None:
-        if tick != self._tick and self._feeder is not None:
-            self._feeder.stop(self._world.deadline)
-            self._feeder = None
+        if tick != self._tick:
+            self._stop()
         self._tick = tick
+
+    def _stop(self) -> None:
+        if self._feeder is not None:
+            feeder, self._feeder = self._feeder, None
+            self._forgotten.detach()
+            feeder.stop(self._world.deadline or ALONE)
 
     def close(self) -> None:
         """End the readers and let go of all memory. All ranks together, at the same step."""
-        if self._feeder is not None:
-            self._feeder.stop(self._world.deadline)
-            self._feeder = None
-        self._readers.close()
-        if self._world is not self.layout.mesh.world:
-            self._world.close()
-        for each in self.fields.values():
-            each.source.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._stop()
+        finally:
+            self._readers.close()
+            if self._world is not self.layout.mesh.world:
+                self._world.close()
+            for each in self.fields.values():
+                each.source.close()
 
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not self._agreed:
+            self._pipeline.leave()  # an error of this rank alone: the others should hear of it, and this one not wait
         self.close()
 
     # -- where it stands
@@ -218,7 +239,7 @@ class Loader:
             "batch": order.batch,
             "shuffle": order.shuffle,
             "drop_last": order.drop_last,
-            "skipped": sorted(self._pipeline.bad),
+            "skipped": sorted(sample for sample, tick in list(self._pipeline.bad.items()) if tick < self._tick),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,8 +249,9 @@ class Loader:
                 raise DataError(
                     f"this state is of data with {name}={state[name]}; here it is {getattr(self.order, name)}"
                 )
+        self._stop()  # what is prepared knows nothing of this state
         self._go_to(state["epoch"] * self.order.steps + state["step"])
-        self._pipeline.bad |= set(state["skipped"])
+        self._pipeline.bad |= dict.fromkeys(state["skipped"], -1)
         self._resumed = True
 
     @property
@@ -270,13 +292,21 @@ class _Clock:
 
 def _description(fields: Fields) -> list[Any]:
     return [
-        (name, f.source.name, f.dims, f.source.shape, str(f.source.dtype), len(f.source), str(f.dtype), dict(f.rim))
+        (name, *_stored(f.source), str(f.dtype), dict(f.rim), f.fill, *map(_value, f.values))
         for name, f in fields.items()
     ]
 
 
+def _stored(store: Store) -> list[Any]:
+    return [store.identity, store.dims, store.shape, str(store.dtype), len(store)]
+
+
+def _value(value: Any) -> str:
+    return repr(value) if is_dataclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
+
+
 def _plain(augmentation: Augmentation) -> Any:
-    return type(augmentation).__name__, sorted(vars(augmentation).items())
+    return type(augmentation).__name__, sorted(getattr(augmentation, "__dict__", {}).items())
 
 
 def _summary(fields: Fields) -> str:

@@ -6,8 +6,9 @@ Steps are begun and finished in order, in one thread a rank, so that all ranks e
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -29,7 +30,8 @@ from .readers import Readers
 from .transport import Transport
 
 _log = logging.getLogger("halocline.data")
-_ALONE = 600.0  # seconds that a read may take where no other rank waits
+ALONE = 600.0  # seconds that a read may take where no other rank waits
+_LAST_READS = 5.0  # seconds for those of a step that is given up
 
 
 @dataclass
@@ -71,6 +73,9 @@ class Started:
     targets: dict[tuple[int, str], Array]
     reads: list[tuple[int, Future[None]]] = field(default_factory=list)
     from_disk: bool = False  # does any rank read?
+    fresh: list[int] = field(default_factory=list)  # samples that come into memory now
+    looked_at: list[tuple[str, int]] = field(default_factory=list)
+    error: Exception | None = None  # why it could not begin: raised in its turn, as on the other ranks
 
 
 class Pipeline:
@@ -89,7 +94,7 @@ class Pipeline:
         self._held, self._world, self._policy, self._transport = held, world, policy, transport
         self._me = layout.mesh.coordinates
         self._checked: set[tuple[str, int]] = set()
-        self.bad: set[int] = set()
+        self.bad: dict[int, int] = {}  # and at which tick each was found
         self.counts = Counts()
 
     def leave(self) -> None:
@@ -99,20 +104,27 @@ class Pipeline:
 
     def start(self, tick: int) -> Started:
         """Take a buffer and begin to read."""
-        step = self._order.step(tick)
-        lease = Lease(self._pool)
-        started = Started(tick, step, lease, self._rooms(step, lease))
+        started = Started(tick, self._order.step(tick), Lease(self._pool), {})
+        try:
+            self._begin(started)
+        except Exception as error:  # noqa: BLE001  raised when the steps before it are done
+            started.error = error
+        return started
+
+    def _begin(self, started: Started) -> None:
+        step = started.step
+        started.targets = self._rooms(step, started.lease)
         mine = self._layout.positions(len(step.samples), self._me)
         for position, sample in enumerate(step.samples):
             if self._held is not None and self._held.keeps(sample):
                 if self._held.first_time(sample):
                     started.from_disk = True
+                    started.fresh.append(sample)
                     self._read_home(started, position)
             else:
                 started.from_disk = True
                 if mine.lo <= position < mine.hi:
                     self._read_own(started, position)
-        return started
 
     def _rooms(self, step: Step, lease: Lease) -> dict[tuple[int, str], Array]:
         mine = self._layout.positions(len(step.samples), self._me)
@@ -120,7 +132,7 @@ class Pipeline:
         for name, each in self._layout.fields.items():
             shape = shape_of(self._layout.needed(name, self._me))
             room = lease.array(name, (mine.size, *shape), each.array_dtype)
-            targets |= {(mine.lo + place, name): room[place] for place in range(mine.size)}
+            targets |= {(mine.lo + place, name): room[place, ...] for place in range(mine.size)}
         return targets
 
     def _read_own(self, started: Started, position: int) -> None:
@@ -132,7 +144,8 @@ class Pipeline:
             at = self._layout.at(name, sample, step.epoch, box)
             fill = each.fill if views[name].fills(box) else None
             job = Job(each.source, sample, target, parts_of(views[name], box, target), at, fill, values=each.values)
-            job.check = self._layout.augmented or self._first_look(name, sample)
+            job.check = self._layout.augmented or (name, sample) not in self._checked
+            started.looked_at.append((name, sample))
             self._submit(started, position, job, started.lease.buffer.memory)
 
     def _read_home(self, started: Started, position: int) -> None:
@@ -143,13 +156,8 @@ class Pipeline:
         for name, each in self._layout.fields.items():
             box, tile, memory = self._held.new_tile(sample, name)
             at = self._layout.at(name, sample, started.step.epoch, box)
-            self._submit(started, position, Job(each.source, sample, tile, [(box, tile)], at), memory)
-
-    def _first_look(self, name: str, sample: int) -> bool:
-        """What lies on disk does not change: values are looked at when they are first read."""
-        new = (name, sample) not in self._checked
-        self._checked.add((name, sample))
-        return new
+            job = Job(each.source, sample, tile, [(box, tile)], at, into=each.array_dtype)
+            self._submit(started, position, job, memory)
 
     def _submit(self, started: Started, position: int, job: Job, memory: Memory) -> None:
         if started.step.samples[position] in self.bad:
@@ -160,32 +168,68 @@ class Pipeline:
 
     def finish(self, started: Started) -> Batch | None:
         """The batch, when all of it is there; None where all its samples are bad."""
-        step = started.step
-        errors = _errors(started.reads, self._world.deadline or _ALONE)
-        if started.from_disk:
-            self._judge(step, agreed(self._world, errors, len(step.samples)))
-        good = [position for position, sample in enumerate(step.samples) if sample not in self.bad]
-        if self._held is not None and any(self._held.keeps(sample) for sample in step.samples):
-            self._fetch(started, good)
-        batch = self._batch(started, good) if good else None
+        try:
+            if started.error is not None:
+                raise started.error
+            batch = self._finished(started)
+        except BaseException:
+            self.abandon(started)
+            raise
         started.lease.close()
         return batch
 
-    def _judge(self, step: Step, found: Mapping[int, BaseException]) -> None:
+    def abandon(self, started: Started) -> None:
+        """As if it had never begun: it failed, or comes after one that did. Nobody writes into its memory any more."""
+        reads = [future for _, future in started.reads]
+        for future in reads:
+            future.cancel()
+        if self._held is not None:
+            self._held.forget(started.fresh)
+        if wait(reads, _LAST_READS).not_done:
+            started.lease.lose()
+        else:
+            started.lease.close()
+
+    def _finished(self, started: Started) -> Batch | None:
+        step = started.step
+        errors = _errors(started.reads, self._world.deadline or ALONE)
+        if started.from_disk:
+            self._judge(started, errors)
+            self._checked.update(started.looked_at)  # what lies on disk does not change
+        late: dict[int, BaseException] = {}
+        if self._held is not None and any(self._held.keeps(sample) for sample in step.samples):
+            late = self._fetch(started, self._good(step))
+        if not started.from_disk or (self._held is not None and self._transforms):
+            self._judge(started, late)
+        good = self._good(step)
+        return self._batch(started, good) if good else None
+
+    @property
+    def _transforms(self) -> bool:
+        return any(each.values for each in self._layout.fields.values())
+
+    def _good(self, step: Step) -> list[int]:
+        return [position for position, sample in enumerate(step.samples) if sample not in self.bad]
+
+    def _judge(self, started: Started, errors: Mapping[int, BaseException]) -> None:
         """Raise, or leave the samples out from now on; the same on every rank."""
+        step = started.step
+        found = agreed(self._world, errors, self._order.batch, started.tick)
         for position, error in sorted(found.items()):
             sample = step.samples[position]
             if self._policy == "raise" or not isinstance(error, BadSample):
                 raise error
             if sample not in self.bad:
-                self.bad.add(sample)
+                self.bad[sample] = started.tick
                 self.counts.skipped.append(sample)
                 _log.warning("left out: %s (%d so far)", error, len(self.bad))
                 if self._held is not None:
                     self._held.drop(sample)
 
-    def _fetch(self, started: Started, good: list[int]) -> None:
+    def _fetch(self, started: Started, good: list[int]) -> dict[int, BaseException]:
+        """What is held in memory, transformed; and where that went wrong."""
         assert self._held is not None
+        errors: dict[int, BaseException] = {}
         step = started.step
         exchange = Exchange(self._held, self._layout, step, good)
         self.counts.moved_bytes += exchange.run(started.targets, self._world)
@@ -194,7 +238,11 @@ class Pipeline:
             if sample not in self.bad and self._held.keeps(sample):
                 box = self._layout.needed(name, self._me)
                 at = self._layout.at(name, sample, step.epoch, box)
-                transform(target, self._layout.fields[name].values, at)
+                try:
+                    transform(target, self._layout.fields[name].values, at)
+                except Exception as error:  # noqa: BLE001  told to all ranks
+                    errors.setdefault(position, error)
+        return errors
 
     def _batch(self, started: Started, good: list[int]) -> Batch:
         step = started.step
@@ -215,9 +263,8 @@ class Pipeline:
         """What was read, as a tensor of the mesh that knows its rim."""
         each, layout = self._layout.fields[name], self._layout
         if self._transport is not None:
-            wide = self._transport(wide)
-        if each.tensor_dtype != each.wide_dtype:
-            wide = wide.to(each.tensor_dtype)
+            wide = self._transport(wide, each.tensor_dtype)
+        wide = wide.to(each.tensor_dtype)
         tile, read = layout.tile(name, self._me), layout.needed(name, self._me)
         own: Box = tuple(i.shift(-all_of.lo) for i, all_of in zip(tile, read, strict=True))
         reach = {1 + each.dims.index(letter): width for letter, width in each.rim.items()}
@@ -227,9 +274,10 @@ class Pipeline:
 def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:
     """All are waited for, so that nobody writes into the buffer any more."""
     found: dict[int, BaseException] = {}
+    end = time.monotonic() + deadline
     for position, future in reads:
         try:
-            error = future.exception(deadline)
+            error = future.exception(max(0.0, end - time.monotonic()))
         except TimeoutError:
             error = DataError(f"a read has taken more than the {deadline:g} s that a rank may wait; is the disk there?")
         if error is not None:

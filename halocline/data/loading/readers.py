@@ -59,7 +59,11 @@ class ProcessReaders:
 
     def submit(self, job: Job, memory: Memory) -> Future[None]:
         place = f"/proc/{os.getpid()}/fd/{memory.descriptor}", memory.bytes.nbytes, memory.number
-        return self._helpers.threads.submit(self._helpers.call, fill, place, id(job.store), job.sent(memory))
+        return self._helpers.threads.submit(self._fill, memory, place, job)
+
+    def _fill(self, memory: Memory, place: Place, job: Job) -> None:
+        """The memory is held meanwhile: the number of a descriptor that was closed may soon be another file's."""
+        self._helpers.call(fill, place, id(job.store), job.sent(memory))
 
     def close(self) -> None:
         self._helpers.close()

@@ -15,11 +15,11 @@ class Transport:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, tensor: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if self._stream is None:
-            return tensor.to(self._device)
-        with torch.cuda.stream(self._stream):
-            copy = tensor.to(self._device, non_blocking=True)
+            return tensor.to(self._device).to(dtype)
+        with torch.cuda.stream(self._stream):  # all of it: another stream's work would not be waited for
+            copy = tensor.to(self._device, non_blocking=True).to(dtype)
         self._stream.synchronize()
         return copy
 

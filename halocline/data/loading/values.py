@@ -6,6 +6,7 @@ the tile is of the whole. It must do the same to an element whatever tile it lie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,10 @@ class Normalize:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (*self.mean, *self.std))) or not all(self.std):
+            raise DataError(f"Normalize: mean {self.mean} and std {self.std} would make numbers that are none")
 
     @classmethod
     def standard(cls, statistics: Any) -> Normalize:

@@ -23,6 +23,10 @@ class Channels(Store):
     def name(self) -> str:
         return f"channels {list(self._channels)} of {self._store.name}"
 
+    @property
+    def identity(self) -> str:
+        return f"channels {list(self._channels)} of {self._store.identity}"
+
     def __len__(self) -> int:
         return len(self._store)
 

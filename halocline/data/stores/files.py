@@ -83,6 +83,10 @@ class FileStore(Store):
         return f"{type(self).__name__} {self.paths[0]}{more}"
 
     @property
+    def identity(self) -> str:
+        return f"{self.name}: {[str(path) for path in self.paths]}, {self._lasts}"
+
+    @property
     def stored_chunks(self) -> tuple[int, ...] | None:
         return self._chunks
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ...geometry import Box, Piece, View, slices
-from .store import Array
+from ...geometry import Box, Piece, View
+from .store import Array, part_of
 
 Part = tuple[Box, Any]  # a box of the source, and the array that it goes to
 
 
 def oriented(target: Array, piece: Piece, view: View) -> Array:
     """The place of a piece in a target, seen as the source sees it: turned, and flipped where it runs backwards."""
-    place = target[slices(piece.place)][tuple(slice(None, None, step) for step in piece.steps)]
-    return place.transpose(np.argsort(view.order))
+    turned: Any = (*(slice(None, None, step) for step in piece.steps), ...)
+    return part_of(target, piece.place)[turned].transpose(np.argsort(view.order))
 
 
 def parts_of(view: View, box: Box, target: Array) -> list[Part]:

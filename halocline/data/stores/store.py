@@ -62,6 +62,11 @@ class Store(ABC):
         return type(self).__name__
 
     @property
+    def identity(self) -> str:
+        """All that says which samples these are, in order: ranks compare it."""
+        return self.name
+
+    @property
     def stored_chunks(self) -> tuple[int, ...] | None:
         """The box that is read and decoded in one piece, in the order in which it lies; None where there is none."""
         return None
@@ -133,7 +138,7 @@ class Store(ABC):
             own = tuple(i.shift(-all_of.lo) for i, all_of in zip(part, box, strict=True))
             with _scratch(shape_of(part), self.dtype) as spare:
                 self.read_stored(sample, part, spare)
-                put(spare, target[slices(own)] if own else target)
+                put(spare, part_of(target, own))
 
     def read_new(self, sample: int, box: Box | None = None) -> Array:
         """A new array with the box, or with the whole sample."""
@@ -156,6 +161,13 @@ def _delivered(stored: str, order: str | None) -> str:
     if sorted(wanted) != sorted(stored):
         raise DataError(f"order {order!r} must hold the letters of dims {stored!r}, each once")
     return wanted
+
+
+def part_of(array: Array, box: Box) -> Array:
+    """A view of it; of an array of no dims as well, which plain indexing makes a number of."""
+    index: Any = (*slices(box), ...)
+    part: Array = array[index]
+    return part
 
 
 def can_hold(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
