@@ -15,7 +15,7 @@ export OMP_NUM_THREADS
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/.stamp ## Train a small 3D U-Net cut over 2 ranks next to the one-rank run
+demo: .venv/.stamp ## Train CosmoFlow on universes cut over 2 ranks, next to the one-rank run
 	@$(BIN)/halocline demo
 
 test: .venv/.stamp ## Run the tests

@@ -146,3 +146,12 @@ def constant_in_graphs(function: Any) -> Any:
     """As ``torch.compiler.assume_constant_result``, which for setting this mark loads the compiler: a second."""
     function._dynamo_marked_constant = True
     return function
+
+
+def profile_every_thread() -> Any:
+    """Settings of torch's profiler; without them it does not see the threads that read data ahead."""
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+    except ImportError:
+        return None
+    return _ExperimentalConfig(profile_all_threads=True)

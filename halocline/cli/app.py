@@ -12,11 +12,19 @@ from .check import check
 from .data import data
 from .demo import demo
 from .doctor import doctor
+from .launch import launch
+from .predict import predict
+from .report import report
+from .train import train
 from .tune import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command()(check)
 app.command()(demo)
+app.command()(train)
+app.command()(report)
+app.command()(predict)
+app.command()(launch)
 app.command()(doctor)
 app.command()(tune)
 app.add_typer(data, name="data")
@@ -44,6 +52,9 @@ def halocline(
     **Where to begin**
 
     - `halocline demo`: see it work. A small 3D U-Net, cut over two ranks, next to the same on one rank, in a minute.
+
+    - `halocline train cosmoflow --ranks 2`: a run, with a log, checkpoints and a report; `halocline train run.toml` for
+      a network and data of your own.
 
     - `halocline check unet3d --cut depth=2,height=2`: is the answer the same? A built-in network, cut over 2 x 2 ranks
       on this machine.

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ..errors import HaloclineError
 from ..testing.pool import RankError
+from ..train.sizes import size_text as size_text
 
 USAGE = 2  # exit status of what cannot be run as asked
 
@@ -52,15 +53,6 @@ def clear_errors(command: str, debug: bool) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def size_text(count: float) -> str:
-    """Bytes for people: 1.5 MiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
 
 
 def fact_table(title: str, facts: Mapping[str, str]) -> Table:

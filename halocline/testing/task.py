@@ -89,7 +89,8 @@ def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[
     if not all(shape and min(shape) > 0 for shape in sizes):
         raise BadUsage(f"a shape is a row of sizes from 1, such as 1,1,32,32,32; got {_text(*sizes)}")
     if known and [len(shape) for shape in sizes] != [len(shape) for shape in known.shapes]:
-        raise BadUsage(f"{target} takes one input of 5 dims such as {_text(*known.shapes)}; got {_text(*sizes)}")
+        dims = len(known.shapes[0])
+        raise BadUsage(f"{target} takes one input of {dims} dims such as {_text(*known.shapes)}; got {_text(*sizes)}")
     return sizes
 
 

@@ -1,26 +1,16 @@
-"""Scientific workloads: networks as their papers have them, in plain PyTorch, with small defaults to try them out."""
+"""Scientific workloads: networks as their papers have them, in plain PyTorch, with data that anyone can make."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
-
-from . import cosmoflow, unet3d
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A network that commands know by name. ``fit`` gives arguments of a small one for inputs of given shapes."""
-
-    factory: Callable[..., nn.Module]
-    shapes: tuple[tuple[int, ...], ...]
-    fit: Callable[[Sequence[Sequence[int]]], dict[str, Any]]
-
+from . import cosmoflow, deeplab, resnet, stemdl, tiramisu, unet3d
+from .workload import Meter, Scale, Workload
 
 WORKLOADS = {
-    "unet3d": Workload(unet3d.UNet3d, unet3d.SHAPES, unet3d.fit),
-    "cosmoflow": Workload(cosmoflow.CosmoFlow, cosmoflow.SHAPES, cosmoflow.fit),
+    "unet3d": unet3d.WORKLOAD,
+    "cosmoflow": cosmoflow.WORKLOAD,
+    "tiramisu": tiramisu.WORKLOAD,
+    "deeplab": deeplab.WORKLOAD,
+    "stemdl": stemdl.WORKLOAD,
+    "resnet50": resnet.RESNET50,
+    "resnet101": resnet.RESNET101,
 }
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["WORKLOADS", "Meter", "Scale", "Workload"]

@@ -9,10 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .metrics import Regression
+from .universes import universes
+from .workload import Batch, Scale, Workload
 
 CHANNELS = (1, 2, 4, 8, 16, 16, 16)  # of the seven convolutions, in units of the width
 SLOPE = 0.01  # of LeakyReLU below zero
+START = 0.3  # of the last layer's weights, as a share of what LeakyReLU would ask for
 STRIDED = 3  # the fourth convolution halves the cube by itself
 SHAPES = ((1, 4, 32, 32, 32),)
 
@@ -46,13 +53,13 @@ class CosmoFlow(nn.Module):
             *(_stage(channels[i], channels[i + 1], i == STRIDED, i < pools, batch_norm) for i in range(len(CHANNELS)))
         )
         flat = channels[-1] * math.prod(_halved(s, pools + 1) for s in sizes)
+        last = nn.Linear(16 * width, parameters)
         self.head = nn.Sequential(
-            nn.Flatten(),
-            *_dense(flat, 128 * width, dropout),
-            *_dense(128 * width, 16 * width, dropout),
-            nn.Linear(16 * width, parameters),
+            nn.Flatten(), *_dense(flat, 128 * width, dropout), *_dense(128 * width, 16 * width, dropout), last
         )
         self.apply(_initialise)
+        with torch.no_grad():
+            last.weight.mul_(START)  # so that the first answers are about as large as the targets
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -87,3 +94,34 @@ def _initialise(module: nn.Module) -> None:
 
 def _dense(inputs: int, outputs: int, dropout: float) -> list[nn.Module]:
     return [nn.Linear(inputs, outputs), nn.LeakyReLU(SLOPE), *([nn.Dropout(dropout)] if dropout else [])]
+
+
+def loss(output: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(output, batch["y"])
+
+
+WORKLOAD = Workload(
+    factory=CosmoFlow,
+    shapes=SHAPES,
+    fit=fit,
+    loss=loss,
+    meter=Regression,
+    data=universes,
+    small=Scale(
+        network={"width": 4, "size": 64, "batch_norm": True},
+        data={"size": 64},
+        training={
+            "batch": 8,
+            "steps": 120,
+            "lr": 3e-3,
+            "optimizer": "adam",
+            "schedule": "cosine",
+            "cut": ("D", "H", "W"),
+        },
+    ),
+    full=Scale(
+        network={"size": 512, "batch_norm": True, "dropout": 0.2},
+        data={"size": 512},
+        training={"batch": 64, "steps": 12_500, "lr": 1e-3, "optimizer": "adam", "cut": ("D", "H", "W")},
+    ),
+)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .metrics import Confusion
+from .volumes import volumes
+from .workload import Batch, Scale, Workload
+
+CLASSES = 3  # background, organ, lesion
 DEPTH = 3  # levels above the bottom; each halves the volume
 MULTIPLE = 2**DEPTH
 SHAPES = ((1, 1, 32, 32, 32),)  # small enough to check on a laptop within seconds
@@ -23,7 +30,7 @@ class UNet3d(nn.Module):
     Width 32 with 3 input channels is the published network: 19,069,955 weights and biases, batch norms aside.
     """
 
-    def __init__(self, width: int = 32, channels_in: int = 1, classes: int = 3) -> None:
+    def __init__(self, width: int = 32, channels_in: int = 1, classes: int = CLASSES) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(DEPTH + 1)]
         sources = [channels_in, *(2 * w for w in widths)]
@@ -59,3 +66,39 @@ def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
     # The bias does nothing under a batch norm; it is there because the published network has it.
     convolution = nn.Conv3d(channels_in, channels_out, 3, padding="same")
     return convolution, nn.BatchNorm3d(channels_out), nn.ReLU(inplace=True)
+
+
+def loss(output: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy, and one minus the soft dice of each class, in which a lesion counts as much as the background."""
+    truth = batch["y"]
+    return F.cross_entropy(output, truth) + _dice_loss(output.softmax(1), truth)
+
+
+def _dice_loss(shares: Tensor, truth: Tensor) -> Tensor:
+    """From sums over the whole batch; the ones keep a class that nobody has from dividing by zero."""
+    total = torch.zeros((), dtype=shares.dtype, device=shares.device)
+    for number in range(shares.shape[1]):
+        share, there = shares[:, number], (truth == number).to(shares.dtype)
+        overlap, both = (share * there).sum(), share.sum() + there.sum()
+        total = total + 1 - (2 * overlap + 1) / (both + 1)
+    return total / shares.shape[1]
+
+
+WORKLOAD = Workload(
+    factory=UNet3d,
+    shapes=SHAPES,
+    fit=fit,
+    loss=loss,
+    meter=partial(Confusion, CLASSES),
+    data=volumes,
+    small=Scale(
+        network={"width": 4},
+        data={"size": 32},
+        training={"batch": 2, "steps": 150, "lr": 5e-3, "optimizer": "adam", "cut": ("D", "H", "W")},
+    ),
+    full=Scale(
+        network={},
+        data={"size": 256},
+        training={"batch": 1, "steps": 20_000, "lr": 1e-3, "optimizer": "adam", "cut": ("D", "H", "W")},
+    ),
+)

@@ -6,9 +6,10 @@ paths through the program ask for tags that nobody sends, and raise at the deadl
 
 from __future__ import annotations
 
+import time
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -38,6 +39,8 @@ class Traffic:
     gathered_bytes: int = 0
     summed_bytes: int = 0
     sums: int = 0  # begun ahead: one message each
+    #: Seconds by channel: what did not hide behind work.
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     transport_bytes: int = 0  # as handed to the transport, counted at that very call
     gathers: Counter[str] = field(default_factory=Counter)
     shuffles: Counter[str] = field(default_factory=Counter)
@@ -46,6 +49,7 @@ class Traffic:
     def clear(self) -> None:
         self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = self.transport_bytes = 0
         self.sums = 0
+        self.waited.clear()
         self.gathers.clear()
         self.shuffles.clear()
         self.rings.clear()
@@ -155,7 +159,9 @@ class World(ABC):
         self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._write(Summed, label, len(ranks), result.numel() * result.element_size())
+        began = time.perf_counter()
         self.ring_sum(result, ranks, label)
+        self.traffic.waited[label.channel] += time.perf_counter() - began
         return result
 
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
@@ -255,7 +261,9 @@ class Exchange:
         """What arrived; waiting a second time gives it again."""
         if self._posted is not _DONE:
             self._world._write(Waited, self._number, self._label)
+            began = time.perf_counter()
             self._world.complete(self._posted, self._label)
+            self._world.traffic.waited[self._label.channel] += time.perf_counter() - began
             self._posted = _DONE
         return self._buffers
 
@@ -269,7 +277,9 @@ class PendingSum:
     def wait(self) -> None:
         posted, self._posted = self._posted, None
         if posted is not None:
+            began = time.perf_counter()
             self._world.complete_sum(posted, self._label)
+            self._world.traffic.waited[self._label.channel] += time.perf_counter() - began
 
 
 _DONE = object()

@@ -78,7 +78,10 @@ class Mesh:
     @cached_property
     def coordinates(self) -> dict[str, int]:
         """Where this rank stands on each axis."""
-        rest, found = self.rank, {}
+        return self.coordinates_of(self.rank)
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        rest, found = rank, {}
         for name in reversed(self.names):
             rest, found[name] = divmod(rest, self.sizes[name])
         return {name: found[name] for name in self.names}

@@ -1,0 +1,5 @@
+"""``python -m halocline.cli``, for launchers that start modules."""
+
+from . import main
+
+main()

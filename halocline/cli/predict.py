@@ -1,0 +1,82 @@
+"""``halocline predict``: a trained network's answers on samples of any size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from ..train.launch import LaunchError, LocalRanks, launched, this_rank
+from .data_options import Dataset, Dims
+from .output import Debug, Json, clear_errors, fact_table, print_json, stderr, stdout
+
+Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", file_okay=False)]
+In = Annotated[str, typer.Argument(metavar="IN", help="Samples: .h5, .zarr, .npy, .nii, a folder or a quoted pattern.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Answers: a new .h5 (dataset p) or .zarr.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes to start on this machine.")]
+Classes = Annotated[bool, typer.Option("--classes", help="Write the number of the likeliest class, in one byte.")]
+Force = Annotated[bool, typer.Option("--force", help="Write over OUT if it exists.")]
+
+
+def predict(
+    run: Run,
+    source: In,
+    out: Out,
+    dataset: Dataset = None,
+    dims: Dims = None,
+    ranks: Ranks = 1,
+    classes: Classes = False,
+    force: Force = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run a trained network on samples of any size, cut over ranks, each of which reads and writes its own boxes.
+
+    Weights are those of the run's newest good checkpoint. The number of ranks need not be that of the training, and
+    samples may be larger than those it was trained on. OUT has its name when all of it is written.
+
+    **Examples**
+
+    - `halocline predict runs/unet3d-1 scans.h5 organs.zarr --dataset x --dims NCDHW --classes --ranks 4`
+
+    - `srun halocline predict runs/big "scans/*.h5" organs.h5 --dims CDHW`: ranks that a launcher started.
+    """
+    with clear_errors("predict", debug):
+        if ranks > 1 and not launched():
+            _on_this_machine(ranks, out)
+            result = {"out": str(out), "ranks": ranks}
+        else:
+            result = _here(run, source, out, dataset, dims, classes, force)
+            if this_rank() != 0:
+                return
+    if as_json:
+        print_json(result)
+    else:
+        stdout().print(fact_table("answers", {name: str(value) for name, value in result.items()}))
+
+
+def _here(run: Path, source: str, out: Path, dataset: str | None, dims: str | None, classes: bool, force: bool) -> dict:  # type: ignore[type-arg]
+    from ..data import open_store
+    from ..train.predict import predict as write_answers
+
+    with Progress(console=stderr(), disable=this_rank() != 0) as bar:
+        task = bar.add_task("samples", total=None)
+        store = open_store(source, dims, dataset)
+        return write_answers(
+            run, store, out, classes=classes, force=force,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+
+
+def _on_this_machine(ranks: int, out: Path) -> None:
+    """The same command once for each rank, which finds its place in the environment."""
+    import tempfile
+
+    arguments = [word for word in sys.argv[1:] if word != "--json"]
+    with tempfile.TemporaryDirectory() as folder:
+        ending = LocalRanks([sys.executable, "-m", "halocline.cli", *arguments], ranks, Path(folder)).wait()
+    if ending is not None:
+        raise LaunchError(f"rank {ending.rank}: {ending.words}")

@@ -1,0 +1,98 @@
+"""One rank of a run: trains, shows progress if it is the first, and leaves its last words if it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..errors import HaloclineError
+from ..train.config import read_settings
+from ..train.launch import say_last_words
+from ..train.settings import Settings
+from .output import first_line, stderr
+
+RESULT = "result.json"
+
+
+class Show:
+    """Progress on the terminal: loss, speed, and where the time goes."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, TextColumn("{task.fields[facts]}"), console=console)
+        self._task = self._bar.add_task("training", total=settings.steps, facts="")
+        self._plain = None if console.is_terminal else console
+        self._every = max(1, settings.steps // 20)
+
+    def __enter__(self) -> Show:
+        if self._plain is None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, kind: str, values: dict[str, Any]) -> None:
+        if kind == "step":
+            self._step(values)
+        elif self._plain is None:
+            self._bar.console.print(_line(kind, values), soft_wrap=True)
+        else:
+            self._plain.print(_line(kind, values), soft_wrap=True)
+
+    def _step(self, values: dict[str, Any]) -> None:
+        shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
+        facts = f"loss {values['loss']:.4g}, {values['samples_per_second']:.2f} samples/s, waiting for data "
+        facts += f"{shown['data']:.0%}, for ranks {shown['halo'] + shown['gradients']:.0%}"
+        if self._plain is None:
+            self._bar.update(self._task, completed=values["step"] + 1, facts=facts)
+        elif values["step"] % self._every == 0:
+            self._plain.print(f"step {values['step']}: {facts}", soft_wrap=True)
+
+
+def _line(kind: str, values: dict[str, Any]) -> str:
+    rest = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if name != "step")
+    return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
+
+
+def run_rank(settings: Settings, folder: Path) -> dict[str, Any]:
+    """This process's part in a run; the result is the same on every rank."""
+    from ..train.trainer import Trainer
+
+    began = time.monotonic()
+    first = os.environ.get("RANK", "0") == "0"
+    with Show(settings, stderr() if first else Console(quiet=True)) as show:
+        result = Trainer(settings, folder, show if first else (lambda kind, values: None)).train()
+    found = {
+        "run": str(folder),
+        "steps": result.steps,
+        "metrics": result.metrics,
+        "stopped": result.stopped,
+        "seconds": time.monotonic() - began,
+    }
+    if first:
+        (folder / RESULT).write_text(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    """``python -m halocline.cli.train_rank FOLDER``, for the processes that ``halocline train`` starts."""
+    folder = Path(sys.argv[1])
+    try:
+        run_rank(read_settings(folder), folder)
+    except (HaloclineError, OSError, MemoryError) as error:
+        if os.environ.get("HALOCLINE_DEBUG") == "1":
+            raise
+        say_last_words(folder, int(os.environ.get("RANK", "0")), first_line(error))
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

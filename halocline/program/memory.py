@@ -1,0 +1,48 @@
+"""How much memory a step will take, from the step itself run dry."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..rules import planning
+from .work import tensors_of
+
+
+class _Living(TorchDispatchMode):
+    """Counts the bytes of all storages that local operations made and nobody has let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not planning():
+            for tensor in tensors_of(result):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.bytes -= size
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes that are alive at once of what ``step()`` makes; run it on meta tensors, inside ``dry``."""
+    with _Living() as living:
+        step()
+    return living.peak

@@ -1,0 +1,227 @@
+"""Checkpoints as folders: under their names whole or not at all, with a manifest that vouches for every byte.
+
+Beside ``step-00000120`` there may lie ``.step-00000120.part`` (being written), ``.old`` (about to be replaced by the
+same step) and ``.gone`` (being removed); what a killed run left of these is put right by the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .peers import CheckpointError, reason
+
+MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
+FORMAT = 1
+_LOCK_PATIENCE = 10.0  # seconds: children of a killed run may hold its lock a little longer
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(r"\.(step-\d{8,})\.(part|old|gone)")
+
+Facts = dict[str, Any]  # of one file: size and checksum
+
+
+class Folder:
+    """Where the checkpoints of a run lie. One rank changes it, and one run at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = -1
+        self._unlock: weakref.finalize[Any, Any] | None = None
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def part(self, step: int) -> Path:
+        return self._hidden(step, "part")
+
+    def _hidden(self, step: int, kind: str) -> Path:
+        return self.root / f".step-{step:08d}.{kind}"
+
+    def steps(self) -> list[int]:
+        """Those that there are, good or not, the oldest first."""
+        names = [entry.name for entry in self.root.iterdir()] if self.root.is_dir() else []
+        return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+    # ---- one run at a time ----
+
+    def tidy(self) -> None:
+        """Put right what a killed run left, unless a run is writing here now."""
+        if self._lock < 0 and self.root.is_dir() and os.access(self.root, os.W_OK) and self._take(0.0):
+            self._clear()
+            self.release()
+
+    def claim(self) -> None:
+        """For this run, until :meth:`release`."""
+        if self._lock >= 0:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not self._take(_LOCK_PATIENCE):
+            raise CheckpointError(
+                f"{self.root}: another run writes its checkpoints here, or another Checkpoints of this one; give each "
+                "run its own folder, and close() what is no longer used"
+            )
+        self._clear()
+
+    def _take(self, patience: float) -> bool:
+        import fcntl
+
+        lock, end = os.open(self.root, os.O_RDONLY), time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    os.close(lock)
+                    return False
+                time.sleep(0.05)
+                continue
+            except OSError:
+                pass  # a file system without locks
+            self._lock, self._unlock = lock, weakref.finalize(self, os.close, lock)
+            return True
+
+    def release(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+        self._lock, self._unlock = -1, None
+
+    def _clear(self) -> None:
+        for entry in list(self.root.iterdir()):
+            match = _LEFT_OVER.fullmatch(entry.name)
+            if match and match[2] == "old" and not (self.root / match[1]).exists():
+                entry.rename(self.root / match[1])  # killed between the two renames of a replacement
+            elif match:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    # ---- coming and going ----
+
+    def begin(self, step: int, damaged: Collection[int]) -> None:
+        self.claim()
+        later = [other for other in self.steps() if other > step and other not in damaged]
+        if later:
+            raise CheckpointError(
+                f"{self.root} holds {self.path(later[-1]).name}, later than step {step}, which is to be saved: the "
+                "next start would resume from there; use another folder, or remove the later checkpoints"
+            )
+        shutil.rmtree(self.part(step), ignore_errors=True)
+        self.part(step).mkdir()
+
+    def publish(self, step: int) -> None:
+        """Give the finished part its name. The one that bore it goes only when the new one is there."""
+        sync(self.part(step))
+        old = self._hidden(step, "old")
+        if self.path(step).exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.path(step).rename(old)
+        self.part(step).rename(self.path(step))
+        sync(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self, step: int) -> None:
+        shutil.rmtree(self.part(step), ignore_errors=True)
+
+    def retain(self, step: int, keep: int, damaged: Collection[int]) -> None:
+        """Remove all that came before the ``keep`` newest good ones up to ``step``, and the bad ones among them."""
+        earlier = [other for other in self.steps() if other <= step]
+        kept = [other for other in earlier if other not in damaged][-keep:]
+        for other in set(earlier) - {*kept, step}:
+            with suppress(OSError):  # one too many does no harm
+                gone = self._hidden(other, "gone")
+                self.path(other).rename(gone)  # first: a kill must not leave half of it under its name
+                shutil.rmtree(gone, ignore_errors=True)
+
+
+# ---- files and their checksums ----
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write(path: Path, data: bytes) -> Facts:
+    with path.open("wb") as target:
+        target.write(data)
+    return facts(path, durable=True)
+
+
+def facts(path: Path, durable: bool = False) -> Facts:
+    """Size and checksum of a file as it lies there; ``durable`` has it on the disk first."""
+    if durable:
+        sync(path)
+    with path.open("rb", buffering=0) as source:
+        return {"size": os.fstat(source.fileno()).st_size, "blake2b": hashlib.file_digest(source, _hash).hexdigest()}
+
+
+def _hash() -> Any:
+    return hashlib.blake2b(digest_size=32)
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    write(folder / MANIFEST, _manifest(content))
+
+
+def _manifest(content: Mapping[str, Any]) -> bytes:
+    own = _hash()
+    own.update(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({"content": content, "blake2b": own.hexdigest()}, sort_keys=True, indent=1).encode()
+
+
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
+    """What the manifest says, if it is as it was written and names the files that make a checkpoint."""
+    where = f"{folder}, {MANIFEST}"
+    try:
+        data = (folder / MANIFEST).read_bytes()
+        content: dict[str, Any] = json.loads(data)["content"]
+        whole = _manifest(content) == data
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{where}: damaged, it cannot be read") from error
+    if not whole:
+        raise CheckpointError(f"{where}: damaged, it does not have its own checksum")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{where}: format {content.get('format')}, and this version reads format {FORMAT}")
+    if content.get("step") != step:
+        raise CheckpointError(f"{where}: it is that of step {content.get('step')}, under another name")
+    if not {STATE, METADATA} <= set(content["files"]) or any(Path(name).name != name for name in content["files"]):
+        raise CheckpointError(f"{where}: it does not name the files of a checkpoint")
+    return content
+
+
+def problems(folder: Path, files: Mapping[str, Facts]) -> list[str]:
+    """What is wrong with these files, in words; nothing where all are as they were written."""
+    return [f"{folder}, {name}: {words}" for name, told in files.items() if (words := _problem(folder / name, told))]
+
+
+def _problem(path: Path, told: Facts) -> str:
+    try:
+        size = path.stat().st_size
+        if size != told["size"]:
+            return f"damaged, it has {size:,} bytes instead of {told['size']:,}"
+        return "" if facts(path) == told else "damaged, its checksum is not that of the manifest"
+    except OSError as error:
+        return reason(error) if error.filename is None else f"{error.strerror}"
+
+
+def share(files: Mapping[str, Facts], rank: int, ranks: int) -> dict[str, Facts]:
+    """The files that this rank checks: about as many bytes as any other."""
+    loads, mine = [0] * ranks, {}
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
+        least = loads.index(min(loads))
+        loads[least] += files[name]["size"] + 1
+        if least == rank:
+            mine[name] = files[name]
+    return mine

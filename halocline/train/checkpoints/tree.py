@@ -1,0 +1,157 @@
+"""A nested state taken apart: tensors by name, and the rest as JSON from which it is put together exactly."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .peers import CheckpointError
+
+Tree = Any  # what JSON can say
+_PLAIN = (type(None), bool, int, str)
+
+
+class Parts:
+    """``tree`` describes the state; where it says ``$tensor``, the tensor of that name belongs."""
+
+    def __init__(self, value: Any, take: Callable[[Tensor], Tensor]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._take = take
+        self.tree = self._described(value, "")
+
+    def _described(self, value: Any, path: str) -> Tree:
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        if type(value) is list:
+            return self._items(value, path)
+        if type(value) is tuple:
+            return {"$tuple": self._items(value, path)}
+        return _leaf(value, path)
+
+    def _items(self, values: list[Any] | tuple[Any, ...], path: str) -> list[Tree]:
+        return [self._described(value, f"{path}/{index}") for index, value in enumerate(values)]
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Tree:
+        pairs = [(key, self._described(item, f"{path}/{key}")) for key, item in value.items()]
+        tree: Tree = {"$dict": [[self._described(key, f"{path} (a key)"), item] for key, item in pairs]}
+        if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
+            tree = dict(pairs)
+        versions = getattr(value, "_metadata", None)  # a module's state_dict bears the versions of its layers
+        if isinstance(value, OrderedDict) and isinstance(versions, Mapping):
+            return {"$state_dict": tree, "metadata": self._described(dict(versions), f"{path} (metadata)")}
+        return tree
+
+    def _tensor(self, tensor: Tensor, path: str) -> Tree:
+        _check_kind(tensor, path)
+        name = path.lstrip("/")
+        while name in self.tensors:  # keys 0 and "0", or one with a slash
+            name += "'"
+        taken = self.tensors[name] = self._take(tensor)
+        usual = torch.empty(taken.shape, device="meta").stride()
+        if isinstance(taken, DTensor) or taken.stride() == usual:
+            return {"$tensor": name}
+        return {"$tensor": name, "stride": list(taken.stride())}
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory; of a DTensor, this rank's shard of it."""
+    own = tensor.detach()
+    if not isinstance(own, DTensor):
+        own = own.resolve_conj().resolve_neg()
+    return own.to("cpu", copy=True)
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """The state again, with these tensors."""
+    if isinstance(tree, list):
+        return [assembled(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next((key for key in tree if key.startswith("$")), None)
+    if tag is None:
+        return {key: assembled(item, tensors) for key, item in tree.items()}
+    return _ASSEMBLE[tag](tree, tensors)
+
+
+def leaves(tree: Tree) -> dict[str, list[int] | None]:
+    """The name of every tensor in the tree, with its stride where that is not the usual one."""
+    found: dict[str, list[int] | None] = {}
+    if isinstance(tree, dict) and "$tensor" in tree:
+        return {tree["$tensor"]: tree.get("stride")}
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        found |= leaves(item)
+    return found
+
+
+# ---- leaves ----
+
+
+def _leaf(value: Any, path: str) -> Tree:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is float:  # JSON has the shortest digits that give the same float, but no infinities
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+    if type(value) is torch.Size:
+        return {"$size": list(value)}
+    if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
+        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+        return {"$numpy": value.dtype.str, "shape": shape, "data": base64.b64encode(value.tobytes()).decode("ascii")}
+    raise CheckpointError(
+        f"{path.lstrip('/') or 'the state'} is of type {type(value).__name__}, which a checkpoint does not hold; make "
+        "it a tensor, a number, a string, None, or a list, tuple or dict of these"
+    )
+
+
+def _check_kind(tensor: Tensor, path: str) -> None:
+    kind = type(tensor.detach()) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
+    known = kind is Tensor or issubclass(kind, DTensor)
+    if not known or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise CheckpointError(
+            f"{path.lstrip('/')} is a {kind.__name__} ({tensor.layout}, on {tensor.device}); a checkpoint holds dense "
+            "plain tensors and DTensors; gather a cut tensor first, or leave it out"
+        )
+
+
+def _float(tree: Tree, _: Mapping[str, Tensor]) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(tree["$float"]))[0])
+
+
+def _numpy(tree: Tree, _: Mapping[str, Tensor]) -> Any:
+    flat = np.frombuffer(base64.b64decode(tree["data"]), dtype=np.dtype(tree["$numpy"]))
+    return flat[0] if tree["shape"] is None else flat.reshape(tree["shape"]).copy()
+
+
+def _dict(tree: Tree, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    return {assembled(key, tensors): assembled(item, tensors) for key, item in tree["$dict"]}
+
+
+def _state_dict(tree: Tree, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
+    state: Any = OrderedDict(assembled(tree["$state_dict"], tensors))
+    state._metadata = OrderedDict(assembled(tree["metadata"], tensors))
+    return cast(OrderedDict[Any, Any], state)
+
+
+_ASSEMBLE: dict[str, Callable[[Tree, Mapping[str, Tensor]], Any]] = {
+    "$tensor": lambda tree, tensors: tensors[tree["$tensor"]],
+    "$tuple": lambda tree, tensors: tuple(assembled(tree["$tuple"], tensors)),
+    "$size": lambda tree, tensors: torch.Size(tree["$size"]),
+    "$float": _float,
+    "$numpy": _numpy,
+    "$dict": _dict,
+    "$state_dict": _state_dict,
+}

@@ -1,0 +1,144 @@
+"""Settings from a TOML file and from ``--set key=value``, checked by pydantic; and written down again."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .settings import ConfigError, Settings, from_dict, keys_of
+
+CONFIG = "config.toml"
+
+
+def load_settings(path: Path, changes: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Settings:
+    """The file's settings over ``defaults``, and ``changes`` such as ``optimizer.lr=1e-3`` over both."""
+    try:
+        told = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    return make_settings(told, changes, defaults, str(path))
+
+
+def make_settings(
+    told: Mapping[str, Any],
+    changes: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    where: str = "the settings",
+) -> Settings:
+    merged = merge(defaults or {}, _with_path(told))
+    for change in changes:
+        merged = merge(merged, _with_path(_change(change)))
+    return _checked(merged, where).check()
+
+
+def _with_path(told: Mapping[str, Any]) -> dict[str, Any]:
+    """``data = "file.h5"`` is short for a path."""
+    data = told.get("data")
+    return {**told, "data": {"path": data}} if isinstance(data, str) else dict(told)
+
+
+def _change(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: give key=value, such as optimizer.lr=1e-3")
+    found: Any = _value(value.strip())
+    for part in reversed(key.strip().split(".")):
+        found = {part: found}
+    return dict(found)
+
+
+def _value(text: str) -> Any:
+    """As TOML reads it; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(below)
+    for key, value in above.items():
+        old = found.get(key)
+        found[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _checked(values: Mapping[str, Any], where: str) -> Settings:
+    try:
+        from pydantic import TypeAdapter, ValidationError
+    except ImportError as error:
+        raise ConfigError("checking settings needs pydantic: pip install 'halocline[train]'") from error
+
+    _forbid_extras()
+    try:
+        found = TypeAdapter(Settings).validate_python(dict(values))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_told(each) for each in error.errors())) from None
+    return found
+
+
+def _forbid_extras() -> None:
+    """An unknown key is a mistake, in every group."""
+    from dataclasses import is_dataclass
+
+    from . import settings
+
+    for each in vars(settings).values():
+        if isinstance(each, type) and is_dataclass(each):
+            each.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
+
+
+def _told(error: Any) -> str:
+    """Key, value, and what is allowed."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "unexpected_keyword_argument":
+        near = difflib.get_close_matches(key, keys_of(Settings()), 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(keys_of(Settings())))}"
+        return f"{key} is unknown{hint}"
+    return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def read_settings(folder: Path) -> Settings:
+    """Of a run, as :func:`write_settings` left them."""
+    path = folder / CONFIG
+    try:
+        return from_dict(tomllib.loads(path.read_text()))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{folder} is no folder of a run: {error}") from error
+
+
+def write_settings(settings: Settings, path: Path) -> None:
+    """As TOML, every key with its value; those that are None are left out."""
+    lines, tables = _lines(settings.as_dict()), []
+    for name, value in settings.as_dict().items():
+        if isinstance(value, dict):
+            tables += _table(name, value)
+    path.write_text("\n".join([*lines, *tables]) + "\n")
+
+
+def _table(name: str, values: Mapping[str, Any]) -> list[str]:
+    found = ["", f"[{name}]", *_lines(values)]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += _table(f"{name}.{key}", value)
+    return found
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    plain = ((key, value) for key, value in values.items() if value is not None and not isinstance(value, dict))
+    return [f"{key} = {_text(value)}" for key, value in plain]
+
+
+def _text(value: Any) -> str:
+    """JSON's strings, numbers, lists and truths are TOML's too; tables inside lists are written in line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_text(each) for each in value) + "]"
+    return json.dumps(value)

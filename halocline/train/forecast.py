@@ -1,0 +1,107 @@
+"""Will it fit? A step run dry says how much memory a rank will take, before the first real one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..data.loading.layout import Layout
+from ..distribute import distribute
+from ..errors import HaloclineError
+from ..geometry import whole
+from ..program import dry
+from ..program.memory import peak_of
+from ..tensor import wrap_with_rim
+from ..world import Mesh
+from .guard import TrainingError
+from .precision import Precision
+from .settings import Settings
+from .sizes import bytes_from, size_text
+from .task import Task, augmentations
+
+_log = logging.getLogger("halocline.train")
+_STATES = {"adam": 2, "adamw": 2, "larc": 2, "sgd": 1}  # tensors that an optimizer keeps for each weight
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    data: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.data
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size_text(value)}" for name, value in vars(self).items())
+        return f"{size_text(self.total)} a rank ({parts})"
+
+
+def forecast(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str], precision: Precision) -> Forecast:
+    with dry(mesh.rank, mesh.size), torch.device("meta"):
+        here = Mesh(**mesh.sizes)
+        model = task.make_model().to(precision.dtype)
+        weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        model = distribute(model, here)
+        batch, held = _batch(settings, task, here, cut)
+        activations = peak_of(lambda: _step(model, task, batch, precision))
+    states = _STATES[settings.optimizer.name] * weights
+    buffers = held * (settings.data.prefetch + 2) + bytes_from("data.memory", settings.data.memory)
+    return Forecast(weights, weights, states, max(0, activations - weights), buffers)
+
+
+def _step(model: nn.Module, task: Task, batch: Mapping[str, Tensor], precision: Precision) -> None:
+    with precision.autocast():
+        loss = task.loss(model(batch["x"]), batch)
+    loss.backward()
+
+
+def _batch(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str]) -> tuple[dict[str, Tensor], int]:
+    """A batch without values, and the bytes of its tiles."""
+    layout = Layout(task.training, mesh, cut, augmentations(settings.data), settings.seed, settings.multiple)
+    found, size = {}, 0
+    for name, each in task.training.items():
+        sharding = layout.sharding(name, layout.batch(settings.batch))
+        tile = torch.empty(sharding.tile_shape, dtype=each.tensor_dtype, device="meta")
+        size += prod(tile.shape) * tile.element_size()
+        found[name] = wrap_with_rim(tile, tuple(map(whole, tile.shape)), sharding, {})
+    return found, size
+
+
+def check_room(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str], precision: Precision) -> None:
+    """Refuse a run that would not fit; say nothing where a dry run cannot tell."""
+    try:
+        needed = forecast(settings, task, mesh, cut, precision)
+    except (HaloclineError, RuntimeError, NotImplementedError, TypeError) as error:
+        _log.debug("no forecast of memory: %s", error)
+        return
+    room = available()
+    _log.info("memory: %s; there are %s", needed, size_text(room))
+    if needed.total > room:
+        raise TrainingError(
+            f"a step needs {needed}, and there are {size_text(room)}; cut over more ranks, take a smaller batch, "
+            "or precision = 'bf16'"
+        )
+
+
+def available() -> int:
+    """Bytes that this rank may take: of its GPU, or its share of what the machine has free."""
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    free = 1024 * int(found.group(1)) if found else 1 << 62
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

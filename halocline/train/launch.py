@@ -1,0 +1,134 @@
+"""Ranks of a run: those that a launcher started, or processes of this machine that are started here, and again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import HaloclineError
+
+LOGS = "ranks"
+_POLL = 0.1  # seconds between looks at the ranks
+_GRACE = 20.0  # seconds in which ranks may end by themselves, once one has
+
+
+class LaunchError(HaloclineError, RuntimeError):
+    """Ranks that could not be started, or that ended with an error."""
+
+
+def launched() -> bool:
+    """Has torchrun or Slurm given this process a place among others?"""
+    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def this_rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+@dataclass
+class Ending:
+    """How an attempt failed: the rank where it began, its exit status, and what it said."""
+
+    rank: int
+    status: int
+    words: str
+
+
+class LocalRanks:
+    """``command`` in as many processes, each told its place. What ranks other than 0 print goes to files."""
+
+    def __init__(self, command: list[str], ranks: int, folder: Path) -> None:
+        self._folder = folder / LOGS
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in self._folder.glob("rank-*.error"):
+            old.unlink()
+        port = str(free_port())
+        self.processes = [self._start(command, rank, ranks, port) for rank in range(ranks)]
+
+    def _start(self, command: list[str], rank: int, ranks: int, port: str) -> subprocess.Popen[bytes]:
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting}
+        if rank == 0:  # its progress is for people; standard output is for results
+            return subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno())
+        with (self._folder / f"rank-{rank}.log").open("ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def wait(self) -> Ending | None:
+        """None when all have ended well; else how the first that did not ended, the others having been ended too."""
+        try:
+            while True:
+                states = [process.poll() for process in self.processes]
+                if any(state not in (None, 0) for state in states):
+                    return self._give_up()
+                if all(state == 0 for state in states):
+                    return None
+                time.sleep(_POLL)
+        finally:
+            self.end()
+
+    def _give_up(self) -> Ending:
+        """The others notice by themselves and say what they saw; those that do not are ended."""
+        first = next(rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0))
+        end = time.monotonic() + _GRACE
+        while time.monotonic() < end and any(process.poll() is None for process in self.processes):
+            time.sleep(_POLL)
+        told = sorted(self._folder.glob("rank-*.error"), key=lambda path: path.stat().st_mtime)
+        if self.processes[first].returncode < 0 or not told:  # killed, it said nothing
+            return Ending(first, self.processes[first].returncode, _manner(self.processes[first].returncode))
+        rank = int(told[0].stem.removeprefix("rank-"))
+        return Ending(rank, self.processes[rank].returncode or 1, told[0].read_text().strip())
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def say_last_words(folder: Path, rank: int, words: str) -> None:
+    """What a rank that fails leaves for whoever started it."""
+    (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    (folder / LOGS / f"rank-{rank}.error").write_text(words)
+
+
+def _manner(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+SLURM = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={per_node}
+#SBATCH --cpus-per-task={cpus}
+{gpus}#SBATCH --time={hours}:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+
+# The run goes on from its last checkpoint when this is submitted again, on any number of ranks.
+srun halocline train {config} --out {folder}
+"""
+
+
+def slurm_script(config: str, folder: str, nodes: int, per_node: int, gpus: int, cpus: int, hours: int) -> str:
+    line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
+    name = Path(config).stem
+    return SLURM.format(
+        name=name, nodes=nodes, per_node=per_node, cpus=cpus, gpus=line, hours=hours, config=config, folder=folder
+    )

@@ -1,0 +1,94 @@
+"""Optimizers of torch by name, LARC, and the way the learning rate goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .settings import OptimizerSettings, ScheduleSettings
+
+#: A weight or a gradient that is all zero says nothing about a good step; then it is this.
+LARC_EPSILON = 1.0 / 16000.0
+
+
+class LARC:
+    """Layer-wise adaptive rate control (You et al. 2017): a step is no larger than ``trust`` of its weight's norm.
+
+    ``clip`` (the default) lowers the base optimizer's rate to ``trust * |w| / |g|`` where it is above that; ``scale``
+    multiplies the gradient by it. Norms of all tensors are taken at once, and nothing waits for the host.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, trust: float = 0.002, mode: str = "clip") -> None:
+        self.base, self.trust, self.mode = base, trust, mode
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.base.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights:
+                self._scale(weights, [weight.grad for weight in weights], group["lr"])
+        self.base.step(closure)
+
+    def _scale(self, weights: list[Tensor], gradients: list[Any], rate: float) -> None:
+        sizes = torch.stack([norm.double() for norm in torch._foreach_norm(weights)])
+        slopes = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+        silent = (sizes == 0) | (slopes == 0)
+        local = torch.where(silent, LARC_EPSILON, self.trust * sizes / torch.where(silent, 1.0, slopes))
+        factors = (local / rate).clamp(max=1.0) if self.mode == "clip" else local
+        torch._foreach_mul_(gradients, list(factors.unbind()))
+
+
+Optimizer = torch.optim.Optimizer | LARC
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
+    weights: Iterable[nn.Parameter] = [weight for weight in model.parameters() if weight.requires_grad]
+    rate, decay = settings.lr, settings.weight_decay
+
+    def adam() -> torch.optim.Optimizer:
+        return torch.optim.Adam(weights, rate, settings.betas, weight_decay=decay)
+
+    makers: dict[str, Callable[[], Optimizer]] = {
+        "adam": adam,
+        "adamw": lambda: torch.optim.AdamW(weights, rate, settings.betas, weight_decay=decay),
+        "sgd": lambda: torch.optim.SGD(weights, rate, settings.momentum, weight_decay=decay),
+        "larc": lambda: LARC(adam(), settings.trust, settings.mode),
+    }
+    return makers[settings.name]()
+
+
+def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
+    """The factor on the learning rate at a step, counted from 0.
+
+    >>> [round(rate_at(s, 6, ScheduleSettings("linear", warmup=2)), 2) for s in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    gone = (step - settings.warmup) / max(1, steps - settings.warmup)
+    if settings.name == "linear":
+        return 1 + (settings.final - 1) * gone
+    if settings.name == "cosine":
+        return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * gone))
+    return 1.0

@@ -1,0 +1,66 @@
+"""What a report shows of a run's answers: numbers of every validation sample, or middle slices of the first few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..rules import gather
+from ..workloads.workload import Batch
+
+EXAMPLES = "examples.npz"
+_MOST = 4  # samples of which slices are kept
+
+
+class Examples:
+    """Filled while validating, on every rank alike; written by rank 0."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[Any]] = {"x": [], "y": [], "p": []}
+        self._count = 0
+
+    def add(self, output: Tensor, batch: Batch) -> None:
+        answers = output.argmax(1) if output.ndim > 2 and not batch["y"].is_floating_point() else output
+        if answers.ndim <= 2:  # a few numbers a sample: all are kept
+            self._keep("y", batch["y"])
+            self._keep("p", answers)
+        elif self._count < _MOST:
+            self._keep("x", middle(batch["x"], skip=2))
+            self._keep("y", middle(batch["y"], skip=batch["y"].ndim - batch["x"].ndim + 2))
+            self._keep("p", middle(answers, skip=answers.ndim - batch["x"].ndim + 2))
+        self._count += len(batch["x"])
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self._kept[name].append(gather(tensor).detach().float().cpu().numpy().copy())  # the batch goes back
+
+    def write(self, folder: Path) -> None:
+        arrays = {name: np.concatenate(parts) for name, parts in self._kept.items() if parts}
+        if "x" in arrays:
+            arrays = {name: array[:_MOST] for name, array in arrays.items()}
+        if arrays:
+            np.savez_compressed(folder / EXAMPLES, **arrays)  # type: ignore[arg-type]
+
+
+def middle(volume: Tensor, skip: int) -> Tensor:
+    """The middle plane of a volume along its first dim in space; an image as it is. ``skip`` dims come before space.
+
+    Of many channels, the first.
+    """
+    if skip == 2 and volume.shape[1] > 1:
+        volume = volume[:, :1]
+    if volume.ndim - skip <= 2:
+        return volume
+    return volume.select(skip, volume.shape[skip] // 2)
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes at the peak so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,58 @@
+"""In which numbers a step computes, and how small gradients survive in the narrow ones."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """``fp64`` and ``fp32`` compute in these; ``tf32`` lets GPUs round products; ``bf16`` and ``fp16`` by autocast.
+
+    ``fp16`` scales the loss. Averaged gradients have the same bits on every rank, so all ranks find the same overflow
+    and take the same scale, without asking.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self._device = name, device
+        self.dtype = torch.float64 if name == "fp64" else torch.float32  # of weights and inputs
+        self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        if name in ("fp32", "tf32"):
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        return model.to(device=self._device, dtype=self.dtype)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        narrow = _NARROW.get(self.name)
+        return nullcontext() if narrow is None else torch.autocast(self._device.type, narrow)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Any) -> None:
+        """Before gradients are looked at."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Any) -> bool:
+        """The optimizer's step, left out where a gradient overflowed; was it made?"""
+        if not self._scaler.is_enabled():
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._scaler.load_state_dict(state)

@@ -1,0 +1,212 @@
+"""What the network answers, beside what is true: numbers, classes, or slices of samples that it was not trained on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .charts import Scale, svg, ticks
+from .images import (
+    BOTH_SIDES,
+    RAMP,
+    WRONG,
+    Picture,
+    class_code,
+    grey,
+    image,
+    limits,
+    overlaid,
+    painted,
+    ramped,
+    thin,
+)
+from .run import Array
+from .svg import element, short, text, tooltip
+
+EDGE, PAD = 230.0, 38.0  # of a small square chart
+NUMBERS = 12  # charts of numbers at most
+DOTS = 400  # of a chart
+FEW = 40  # classes at most
+
+
+def answers(arrays: dict[str, Array]) -> str | None:
+    """Markup, or None for arrays of another kind than a run writes."""
+    if not all(name in arrays and arrays[name].size and arrays[name].ndim for name in ("y", "p")):
+        return None
+    y, p = arrays["y"], arrays["p"]
+    if p.ndim <= 2:
+        return _numbers(y, p)
+    planes = {name: _planes(array) for name, array in arrays.items() if name in ("x", "y", "p")}
+    if any(plane is None for plane in planes.values()):
+        return None
+    found = {name: plane for name, plane in planes.items() if plane is not None}
+    if found["y"].shape != found["p"].shape:
+        return None
+    return _classes(found) if _whole(found["y"], found["p"]) and _fits(found) else _fields(found)
+
+
+def _planes(array: Array) -> Array | None:
+    """[samples, height, width]."""
+    if array.ndim == 4:
+        array = array[:, 0]
+    return array if array.ndim == 3 else None
+
+
+def _whole(*arrays: Array) -> bool:
+    """Are these numbers of classes?"""
+    return all(bool((array == np.round(array)).all()) for array in arrays) and max(a.max() for a in arrays) < 1000
+
+
+def _fits(found: dict[str, Array]) -> bool:
+    return "x" not in found or found["x"].shape == found["y"].shape
+
+
+# -- a few numbers a sample
+
+
+def _numbers(y: Array, p: Array) -> str | None:
+    if y.shape == p.shape or y.size == p.size:
+        y, p = y.reshape(len(p), -1), p.reshape(len(p), -1)
+        charts = [scatter(y[:, index], p[:, index], index) for index in range(min(NUMBERS, y.shape[1]))]
+        more = f" The first {NUMBERS} of {y.shape[1]} numbers." if y.shape[1] > NUMBERS else ""
+        words = f"{len(y)} validation samples: predicted against true; on the line the two are equal.{more}"
+        return element("p", text(words)) + element("div", *charts, class_="small")
+    if y.size == len(p) and _whole(y):
+        return confusion(y.reshape(-1).astype(int), p.argmax(1))
+    return None
+
+
+def correlation(y: Array, p: Array) -> float:
+    good = np.isfinite(y) & np.isfinite(p)
+    y, p = y[good], p[good]
+    if len(y) < 2 or y.std() == 0 or p.std() == 0:
+        return math.nan
+    return float(np.corrcoef(y, p)[0, 1])
+
+
+def scatter(y: Array, p: Array, index: int) -> str:
+    both = np.concatenate([y, p])
+    finite = both[np.isfinite(both)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    margin = 0.06 * (high - low) or 0.5
+    across = Scale(low - margin, high + margin, PAD, EDGE - 8)
+    up = Scale(low - margin, high + margin, EDGE - PAD, 8)
+    ends = {"x1": across(across.low), "y1": up(up.low), "x2": across(across.high), "y2": up(up.high)}
+    parts = [_square(across, up), element("line", **ends, class_="diagonal")]
+    picked = np.unique(np.linspace(0, len(y) - 1, min(DOTS, len(y))).astype(int)).tolist()
+    parts += [_dot(float(y[i]), float(p[i]), across, up) for i in picked if math.isfinite(y[i] + p[i])]
+    r = correlation(y, p)
+    words = f"number {index + 1}" + (f": correlation {r:.3f}" if math.isfinite(r) else "")
+    drawing = svg(words, *parts, width=EDGE, height=EDGE, class_="chart")
+    return element("figure", element("figcaption", text(words)), drawing)
+
+
+def _square(across: Scale, up: Scale) -> str:
+    parts = [element("rect", x=PAD, y=8, width=EDGE - 8 - PAD, height=EDGE - PAD - 8, class_="frame")]
+    for value in ticks(across.low, across.high, 3):
+        parts.append(element("text", text(short(value)), x=across(value), y=EDGE - PAD + 15, class_="tick mid"))
+        parts.append(element("text", text(short(value)), x=PAD - 5, y=up(value) + 4, class_="tick end"))
+    parts.append(element("text", "true", x=(PAD + EDGE - 8) / 2, y=EDGE - 6, class_="label mid"))
+    turned = f"translate(10 {(EDGE - PAD) / 2:.0f}) rotate(-90)"
+    parts.append(element("text", "predicted", transform=turned, class_="label mid"))
+    return "".join(parts)
+
+
+def _dot(y: float, p: float, across: Scale, up: Scale) -> str:
+    told = tooltip(f"true {short(y)}, predicted {short(p)}")
+    return element("circle", told, cx=across(y), cy=up(p), r=2.6, class_="point")
+
+
+def confusion(y: Array, p: Array) -> str | None:
+    """Counts of (true class, predicted class)."""
+    count = int(max(y.max(), p.max())) + 1
+    if count > FEW or y.min() < 0:
+        return None
+    table = np.zeros((count, count), int)
+    np.add.at(table, (y.astype(int), p.astype(int)), 1)
+    side = min(34.0, 340.0 / count)
+    cells = [_cell(table, row, column, side) for row in range(count) for column in range(count)]
+    names = [element("text", text(n), x=28, y=(n + 0.65) * side, class_="tick end") for n in range(count)]
+    names += [
+        element("text", text(n), x=34 + (n + 0.5) * side, y=count * side + 16, class_="tick mid") for n in range(count)
+    ]
+    drawing = svg("true and predicted classes", *cells, *names, width=40 + count * side, height=count * side + 24)
+    words = f"{len(y)} validation samples: rows are the true class, columns the predicted; {np.trace(table)} are right."
+    return element("p", text(words)) + element("div", drawing, class_="small")
+
+
+def _cell(table: Array, row: int, column: int, side: float) -> str:
+    share = table[row, column] / max(1, table.max())
+    told = tooltip(f"true {row}, predicted {column}: {table[row, column]}")
+    place = {"x": 34 + column * side, "y": row * side, "width": side - 1, "height": side - 1}
+    return element("rect", told, **place, fill_opacity=0.06 + 0.9 * float(share), class_="cell")
+
+
+# -- slices
+
+
+def _classes(found: dict[str, Array]) -> str:
+    rows = []
+    for number in range(len(found["y"])):
+        y, p = found["y"][number], found["p"][number]
+        under = found["x"][number] if "x" in found else np.zeros_like(y)
+        known = y >= 0  # what lies below is a mark for pixels that nobody knows
+        share = float((known & (y != p)).sum() / max(1, known.sum()))
+        base = grey(thin(under))
+        wrong = thin(((y != p) & known).astype(np.float64)) > 0
+        panels = {
+            "input": base,
+            "true": overlaid(base, thin(y)),
+            "predicted": overlaid(base, thin(p)),
+            f"wrong: {100 * share:.2g} %": painted(base, wrong, WRONG, 0.9),
+        }
+        rows.append(_row(panels, f"sample {number + 1}"))
+    words = "Slices of validation samples, with the classes laid over; class 0 is left grey."
+    return element("p", text(words)) + _legend(found) + "".join(rows)
+
+
+def _legend(found: dict[str, Array]) -> str:
+    numbers = np.unique(np.concatenate([found["y"].ravel(), found["p"].ravel()])).astype(int).tolist()
+    entries = [(f"class {number}", class_code(number)) for number in numbers if number > 0]
+    swatches = [_swatch(words, code) for words, code in [*entries, ("wrong", WRONG)]]
+    return element("p", *swatches, class_="legend")
+
+
+def _swatch(words: str, code: str) -> str:
+    return element("span", element("i", style=f"background:{code}"), text(words))
+
+
+def _row(panels: dict[str, Picture], sample: str) -> str:
+    figures = [
+        element("figure", image(picture, f"{sample}: {words}"), element("figcaption", text(words)))
+        for words, picture in panels.items()
+    ]
+    return element("div", *figures, class_="panels")
+
+
+def _fields(found: dict[str, Array]) -> str:
+    low, high = limits(found["y"], found["p"])
+    difference = found["p"] - found["y"]
+    most = max(abs(end) for end in limits(difference)) or 1.0
+    rows = []
+    for number in range(len(found["y"])):
+        panels = {"input": grey(thin(found["x"][number]))} if "x" in found else {}
+        panels["true"] = ramped(thin(found["y"][number]), low, high)
+        panels["predicted"] = ramped(thin(found["p"][number]), low, high)
+        off = _root_mean_square(difference[number])
+        panels[f"difference: rms {short(off)}"] = ramped(thin(difference[number]), -most, most, BOTH_SIDES)
+        rows.append(_row(panels, f"sample {number + 1}"))
+    words = "Slices of validation samples. True and predicted have one colour scale; the difference has its own."
+    bars = _scale_bar("true, predicted", RAMP, low, high) + _scale_bar("difference", BOTH_SIDES, -most, most)
+    return element("p", text(words)) + element("p", bars, class_="legend") + "".join(rows)
+
+
+def _root_mean_square(values: Array) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.sqrt((finite**2).mean())) if finite.size else math.nan
+
+
+def _scale_bar(words: str, ramp: tuple[str, ...], low: float, high: float) -> str:
+    colours = element("b", style=f"background:linear-gradient(to right,{','.join(ramp)})")
+    return element("span", text(f"{words} {short(low)}"), colours, text(short(high)))

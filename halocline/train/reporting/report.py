@@ -1,0 +1,32 @@
+"""A run told on one page: ``RUN/report.html``, which opens anywhere and needs nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .page import page
+from .run import NoRun, read_run
+from .sections import Section, parts_of
+
+__all__ = ["REPORT", "NoRun", "Report", "write_report"]
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True)
+class Report:
+    path: Path
+    bytes: int
+    sections: list[str]  # those that the run had something for
+
+
+def write_report(run: Path, out: Path | None = None) -> Report:
+    """The same run gives the same bytes: nothing on the page tells when it was written."""
+    read = read_run(run)
+    parts = parts_of(read)
+    written = page(read, parts).encode()
+    path = out or run / REPORT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(written)
+    return Report(path, len(written), [part.name for part in parts if isinstance(part, Section)])

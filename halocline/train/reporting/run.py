@@ -1,0 +1,156 @@
+"""A run's folder as a report sees it: every piece may be absent, and then says why."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import HaloclineError
+from ..config import CONFIG
+from ..log import LOG, read_log
+from ..pictures import EXAMPLES
+from ..trace import TRACE
+
+RESULT = "result.json"
+Array = NDArray[np.float64]
+Entry = dict[str, Any]
+_HUGE = 1e100  # a run that has come so far is lost: as good as infinite, and no chart could be drawn to it
+
+
+class NoRun(HaloclineError, ValueError):
+    """A folder that holds no run. Says what is missing, and how a run is made."""
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    config: str = ""  # as written
+    settings: Entry = field(default_factory=dict)
+    steps: list[Entry] = field(default_factory=list)
+    validations: list[Entry] = field(default_factory=list)
+    ranks: list[Entry] = field(default_factory=list)
+    result: Entry | None = None
+    examples: dict[str, Array] | None = None
+    traced: bool = False
+    troubles: dict[str, str] = field(default_factory=dict)  # pieces that are there and cannot be read, and why
+
+    @property
+    def subject(self) -> str:
+        """What was trained."""
+        return str(self.settings.get("workload") or self.settings.get("model") or self.name)
+
+    def column(self, name: str) -> Array:
+        """One quantity of every step; NaN where a step does not tell it."""
+        return column(self.steps, name)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those that the run ended with, or the last that it measured."""
+        found = (self.result or {}).get("metrics") or (self.validations[-1] if self.validations else {})
+        return {name: float(value) for name, value in found.items() if name != "step" and is_number(value)}
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def column(entries: list[Entry], name: str) -> Array:
+    values = [entry.get(name) for entry in entries]
+    found = np.array([value if is_number(value) else np.nan for value in values], dtype=np.float64)
+    return np.where(np.abs(found) > _HUGE, np.inf, found)
+
+
+def read_run(folder: Path) -> Run:
+    if not (folder / CONFIG).is_file() and not (folder / LOG).is_file():
+        there = "holds neither" if folder.is_dir() else "is no folder, and so has no"
+        raise NoRun(f"{folder} {there} {CONFIG} nor {LOG}; give the folder of a run, as `halocline train` makes one")
+    troubles: dict[str, str] = {}
+    config, settings = _config(folder, troubles)
+    entries = _entries(folder, troubles)
+    return Run(
+        folder.resolve().name,
+        config,
+        settings,
+        _by_step(entries, "step"),
+        _by_step(entries, "validation"),
+        _last_ranks(
+            [_rank(entry) for entry in entries if entry.get("kind") == "rank" and is_number(entry.get("rank"))]
+        ),
+        _result(folder, troubles),
+        _examples(folder, troubles),
+        (folder / TRACE).is_file(),
+        troubles,
+    )
+
+
+def _config(folder: Path, troubles: dict[str, str]) -> tuple[str, Entry]:
+    try:
+        text = (folder / CONFIG).read_text("utf-8", errors="replace")
+    except OSError as error:
+        troubles["settings"] = f"{CONFIG} cannot be read: {error.strerror}"
+        return "", {}
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        troubles["settings"] = f"{CONFIG} is no TOML: {error}"
+        return text, {}
+
+
+def _entries(folder: Path, troubles: dict[str, str]) -> list[Entry]:
+    try:
+        return list(read_log(folder))
+    except FileNotFoundError:
+        troubles["log"] = f"there is no {LOG}: no step was made"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        troubles["log"] = f"{LOG} cannot be read: {type(error).__name__}: {error}"
+    return []
+
+
+def _by_step(entries: list[Entry], kind: str) -> list[Entry]:
+    found = [entry for entry in entries if entry.get("kind") == kind and _is_step(entry.get("step"))]
+    return sorted(found, key=lambda entry: entry["step"])
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _rank(entry: Entry) -> Entry:
+    """What is not as it should be is left out."""
+    kinds = {"coordinates": dict, "tile": dict, "shape": list}
+    return {key: value for key, value in entry.items() if isinstance(value, kinds.get(key, object))}
+
+
+def _last_ranks(entries: list[Entry]) -> list[Entry]:
+    """A run that was gone on with may have had another mesh before: those from the last rank 0 on count."""
+    first = max((index for index, entry in enumerate(entries) if entry["rank"] == 0), default=0)
+    return entries[first:]
+
+
+def _result(folder: Path, troubles: dict[str, str]) -> Entry | None:
+    try:
+        found = json.loads((folder / RESULT).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        troubles["result"] = f"{RESULT} cannot be read: {error}"
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _examples(folder: Path, troubles: dict[str, str]) -> dict[str, Array] | None:
+    try:
+        with np.load(folder / EXAMPLES) as stored:
+            return {name: np.asarray(stored[name], dtype=np.float64) for name in stored.files}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        troubles["examples"] = f"{EXAMPLES} cannot be read: {error}"
+        return None

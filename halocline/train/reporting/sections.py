@@ -1,0 +1,276 @@
+"""What a report tells of a run, part by part. A part that cannot be told gives the reason in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..trace import TRACE
+from .answers import answers
+from .charts import POINTS, Series, columns, curve_chart, smoothed, stacked_areas
+from .mesh import mesh_figures
+from .run import Array, Entry, Run, column, is_number
+from .svg import duration, element, short, text
+
+#: Parts of a step's time, from below: what is left of it is computing.
+PARTS = {
+    "compute": "computing",
+    "halo": "waiting for halos and sums",
+    "gradients": "waiting for gradients",
+    "data": "waiting for data",
+}
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str  # in links and JSON
+    title: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    name: str
+    why: str
+
+
+Part = Section | Missing
+
+
+def parts_of(run: Run) -> list[Part]:
+    return [make(run) for make in _MAKERS]
+
+
+def _card(heading: str, *content: str, class_: str = "card") -> str:
+    return element("article", element("h3", text(heading)), *content, class_=class_)
+
+
+def _grid(*cards: str, class_: str = "cards") -> str:
+    return element("div", *cards, class_=class_)
+
+
+def _note(words: str) -> str:
+    return element("p", text(words), class_="note")
+
+
+# -- loss and validation
+
+
+def loss(run: Run) -> Part:
+    if not run.steps:
+        return Missing("loss", run.troubles.get("log", "the log has no steps"))
+    steps, values = run.column("step"), run.column("loss")
+    drawn = smooth_series("loss", steps, values, "loss")
+    told = [entry for entry in run.validations if is_number(entry.get("loss"))]
+    if told:
+        drawn.append(Series("validation loss", column(told, "step"), column(told, "loss"), "validation", dots=True))
+    keys = [("loss", "each step")] + [("loss strong", "smoothed")] * (len(drawn) > 1 and drawn[0].raw)
+    keys += [("validation", "validation")] * bool(told)
+    body = _card("Loss", curve_chart("loss over steps", drawn), _keys(keys), *_not_finite(steps, values))
+    return Section("loss", "Training", _grid(body, *_rate(run, steps)))
+
+
+def _rate(run: Run, steps: Array) -> list[str]:
+    """Of one step there is nothing to see."""
+    rates = run.column("lr")
+    if np.isfinite(rates).sum() < 2:
+        return []
+    chart = curve_chart("learning rate", [Series("learning rate", steps, rates, "rate")], log=False, zero=True)
+    return [_card("Learning rate", chart)]
+
+
+def smooth_series(name: str, steps: Array, values: Array, class_: str) -> list[Series]:
+    """The values, faint, under their running mean; where there are few, the values alone."""
+    if len(steps) < 20:
+        return [Series(name, steps, values, class_, dots=True)]
+    window = max(3, len(steps) // 25)
+    mean = smoothed(values, window)
+    return [Series(name, steps, values, class_, raw=True), Series(f"smoothed {name}", steps, mean, class_)]
+
+
+def _not_finite(steps: Array, values: Array) -> list[str]:
+    bad = steps[~np.isfinite(values)]
+    if not bad.size:
+        return []
+    first = ", ".join(f"{step:g}" for step in bad[:5]) + (" ..." if bad.size > 5 else "")
+    return [
+        element("p", text(f"{bad.size} of {len(steps)} steps have a loss that is not finite: {first}"), class_="bad")
+    ]
+
+
+def _keys(entries: list[tuple[str, str]]) -> str:
+    swatches = [element("span", element("i", class_=f"key {class_}"), text(words)) for class_, words in entries]
+    return element("p", *swatches, class_="legend")
+
+
+def validation(run: Run) -> Part:
+    entries = run.validations
+    if not entries:
+        data = run.settings.get("data")
+        kept = data.get("validation") if isinstance(data, dict) else None
+        why = "no samples were kept for it (data.validation = 0)" if kept == 0 else "the run ended before it"
+        return Missing("validation", f"the log has none: {why}")
+    names = [name for name in entries[-1] if name not in ("kind", "time", "step") and is_number(entries[-1][name])]
+    if len(entries) == 1:
+        intro = _note(f"Once, at step {entries[0]['step']}. Set validate_every to see how it comes about.")
+        return Section("validation", "Validation", intro + _table(entries, names))
+    charts = [_metric(entries, name) for name in names if name != "loss"]
+    if not charts:
+        return Section("validation", "Validation", _note("Its loss is drawn above.") + _table(entries, names))
+    return Section(
+        "validation",
+        "Validation",
+        _grid(*charts, class_="cards three") + _folded("All validations", _table(entries, names)),
+    )
+
+
+def _metric(entries: list[Entry], name: str) -> str:
+    series = Series(_words(name), column(entries, "step"), column(entries, name), "validation", dots=True)
+    last = f"{_words(name)}: {short(float(series.values[-1]))}"
+    return _card(last, curve_chart(_words(name), [series], log=False))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _folded(summary: str, content: str) -> str:
+    return element("details", element("summary", text(summary)), content)
+
+
+def _table(entries: list[Entry], names: list[str]) -> str:
+    heads = "".join(element("th", text(_words(name))) for name in ["step", *names])
+    rows = []
+    for entry in entries:
+        cells = [f"{entry['step']}"] + [short(float(entry[n])) if is_number(entry.get(n)) else "" for n in names]
+        rows.append(element("tr", *(element("td", text(cell)) for cell in cells)))
+    return element("div", element("table", element("tr", heads), *rows), class_="scroll")
+
+
+# -- time
+
+
+def split(run: Run) -> dict[str, Array]:
+    """Seconds of every step by what they went to; they sum to the step's."""
+    waits = {name: np.nan_to_num(run.column(name), posinf=0.0) for name in ("halo", "gradients", "data")}
+    compute = np.maximum(0.0, run.column("seconds") - sum(waits.values()))
+    return {"compute": compute, **waits}
+
+
+def median_split(run: Run) -> dict[str, float]:
+    """Medians of the waits; computing is the rest of the median step, so that they sum to it."""
+    waits = {name: float(np.median(values)) for name, values in split(run).items() if name != "compute"}
+    total = float(np.nanmedian(run.column("seconds")))
+    return {"compute": max(0.0, total - sum(waits.values())), **waits}
+
+
+def time(run: Run) -> Part:
+    timed = np.isfinite(run.column("seconds"))
+    if not timed.any():
+        return Missing("time", "the log tells of no step how long it took")
+    run = replace(run, steps=[entry for entry, good in zip(run.steps, timed, strict=True) if good])
+    seconds = run.column("seconds")
+    cards = [_card(f"The median step: {duration(float(np.nanmedian(seconds)))}", *_bar(median_split(run)))]
+    if len(seconds) > 1:
+        cards.append(_over_time(run, seconds))
+        series = smooth_series("samples a second", run.column("step"), run.column("samples_per_second"), "speed")
+        cards.append(_card("Samples a second", curve_chart("samples a second", series, log=False, zero=True)))
+    return Section("time", "Where the time goes", _grid(*cards, class_="cards three") + _trace(run))
+
+
+def _trace(run: Run) -> str:
+    words = f"{TRACE} beside this page tells what every thread of every rank did in a few steps: open it in "
+    words += "ui.perfetto.dev."
+    return _note(words) if run.traced else ""
+
+
+def _bar(parts: dict[str, float]) -> list[str]:
+    total = sum(parts.values()) or 1.0
+    pieces, rows = [], []
+    for name, seconds in parts.items():
+        share = f"{100 * seconds / total:.1f} %"
+        told = f"{PARTS[name]}: {duration(seconds)}, {share}"
+        pieces.append(element("span", class_=f"part {name}", style=f"flex:{seconds / total:.4f}", title=told))
+        cells = (text(PARTS[name]), text(duration(seconds)), share)
+        first = element("td", element("i", class_=f"key {name}"), cells[0])
+        rows.append(element("tr", first, *(element("td", cell) for cell in cells[1:])))
+    bar = element("div", *pieces, class_="stack", role="img", aria_label="the median step by what it went to")
+    return [
+        bar,
+        element("table", *rows, class_="shares"),
+        _note("What hid behind computing is not counted as waiting."),
+    ]
+
+
+def _over_time(run: Run, seconds: Array) -> str:
+    """Means over stretches of steps; a first step that warms up would flatten all others, and is cut off."""
+    stretches = np.array_split(np.arange(len(seconds)), min(len(seconds), POINTS // 4))
+    steps = np.array([run.column("step")[each].mean() for each in stretches])
+    layers = [(name, np.array([values[each].mean() for each in stretches])) for name, values in split(run).items()]
+    drawn, longest = np.sum([values for _, values in layers], axis=0), float(np.nanmax(seconds))
+    height = min(float(np.nanmax(drawn)) * 1.05, 1.3 * float(np.nanpercentile(drawn, 98))) or 1.0
+    chart = stacked_areas("time of a step", steps, layers, height, duration)
+    slowest = run.steps[int(np.nanargmax(seconds))]["step"]
+    more = [_note(f"The longest, step {slowest}, took {duration(longest)}.")] if longest > height else []
+    return _card("Time of a step", chart, _keys(list(PARTS.items())), *more)
+
+
+# -- ranks
+
+
+def memory(run: Run) -> Part:
+    told = [entry for entry in run.ranks if is_number(entry.get("memory")) and np.isfinite(entry["memory"])]
+    if not told:
+        return Missing("memory", _no_ranks(run))
+    used = column(told, "memory")
+    unit = next((name for name, size in UNITS.items() if used.max() >= size), "KiB")
+    labels = [str(entry["rank"]) for entry in told]
+    chart = columns("memory of each rank", labels, used / UNITS[unit], lambda value: f"{value:.3g}", "rank")
+    words = f"Least {short(used.min() / UNITS[unit])}, most {short(used.max() / UNITS[unit])} {unit}: the GPU's where"
+    words += " there is one, else the process's."
+    return Section("memory", "Memory", _grid(_card(f"At the peak, {unit}", chart, _note(words))))
+
+
+def mesh(run: Run) -> Part:
+    told = [entry for entry in run.ranks if entry.get("tile")]
+    if not told:
+        return Missing("mesh", _no_ranks(run))
+    shape = " × ".join(str(size) for size in told[0].get("shape", []))
+    letters = "".join(told[0]["tile"])
+    words = f"One sample is {shape} ({letters}), " if shape else "One sample is "
+    words += f"cut over {len(told)} ranks." if len(told) > 1 else "whole on one rank."
+    words += " Tiles are drawn to scale; a tile's number is its rank."
+    figures = element("div", *mesh_figures(told), class_="meshes")
+    return Section("mesh", "How samples are cut", element("p", text(words)) + figures)
+
+
+def _no_ranks(run: Run) -> str:
+    if run.result is None:
+        return "ranks are written down when a run is finished, and this one is not"
+    return "the log does not tell of ranks"
+
+
+def examples(run: Run) -> Part:
+    if "examples" in run.troubles:
+        return Missing("examples", run.troubles["examples"])
+    if run.examples is None:
+        return Missing("examples", "there is no examples.npz: the last validation writes it")
+    body = answers(run.examples)
+    if body is None:
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in run.examples.items())
+        return Missing("examples", f"they are neither numbers nor slices that a page could show: {shapes}")
+    return Section("examples", "What the network answers", body)
+
+
+def settings(run: Run) -> Part:
+    if not run.config:
+        return Missing("settings", run.troubles.get("settings", "config.toml is empty"))
+    trouble = [element("p", text(run.troubles["settings"]), class_="bad")] if "settings" in run.troubles else []
+    folded = _folded("config.toml", element("pre", text(run.config)))
+    return Section("settings", "Settings", "".join(trouble) + folded)
+
+
+_MAKERS: tuple[Callable[[Run], Part], ...] = (loss, validation, examples, time, memory, mesh, settings)

@@ -1,0 +1,42 @@
+"""One training step. It is meant to be read, and to be copied into a loop of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from ..distribute import no_sync
+from .optimizers import Optimizer
+from .precision import Precision
+
+Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+def training_step(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],  # more than one: their gradients pile up
+    loss_of: Loss,
+    optimizer: Optimizer,
+    precision: Precision,
+    clip: float | None = None,
+) -> Tensor:
+    """Forward and backward of each batch, one average of gradients, one step. The loss is whole on every rank."""
+    optimizer.zero_grad(set_to_none=True)
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        last = number == len(batches)
+        with nullcontext() if last else no_sync(model):
+            with record_function("forward"), precision.autocast():
+                loss = loss_of(model(batch["x"]), batch) / len(batches)
+            with record_function("backward"):
+                precision.scaled(loss).backward()  # gradients are averaged over all ranks meanwhile
+        losses.append(loss.detach())
+    if clip is not None:
+        precision.unscale(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # the true norm: gradients are whole on every rank
+    precision.step(optimizer)
+    return torch.stack(losses).sum()
