@@ -10,10 +10,10 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check zoo clean
+.PHONY: help demo test check zoo bench-quality clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/.stamp ## Train CosmoFlow on universes cut over 2 ranks, next to the one-rank run
 	@$(BIN)/halocline demo
@@ -32,6 +32,9 @@ check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/codespell
 	$(BIN)/python tools/size.py
 	$(BIN)/python tools/support.py --check
+
+bench-quality: .venv/.stamp ## Train the segmentation workloads, and see that they learn (minutes)
+	@$(BIN)/halocline bench quality
 
 clean: ## Remove all that make and its tools have written, .venv included
 	rm -rf .venv build dist *.egg-info demo-output

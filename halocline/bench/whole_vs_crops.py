@@ -38,9 +38,10 @@ class Trial:
     width: int = 4
     cubes: int = 256
     validation: int = 64
-    batch: int = 1
-    steps: int = 600
-    lr: float = 1e-3
+    batch: int = 4
+    steps: int = 160
+    lr: float = 3e-3
+    batch_norm: bool = True
     seed: int = 0
     crops: bool = False
 
@@ -105,7 +106,7 @@ def run(trial: Trial) -> tuple[bool, dict[str, Any]]:
     began = time.monotonic()
     torch.manual_seed(trial.seed)
     size = trial.size // PARTS if trial.crops else trial.size
-    model = distribute(CosmoFlow(width=trial.width, size=size))
+    model = distribute(CosmoFlow(width=trial.width, size=size, batch_norm=trial.batch_norm))
     curve = list(_train(trial, model))
     answers, truth = _answers(trial, model)
     cubes = truth.reshape(trial.validation, -1, truth.shape[1])

@@ -51,7 +51,7 @@ def halocline(
 
     **Where to begin**
 
-    - `halocline demo`: see it work. A small 3D U-Net, cut over two ranks, next to the same on one rank, in a minute.
+    - `halocline demo`: see it work. CosmoFlow on universes cut over two ranks, next to one rank, in two minutes.
 
     - `halocline train cosmoflow --ranks 2`: a run, with a log, checkpoints and a report; `halocline train run.toml` for
       a network and data of your own.

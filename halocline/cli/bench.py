@@ -14,6 +14,7 @@ from .bench_gpu import gpu
 from .bench_gradients import gradients
 from .bench_io import io
 from .bench_stage import stage
+from .bench_training import quality, whole_vs_crops
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what things cost on this machine.", rich_markup_mode="markdown")
@@ -21,6 +22,8 @@ bench.command()(gpu)
 bench.command()(gradients)
 bench.command()(io)
 bench.command()(stage)
+bench.command()(quality)
+bench.command("whole-vs-crops")(whole_vs_crops)
 
 Size = Annotated[int, typer.Option("--size", help="Side of the cube.")]
 Data = Annotated[int, typer.Option("--data", help="Samples side by side, one along each rank of the data axis.")]

@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 Waves = npt.NDArray[np.complex128]
 
 APERTURE = 0.45  # the disc's radius, in cycles a pixel
-KEPT = 64  # patterns and potentials that are kept once made
+KEPT = 64  # patterns, potentials and beams that are kept once made
 _CPU = torch.device("cpu")
 
 
@@ -126,7 +126,7 @@ def _counted(scan: Scan, sample: int, place: int, expected: Floats) -> npt.NDArr
     return np.sqrt(counts / scan.electrons).astype(np.float32)
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=KEPT)
 def _beam(scan: Scan, place: int) -> Waves:
     """The wave that falls on the specimen: the disc's plane waves, out of step by the square of their angle."""
     k = np.fft.fftfreq(scan.size)
