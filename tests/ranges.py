@@ -16,7 +16,7 @@ RESIZED = (1, 90)
 FACTORS = (0.3, 0.5, 1 / 3, 1, 1.1, 1.5, 2, 2.1, 2.5, 3)
 
 #: Set-ups of each family; half in float64, half in float32.
-_OFTEN = float(os.environ.get("HALOCLINE_SWEEP", "1"))  # 2 for the thousands of set-ups of a thorough run
+_OFTEN = float(os.environ.get("HALOCLINE_SWEEP", "0.6"))  # 2 for the thousands of set-ups of a thorough run
 EXAMPLES = {
     family: int(count * _OFTEN)
     for family, count in {

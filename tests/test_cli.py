@@ -19,8 +19,10 @@ from halocline.cli import check as check_command
 from halocline.cli import demo as demo_command
 from halocline.cli.app import app
 from halocline.cli.output import size_text
+from halocline.cli.train_rank import run_rank
 from halocline.testing.check import Report, check_network
 from halocline.testing.pool import Outcome, RankError, shared_pool
+from halocline.train.settings import Settings
 
 SMALL = ["--shape", "1,2,8,8,8"]
 
@@ -138,7 +140,14 @@ def test_help_teaches(command: list[str]) -> None:
     assert ("halocline check unet3d" in out) == (command != ["demo"])
 
 
+def on_pooled_ranks(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
+    return (
+        shared_pool(ranks).run(run_rank, settings, folder, deadline=60)[0] if ranks > 1 else run_rank(settings, folder)
+    )
+
+
 def test_the_demo_agrees_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halocline.cli.train.on_this_machine", on_pooled_ranks)
     for name, value in {"SIZE": 16, "WIDTH": 2, "SAMPLES": 4, "HELD_OUT": 2}.items():
         monkeypatch.setattr(demo_command, name, value)
     code, out, err = run("demo", "--steps", "2", "--out", str(tmp_path / "new"), "--json")

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from ..errors import HaloclineError
 
 LOGS = "ranks"
+_STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
 _GRACE = 20.0  # seconds in which ranks may end by themselves, once one has
 
@@ -56,7 +56,7 @@ class LocalRanks:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting}
         if rank == 0:  # its progress is for people; standard output is for results
-            return subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno())
+            return subprocess.Popen(command, env=environment, stdout=_STDERR)
         with (self._folder / f"rank-{rank}.log").open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 

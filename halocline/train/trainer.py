@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,30 +98,39 @@ class Trainer:
     # -- the loop
 
     def train(self) -> Result:
-        self.resume()
-        result = Result(self.settings.steps)
         before = signal.signal(signal.SIGTERM, self._ask_to_stop) if _in_main_thread() else None
         try:
-            with random.reproducible():
-                for batches in self._tracer.waits(self._groups()):
-                    with self._tracer.step(self.step):
-                        loss = self._one_step(batches)
-                    result.losses.append(loss)
-                    if self._after_step():
-                        result.stopped = True
-                        break
-            if not result.stopped:
-                result.metrics = self.validate(last=True)
-                self.save(wait=True)
-            self._tracer.close()
-            self._write_ranks()
-            if self.mesh.rank == 0:
-                merge(self.folder, self.mesh.size)
-            return result
+            with ExitStack() as opened:  # which close in their own way after an error: nobody waits for a lost rank
+                for each in (self.checkpoints, self.loader, self._validation):
+                    if each is not None:
+                        opened.enter_context(each)
+                return self._run()
         finally:
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
-            self.close()
+            self._tracer.close()
+            if self._log is not None:
+                self._log.close()
+
+    def _run(self) -> Result:
+        self.resume()
+        result = Result(self.settings.steps)
+        with random.reproducible():
+            for batches in self._tracer.waits(self._groups()):
+                with self._tracer.step(self.step):
+                    loss = self._one_step(batches)
+                result.losses.append(loss)
+                if self._after_step():
+                    result.stopped = True
+                    break
+        if not result.stopped:
+            result.metrics = self.validate(last=True)
+            self.save(wait=True)
+        self._tracer.close()
+        self._write_ranks()
+        if self.mesh.rank == 0:
+            merge(self.folder, self.mesh.size)
+        return result
 
     def _groups(self) -> Iterator[list[Batch]]:
         """The batches of each step that is left."""
@@ -256,15 +266,6 @@ class Trainer:
             return self._stop_asked
         asked = torch.tensor([float(self._stop_asked)])
         return bool(self.mesh.world.maximum(asked, tuple(range(self.mesh.size)), _STOP))
-
-    def close(self) -> None:
-        self._tracer.close()
-        for loader in (self.loader, self._validation):
-            if loader is not None:
-                loader.close()
-        self.checkpoints.close()
-        if self._log is not None:
-            self._log.close()
 
 
 def _in_main_thread() -> bool:

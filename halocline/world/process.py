@@ -35,6 +35,8 @@ class ProcessWorld(World):
         self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
         self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._failed: str | None = None
+        self._spare: list[ProcessWorld] = []
+        self._lent = False
         self._wire = _wire(self.rank, self.size, deadline)
 
     def set_deadline(self, seconds: float) -> None:
@@ -116,21 +118,25 @@ class ProcessWorld(World):
             raise self._failure(None, error, label) from error
 
     def beside(self) -> ProcessWorld:
-        return ProcessWorld(self.deadline)
+        made = self._spare.pop() if self._spare else ProcessWorld(self.deadline)
+        made._spare, made._lent = self._spare, True
+        made.set_deadline(self.deadline)
+        return made
 
     def close(self) -> None:
-        if not self._failed:
-            # No rank may close while another still waits for its last message.
-            with suppress(RankFailure):
-                self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
-        for group in (*self._groups.values(), *self._rings.values()):
-            dist.destroy_process_group(group)
-        self._groups.clear()
-        self._rings.clear()
-        if self._wire is not None:
-            self._wire.close()
+        """It is kept for the next who wants one. Its groups are not destroyed: torch names new ones by how many there
+        are, and a name that comes again meets what the first one left behind.
+        """
+        if self._failed or not self._lent:
+            return
+        with suppress(RankFailure):  # no rank may use it anew while another waits for its last message
+            self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
+            self._lent = False
+            self.traffic.clear()
+            self._spare.append(self)
 
     def leave(self) -> None:
+        self._failed = self._failed or "this rank has left"
         if self._wire is not None:
             self._wire.close()
         nobody = next(rank for rank in range(self.size) if rank != self.rank)

@@ -41,6 +41,7 @@ class Peers:
     def __init__(self, world: World | Mesh | None, deadline: float) -> None:
         self.rank, self.size = (0, 1) if world is None else (_world(world).rank, _world(world).size)
         self.deadline = deadline
+        self._spare = _spare(_world(world)) if world is not None else {}
         self._group = self._own_group() if self.size > 1 else None
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -49,6 +50,8 @@ class Peers:
                 f"checkpoints of {self.size} ranks need as many processes, joined by torch.distributed; start the run "
                 "with torchrun or Slurm, or make Checkpoints with a world of one rank"
             )
+        if (self.deadline, self.size) in self._spare:
+            return self._spare.pop((self.deadline, self.size))
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
 
     @property
@@ -111,9 +114,16 @@ class Peers:
             ) from error
 
     def close(self) -> None:
+        """The group is kept for the next: torch names new groups by how many there are, so none may be destroyed."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is not None:
+            self._spare[self.deadline, self.size] = group
+
+
+def _spare(world: World) -> dict[tuple[float, int], Any]:
+    """Groups that earlier checkpoints of these ranks have made."""
+    found: dict[tuple[float, int], Any] = world.__dict__.setdefault("_checkpoint_groups", {})
+    return found
 
 
 def _world(world: World | Mesh) -> World:
