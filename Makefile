@@ -10,7 +10,7 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check zoo bench-quality clean
+.PHONY: help demo test long check zoo bench-quality clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -19,7 +19,10 @@ demo: .venv/.stamp ## Train CosmoFlow on universes cut over 2 ranks, next to the
 	@$(BIN)/halocline demo
 
 test: .venv/.stamp ## Run the tests
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile
+
+long: .venv/.stamp ## Run the tests that take longer: whole programs, kills, trainings
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile -m long
 
 zoo: .venv/.zoo ## Check 49 networks of MONAI, each cut over 2 ranks
 	@$(BIN)/halocline check --zoo monai --ranks 2 --cut depth=2 --at-least 47

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +29,7 @@ def peak_of_step(shape: tuple[int, ...], sizes: dict[str, int] | None) -> int:
         return peak_bytes(lambda: F.cross_entropy(model(x), y).backward()).peak
 
 
+@pytest.mark.long
 def test_unet_peaks_at_its_share() -> None:
     shape = (1, 1, 64, 32, 32)
     true = shared_pool(1).run(peak_of_step, shape, None, deadline=120)[0]

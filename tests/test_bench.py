@@ -52,6 +52,7 @@ def contenders_on_rank() -> tuple[dict[str, set[str]], dict[str, str]]:
     return {subject.name: set(subject.forward) for subject in kept.subjects}, kept.notes
 
 
+@pytest.mark.long
 def test_every_contender_gives_the_one_rank_answer_or_is_left_out() -> None:
     first, second = shared_pool(2).run(contenders_on_rank)
     assert first == second

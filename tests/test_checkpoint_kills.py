@@ -19,6 +19,8 @@ from checkpoint_run import bits, saved, weights
 from halocline.train.checkpoints import CheckpointError, Checkpoints
 from halocline.train.checkpoints.files import Folder, _manifest, facts, read_manifest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).with_name("checkpoint_run.py")
 KILLS = 20
 OPERATIONS = 54  # on files, in two saves of a step

@@ -184,6 +184,7 @@ def test_the_library_needs_none_of_the_command_line() -> None:
     assert done.stderr == "halocline: the commands need typer; install them with: pip install 'halocline[cli]'\n"
 
 
+@pytest.mark.long
 def test_the_real_command_in_processes_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\ndef net(k=3): return torch.nn.Conv2d(1, 2, k, padding='same')\n")
     call = "from halocline.cli import main; main()"

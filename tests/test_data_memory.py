@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import zarr
 
+pytestmark = pytest.mark.long
+
 SIDE, CHUNK = 580, 58
 
 

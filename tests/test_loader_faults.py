@@ -149,6 +149,7 @@ def test_a_transform_that_fails_is_told_by_every_rank():
     assert "no such luck" in first and "rank 1" in first and second == "no such luck"
 
 
+@pytest.mark.long
 def test_reader_processes_read_the_same(folder):
     (expected, _), *_ = batches(lambda: fields("npy", folder), {"data": 1}, {}, batch=3)
     for memory in (0, 1 << 20):
@@ -157,6 +158,7 @@ def test_reader_processes_read_the_same(folder):
         assert_same(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [_flip_a_byte], indirect=True)
 def test_reader_processes_tell_of_bad_samples(broken):
     loader = Loader(fields("files", broken), batch=1, shuffle=False, readers=1, processes=True)

@@ -208,6 +208,7 @@ def _error_of_one_rank():
         return type(error), time.monotonic() - began
 
 
+@pytest.mark.long
 def test_an_error_of_one_rank_is_not_kept_back():
     """Neither there, to close in order, nor on the others, who wait for its data."""
     pool = RankPool(2)  # of its own: one rank leaves it in anger
@@ -229,6 +230,7 @@ def _closed_twice(made):
     return steps
 
 
+@pytest.mark.long
 def test_closing_twice_and_makers_without_a_name():
     """A partial's repr holds an address, which differs from process to process."""
     assert shared_pool(2).run(_closed_twice, functools.partial(constant)) == [4, 4]
@@ -293,6 +295,7 @@ def test_reader_processes_that_nobody_closes():
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_program_that_does_not_close_its_loader_ends_well(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 import halocline as hc
 from halocline.testing import shared_pool
 
+pytestmark = pytest.mark.long
+
 
 def convolve_both_ways() -> tuple[bool, float, float]:
     """Did DTensor raise, how far off it is, and how far off we are, for a 3x3 convolution cut in height."""

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from halocline.cli.app import app
 from halocline.train.log import read_log
 
+pytestmark = pytest.mark.long
+
 DEADLINE = 120.0
 
 

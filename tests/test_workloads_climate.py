@@ -163,6 +163,7 @@ def alone(name: str) -> tuple[nn.Module, dict[str, float], dict[str, Tensor]]:
     return network, *one_step(WORKLOADS[name], network, hc.Mesh(data=1), {"N": "data"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "cut"),
     [({"height": 2, "width": 2}, {"H": "height", "W": "width"}), ({"data": 2}, {"N": "data"})],

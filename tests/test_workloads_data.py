@@ -101,6 +101,7 @@ def test_any_box_is_the_wholes(name: str) -> None:
     check_boxes(workload.data(2, seed=3, **data))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"depth": 2}, {"depth": 2, "height": 2}, {"data": 2, "depth": 2}], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_cut_training_is_that_of_one_rank(name: str, sizes: dict[str, int]) -> None:
