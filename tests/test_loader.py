@@ -287,3 +287,16 @@ def test_labels_of_another_size_are_refused():
     }
     with pytest.raises(DataError, match="D has 4 in 'y'"):
         Loader(stores, cut={}, augment=[Flip("D")])
+
+
+@pytest.mark.parametrize("make", [lambda: Flip("DH"), lambda: Shift(D=-1), lambda: Normalize((0.0,), (0.0,))])
+def test_changes_that_make_no_sense(make):
+    with pytest.raises(DataError):
+        make()
+
+
+def test_a_plane_of_which_a_field_has_one_dim():
+    sizes = {"x": ((4, 4, 4), "DHW"), "y": ((4, 4), "HW")}
+    fields = {name: Generated(lambda s, b: 0, 10, shape, dims) for name, (shape, dims) in sizes.items()}
+    with pytest.raises(DataError, match="Rotate90 of D and H: 'y'"):
+        Loader(fields, augment=[Rotate90("D", "H")])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import halocline as hc
-from halocline.data import Field, Flip, Generated, Loader, Move, Normalize, Npy, Rotate90, Shift
+from halocline.data import Field, Generated, Loader, Move, Normalize, Npy
 from halocline.errors import BadSample, DataError, RankFailure
 from halocline.testing import RankPool, run_local, shared_pool
 
@@ -356,18 +356,6 @@ def test_a_transform_whose_result_does_not_fit_is_refused(change):
 def test_fields_that_make_no_sense(wrong):
     with pytest.raises(DataError, match=r"rim|fill"):
         Field(store(dtype="u1"), **wrong)
-
-
-@pytest.mark.parametrize("make", [lambda: Flip("DH"), lambda: Shift(D=-1), lambda: Normalize((0.0,), (0.0,))])
-def test_changes_that_make_no_sense(make):
-    with pytest.raises(DataError):
-        make()
-
-
-def test_a_plane_of_which_a_field_has_one_dim():
-    fields = {"x": store(shape=(4, 4, 4), dims="DHW"), "y": store(shape=(4, 4), dims="HW")}
-    with pytest.raises(DataError, match="Rotate90 of D and H: 'y'"):
-        Loader(fields, augment=[Rotate90("D", "H")])
 
 
 @pytest.mark.parametrize("memory", [0, 1000])
