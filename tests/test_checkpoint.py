@@ -219,6 +219,7 @@ def load_on_rank(folder: Path) -> tuple[int, str, tuple[str, ...], Any]:
     return loaded.step, digest(loaded.tensors), loaded.skipped, loaded.state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_writing_and_any_number_resumes(tmp_path: Path, ranks: int) -> None:
     many, one = tmp_path / "many", tmp_path / "one"

@@ -61,6 +61,7 @@ def train_owned(owner: str, late: bool = False) -> Trained | Exception:
         return error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("owner", [name for name in OWNERS if "half" not in name])
 def test_whoever_averages_training_equals_one_rank(owner: str) -> None:
     model, x, y = sample()

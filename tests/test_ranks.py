@@ -111,6 +111,7 @@ def meet_fault(kind: str, culprit: int, deadline: float) -> str:
     return "no fault noticed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dies", "hangs", "diverges"])
 def test_a_failing_rank_is_named_by_all_others(kind: str) -> None:
     with RankPool(3) as pool:

@@ -160,6 +160,7 @@ def fails_in_the_middle(kind: str) -> str:
     return "no error"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dies", "stalls"])
 def test_a_rank_that_stops_in_the_middle_of_a_sum_is_named(kind: str) -> None:
     with RankPool(3, collective_timeout=2.0) as pool:
