@@ -9,6 +9,9 @@ BIN := .venv/bin
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
+# The tests start many processes, and each compiles what it imports unless bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test long check zoo bench-quality clean
 
@@ -21,8 +24,8 @@ demo: .venv/.stamp ## Train CosmoFlow on universes cut over 2 ranks, next to the
 test: .venv/.stamp ## Run the tests
 	@$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
-long: .venv/.stamp ## Run the tests that take longer: whole programs, kills, trainings
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile -m long
+long: .venv/.stamp ## Run the tests that take longer: whole programs, kills, trainings, more random set-ups
+	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile -m 'long or sweep'
 
 zoo: .venv/.zoo ## Check 49 networks of MONAI, each cut over 2 ranks
 	@$(BIN)/halocline check --zoo monai --ranks 2 --cut depth=2 --at-least 47

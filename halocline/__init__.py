@@ -5,7 +5,7 @@ from types import ModuleType
 
 from . import random
 from ._torch_private import run_eagerly
-from .distribute import average_gradients, distribute, no_sync
+from .distribute import average_gradients, distribute, flush, lagged_gradients, load_lagged_gradients, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .kernels import chunked
@@ -67,12 +67,15 @@ __all__ = [
     "chunked",
     "composite",
     "distribute",
+    "flush",
     "follow",
     "from_dtensor",
     "from_tile",
     "gather",
     "init",
     "keep_halos",
+    "lagged_gradients",
+    "load_lagged_gradients",
     "no_sync",
     "random",
     "read_whole",

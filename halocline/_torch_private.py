@@ -155,3 +155,14 @@ def profile_every_thread() -> Any:
     except ImportError:
         return None
     return _ExperimentalConfig(profile_all_threads=True)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Has anybody asked to be called before or after its steps?"""
+    everywhere = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its module of this name
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or everywhere._global_optimizer_pre_hooks
+        or everywhere._global_optimizer_post_hooks
+    )

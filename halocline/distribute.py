@@ -17,7 +17,16 @@ from ._torch_private import running_modules
 from .errors import MeshError
 from .kernels import Watch, keep_fast
 from .random import same_state
-from .reduction import ENGINE, GradientAverage, is_dtensor, leave_to_owners, mark, same_weights
+from .reduction import (
+    ENGINE,
+    Deadlines,
+    GradientAverage,
+    Lag,
+    is_dtensor,
+    leave_to_owners,
+    mark,
+    same_weights,
+)
 from .rules import tensors_in
 from .rules.norm import STATISTICS
 from .tensor import ShardedTensor, watch
@@ -43,6 +52,9 @@ def distribute(
     batch_statistics: str = "global",
     averaging: str = "own",
     groups: Sequence[Sequence[str]] | None = None,
+    overlap: str = "backward",
+    optimizer: Any = None,
+    lag: int = 0,
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -56,6 +68,11 @@ def distribute(
     Gradients travel while backward runs, in groups that follow from when they are ready and what a message costs.
     ``groups`` (lists of parameter names) replaces those.
 
+    What is not there when backward ends is waited for, unless ``overlap="next-forward"``: then it goes on into the next
+    forward, and each layer waits for its own. ``optimizer`` (or several) is to be handed in for it, since its step is
+    made in parts, each just before it is needed; the result is the same. ``lag=1`` instead applies every gradient one
+    step late, the first step none: another algorithm, that hides all communication.
+
     A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
     take that mean.
@@ -64,6 +81,7 @@ def distribute(
         raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
     if averaging not in ("own", "external"):
         raise MeshError(f"averaging is 'own' or 'external', not {averaging!r}")
+    _check_overlap(overlap, optimizer, lag, averaging)
     if model.__dict__.get(ENGINE) is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
     if mesh is None:
@@ -82,12 +100,63 @@ def distribute(
     averaged = _to_average(model, mesh, averaging)
     engine = GradientAverage(averaged, mesh.world, _as_indices(groups, [name for name, _ in averaged]))
     model.__dict__[ENGINE] = engine
+    if lag:
+        engine.after = Lag(engine)
+    elif overlap == "next-forward":
+        engine.after = Deadlines(engine, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     if averaging == "own":
         engine.model = weakref.ref(model)
         model.register_forward_pre_hook(_NewParameters(engine))
     if next(model.buffers(), None) is not None:
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     return model
+
+
+def _check_overlap(overlap: str, optimizer: Any, lag: int, averaging: str) -> None:
+    if overlap not in ("backward", "next-forward"):
+        raise MeshError(f"overlap is 'backward' or 'next-forward', not {overlap!r}")
+    if lag not in (0, 1):
+        raise MeshError(f"lag is 0 or 1, not {lag!r}")
+    if overlap == "next-forward" and optimizer is None:
+        raise MeshError("overlap='next-forward' makes the optimizer's step in parts: hand it in with optimizer=...")
+    if overlap == "backward" and optimizer is not None:
+        raise MeshError("an optimizer is handed in for overlap='next-forward' alone")
+    if (lag or overlap == "next-forward") and averaging == "external":
+        raise MeshError(
+            "lag and overlap='next-forward' are ways in which the library averages; averaging is 'external'"
+        )
+    if lag and overlap == "next-forward":
+        raise MeshError("with lag=1 nothing is waited for in the next forward; leave overlap as it is")
+
+
+def flush(model: nn.Module) -> None:
+    """Wait for all gradients that are under way, and make the optimizer steps that were asked for.
+
+    Whoever touches a parameter or a gradient in Python does so by himself; this is for those who reach them otherwise:
+    an alias of a parameter's memory made before, a scripted module, the optimizer's ``state``.
+    """
+    engine = model.__dict__.get(ENGINE)
+    if engine is None:
+        raise MeshError("hc.flush wants a model that hc.distribute returned")
+    if isinstance(engine, GradientAverage) and engine.after is not None:
+        engine.after.finish()
+
+
+def _lag_of(model: nn.Module) -> Lag:
+    engine = model.__dict__.get(ENGINE)
+    if not isinstance(engine, GradientAverage) or not isinstance(engine.after, Lag):
+        raise MeshError("this model was not distributed with lag=1")
+    return engine.after
+
+
+def lagged_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """With ``lag=1``: what the next step will apply, by parameter, for a checkpoint. By all ranks together."""
+    return _lag_of(model).state()
+
+
+def load_lagged_gradients(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Go on where :func:`lagged_gradients` was asked; with nothing in it, the next step applies none."""
+    _lag_of(model).load(state)
 
 
 def _watch_sizes(model: nn.Module) -> None:
@@ -142,7 +211,8 @@ class _NewParameters:
         self._adopt(engine, module)
 
     def _adopt(self, engine: GradientAverage, module: nn.Module) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if not getattr(p, AVERAGED, False)]
+        # What functional_call puts in a parameter's place may be computed from others, whose gradients are averaged.
+        named = [(n, p) for n, p in module.named_parameters() if p.is_leaf and not getattr(p, AVERAGED, False)]
         new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not is_dtensor(parameter)]
         if new:
             same_weights([parameter.detach() for _, parameter in new], engine.world)

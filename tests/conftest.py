@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process, GPU tests only where there is one, the sweep's counts at the end."""
 
+import gc
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # torch stays: full collections, of which every measurement of memory makes some, pass it over
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -142,6 +142,7 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert "no CUDA GPU" in json.loads(out)["error"]
 
 
+@pytest.mark.long
 def test_a_cuda_build_without_a_gpu_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # set here, to be unset again
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)

@@ -98,8 +98,15 @@ number = 4
 # ---- verdicts ----
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("target", ["unet3d", "cosmoflow"])
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        ("unet3d", "float64"),
+        ("cosmoflow", "float32"),
+        pytest.param("unet3d", "float32", marks=pytest.mark.long),
+        pytest.param("cosmoflow", "float64", marks=pytest.mark.long),
+    ],
+)
 def test_built_in_networks_are_exact(target: str, dtype: str) -> None:
     shapes = [[1, 1, 16, 16, 16]] if target == "unet3d" else [[1, 2, 24, 24, 24]]
     report = check(target, arguments={"width": 2}, shapes=shapes, dtype=dtype, steps=3)

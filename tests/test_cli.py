@@ -178,6 +178,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_the_library_needs_none_of_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-c", NO_EXTRAS], capture_output=True, text=True)
     assert done.returncode == 1

@@ -192,7 +192,7 @@ def branched(backend: str | None) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_compiled_models_run_eagerly_and_right(backend: str) -> None:
     """On processes: torch compiles in one thread at a time, and ranks that are threads wait for each other."""
     true = branched(None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranges import often
 from test_view_rules import MESHES, lines, random_cut
 from torch import nn
 
@@ -15,7 +16,7 @@ import halocline as hc
 from halocline.testing.compare import check_rule
 from halocline.world import Mesh, run_local
 
-SETUPS = 5
+SETUPS = often(7)
 SIZES = {"b": (1, 2, 4), "c": (1, 3), "i": (1, 4, 5), "j": (2, 3, 6), "k": (1, 3, 6), "o": (2, 5), "1": (1,), "0": (0,)}
 
 #: The call, and the dims of each tensor by letters: the same letter is the same size.

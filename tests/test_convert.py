@@ -195,6 +195,7 @@ def test_what_was_written_wrongly_is_found(tmp_path: Path, source: Store, monkey
     assert not (tmp_path / "a.h5").exists()
 
 
+@pytest.mark.long
 def test_killed_on_the_way(tmp_path: Path) -> None:
     """Nothing has the final name."""
     code = f"""

@@ -91,6 +91,7 @@ def run_of_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[int, di
 # ---- as a user meets it ----
 
 
+@pytest.mark.long
 def test_a_healthy_machine() -> None:
     status, out = end(begin())  # with ranks of its own
     report = json.loads(out.splitlines()[-1])
@@ -103,6 +104,7 @@ def test_a_healthy_machine() -> None:
     assert [one["rank"] for one in report["ranks"]] == [0, 1]
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_run_check_each_other(run_of_two: Callable[[str], Any]) -> None:
     """Rank 0 speaks for both."""
     status, report, other_status, other_out = run_of_two(COMMAND)

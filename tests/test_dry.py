@@ -21,12 +21,12 @@ DIMS = {0: "data", 2: "depth", 3: "height"}
 
 def unet(device: str) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     with torch.device(device):
-        return UNet3d(width=8), torch.zeros(2, 1, 16, 24, 16), lambda out: out.square().mean()
+        return UNet3d(width=2), torch.zeros(2, 1, 16, 24, 16), lambda out: out.square().mean()
 
 
 def cosmoflow(device: str) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     with torch.device(device):
-        return CosmoFlow(width=4, channels_in=2, size=(36, 32, 32)), torch.zeros(2, 2, 36, 32, 32), torch.sum
+        return CosmoFlow(width=2, channels_in=2, size=(36, 32, 32)), torch.zeros(2, 2, 36, 32, 32), torch.sum
 
 
 NETWORKS = {"unet": unet, "cosmoflow": cosmoflow}
@@ -62,9 +62,17 @@ def exchanges(found: Record) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 1, "depth": 2, "height": 2}, {"data": 2, "depth": 2}, {"depth": 4}], ids=str
+    ("network", "sizes"),
+    [
+        ("unet", {"data": 1, "depth": 2, "height": 2}),
+        ("unet", {"depth": 4}),
+        ("cosmoflow", {"data": 2, "depth": 2}),
+        pytest.param("unet", {"data": 2, "depth": 2}, marks=pytest.mark.long),
+        pytest.param("cosmoflow", {"data": 1, "depth": 2, "height": 2}, marks=pytest.mark.long),
+        pytest.param("cosmoflow", {"depth": 4}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("network", NETWORKS)
 def test_dry_equals_real(network: str, sizes: dict[str, int]) -> None:
     real = shared_pool(4).run(one_step, network, sizes, "cpu")
     for rank, (found, transport_bytes, messages) in enumerate(real):

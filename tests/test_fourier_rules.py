@@ -56,7 +56,7 @@ def test_as_on_one_rank(call: str) -> None:
         result = function(x)
         return torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
 
-    compared(call, parts, number(4, 6, 5), setups=2)
+    compared(call, parts, number(4, 6, 5))
 
 
 def test_one_cut_dim_is_whole_at_a_time() -> None:

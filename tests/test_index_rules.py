@@ -157,7 +157,7 @@ def test_read(call: str) -> None:
 
 @pytest.mark.parametrize("line", lines(WRITTEN))
 def test_written(line: str) -> None:
-    compared(line, write(line), number(4, 6, 5), number(4, 6, 5, seed=1), setups=2)
+    compared(line, write(line), number(4, 6, 5), number(4, 6, 5, seed=1))
 
 
 @pytest.mark.parametrize("call", lines(COUNTED))

@@ -1,11 +1,14 @@
 """Batches that ranks read box by box, gathered, are those of one rank, bit for bit."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
 from data_sets import KINDS, MESHES, SAMPLES, SHAPE, assert_same, batches, fields, numbers, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranges import often
 
 import halocline as hc
 from halocline.data import Crop, Field, Flip, Generated, Loader, Noise, Normalize, Order, Rotate90, Scale, Shift
@@ -34,24 +37,40 @@ AUGMENTATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_store_and_cut(folder, kind, mesh):
-    make = lambda: fields(kind, folder)  # noqa: E731
-    (expected, _), *_ = batches(lambda: fields("generated", folder), *ONE, batch=3, seed=1)
-    for found, _ in batches(make, *MESHES[mesh], batch=3, seed=1):
-        assert_same(found, expected)
+def every_other(first, second):
+    """All pairs, half of them for `make long`: of each row and each column half stay."""
+    return [
+        pytest.param(one, other, marks=pytest.mark.long if (row + column) % 2 else [])
+        for row, one in enumerate(first)
+        for column, other in enumerate(second)
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(folder):
+    """The batches of one rank, asked for once."""
+
+    @cache
+    def found(kind, seed, augmentation=None):
+        augment = AUGMENTATIONS[augmentation] if augmentation else ()
+        ((expected, _),) = batches(lambda: fields(kind, folder), *ONE, batch=3, seed=seed, augment=augment)
+        return expected
+
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "kind"), every_other(MESHES, KINDS))
+def test_every_store_and_cut(folder, on_one_rank, kind, mesh):
+    for found, _ in batches(lambda: fields(kind, folder), *MESHES[mesh], batch=3, seed=1):
+        assert_same(found, on_one_rank("generated", 1))
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-@pytest.mark.parametrize("memory", [0, 1 << 20, 2500])
-def test_every_augmentation_and_memory(folder, name, memory):
-    make = lambda: fields("hdf5", folder)  # noqa: E731
-    options = {"augment": AUGMENTATIONS[name], "batch": 3, "seed": 2}
-    (expected, _), *_ = batches(make, *ONE, **options)
-    for mesh in ("2x2", "data x depth"):
-        for found, _ in batches(make, *MESHES[mesh], memory=memory, **options):
-            assert_same(found, expected)
+@pytest.mark.parametrize(("memory", "mesh"), every_other([0, 1 << 20, 2500], ["2x2", "data x depth"]))
+def test_every_augmentation_and_memory(folder, on_one_rank, name, memory, mesh):
+    options = {"augment": AUGMENTATIONS[name], "batch": 3, "seed": 2, "memory": memory}
+    for found, _ in batches(lambda: fields("hdf5", folder), *MESHES[mesh], **options):
+        assert_same(found, on_one_rank("hdf5", 2, name))
 
 
 def _numpy_says(moves, array):
@@ -93,7 +112,8 @@ def test_augmentation_is_that_of_the_whole_sample(folder, name):
     assert len(drawn) > 1 or name == "centre", "the samples are all moved alike"
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.sweep
+@settings(max_examples=often(40), deadline=None)
 @given(st.data())
 def test_random_settings(folder, data):
     """Any mix of augmentation, cut, rim, memory, batch size and order."""

@@ -284,6 +284,7 @@ def test_loaders_that_nobody_closes():
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_reader_processes_that_nobody_closes():
     loader = Loader({"x": store()}, readers=1, processes=True)
     (pid,), end = loader._readers.pids, time.monotonic() + 30

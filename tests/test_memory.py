@@ -147,6 +147,7 @@ print([peak_bytes(step).end for step in steps])
 """
 
 
+@pytest.mark.long
 def test_what_lived_before_the_first_use_counts_too() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS], capture_output=True, text=True, check=True)
     assert done.stdout == "[-12000, 0, -4000, 0]\n"  # backward gives back what it takes for the gradient

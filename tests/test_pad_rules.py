@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from placing import place
+from ranges import often
 from torch import Tensor, nn
 
 import halocline as hc
@@ -20,7 +21,7 @@ from halocline.geometry import Interval, Mirror
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
 
-SETUPS = 60
+SETUPS = often(75)
 MODES = ("constant", "reflect", "replicate", "circular")
 
 
@@ -74,6 +75,7 @@ def cuttable(random: Random, shape: list[int], lead: int) -> range:
     return range(0 if random.random() < 0.2 else lead, len(shape))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_any_padding_and_any_cut_is_exact(mode: str) -> None:
     for number, setup in enumerate(setups(mode, SETUPS)):

@@ -112,6 +112,7 @@ def test_outcomes_give_values_beside_errors_and_the_next_call_has_fresh_ranks(po
     assert before.isdisjoint(pid for pid, *_ in pool.run(facts))
 
 
+@pytest.mark.long
 def test_a_rank_lost_between_calls_is_replaced(pool: RankPool) -> None:
     victim = pool.run(facts)[0][0]
     os.kill(victim, signal.SIGKILL)
@@ -119,6 +120,7 @@ def test_a_rank_lost_between_calls_is_replaced(pool: RankPool) -> None:
     assert pool.run(total, 1) == [(0, 2.0), (1, 2.0)]
 
 
+@pytest.mark.long
 def test_an_interrupted_call_leaves_no_stale_replies(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -143,12 +145,14 @@ def test_an_error_names_its_rank_and_ends_the_wait_of_the_others(pool: RankPool)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.long
 def test_a_death_is_told_from_the_errors_it_causes(pool: RankPool) -> None:
     with pytest.raises(RankError, match=r"^rank 1 exited with status 7\nrank 0 raised RuntimeError") as caught:
         pool.run(rank_1_leaves, deadline=30)
     assert [outcome.kind for outcome in caught.value.outcomes] == ["error", "died"]
 
 
+@pytest.mark.long
 def test_a_hang_meets_the_deadline_and_shows_where(pool: RankPool) -> None:
     stopped, asleep = pool.outcomes(rank_1_sleeps, deadline=1)
     assert (stopped.kind, type(stopped.error)) == ("error", ValueError)
@@ -200,6 +204,7 @@ def alive(pid: int) -> bool:
     return b"Z" not in Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
 def test_ranks_go_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from placing import place
+from ranges import often
 from torch import Tensor, nn
 
 import halocline as hc
@@ -20,7 +21,7 @@ from halocline.errors import ShardingError
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
 
-SETUPS = 60
+SETUPS = often(75)
 
 
 @dataclass
@@ -123,6 +124,7 @@ def verdicts(name: str, count: int, seed: int = 0) -> Counter[str]:
     return counts
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_any_window_and_any_cut_is_exact(name: str) -> None:
     """Torch itself refuses some set-ups on one rank (a kernel larger than its sample); the library refuses none."""

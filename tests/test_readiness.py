@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from averaging import batch, check_equal, drawn, loss_of, part, small_model
+from ranges import often
 from torch import Tensor, nn
 
 import halocline as hc
@@ -92,10 +93,12 @@ def test_ranks_that_take_different_ways(ranks: int, control: Callable[..., Any])
     assert all(unused for _, unused in found)  # what nobody uses has no gradient
 
 
-def test_hundreds_of_random_steps_between_processes() -> None:
+@pytest.mark.sweep
+def test_many_random_steps_between_processes() -> None:
     """Random branches and delays: no hang, and the weights of one rank."""
-    found = shared_pool(4).run(branches_on_rank, 200, Doubling, True, deadline=120)
-    check_equal([parameters for parameters, _ in found], one_rank_of_branches(4, 200))
+    steps = often(200)
+    found = shared_pool(4).run(branches_on_rank, steps, Doubling, True, deadline=120)
+    check_equal([parameters for parameters, _ in found], one_rank_of_branches(4, steps))
 
 
 def test_ranks_that_go_one_way_again_stop_asking() -> None:

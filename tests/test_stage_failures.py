@@ -268,6 +268,7 @@ def stage_and_die(source: Path, destination: Path, log: Path, dying: int | None)
     return stage(source, destination, readers=1)
 
 
+@pytest.mark.long
 def test_a_killed_node_ends_the_others_and_the_next_run_reads_only_what_was_not_finished(
     source: Path, tmp_path: Path
 ) -> None:

@@ -218,6 +218,7 @@ def test_many_files_are_open_by_turns(tmp_path: Path) -> None:
     assert found == [*range(40), *range(40)] and len(store._open) <= 32
 
 
+@pytest.mark.long
 def test_the_library_of_tests_needs_no_pytest() -> None:
     code = "import sys; sys.modules['pytest'] = None; import halocline.testing; halocline.testing.StoreTests"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,6 +27,7 @@ def _sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     executor._plans.clear()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_sizes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sweep(family: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ranges import often
 from torch import Tensor
 
 import halocline as hc
@@ -20,7 +21,7 @@ from halocline.rules.reshape import groups
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
 
-SETUPS = 4
+SETUPS = often(7)
 MESHES = [{"a": 2}, {"a": 3}, {"a": 4}, {"a": 5}, {"data": 2, "a": 2}, {"data": 2, "a": 3}, {"a": 1}]
 
 VIEWS = """
@@ -256,7 +257,7 @@ def written(call: str, names: dict[str, Any], through_view: bool) -> Callable[[T
 def test_views_never_lie(call: str) -> None:
     """A write through a view shows in its base, and a write to the base in its view; or it is refused."""
     random = Random(call)
-    for setup in range(3):
+    for setup in range(often(5)):
         shape, mesh = random_shape(random), random.choice(MESHES)
         names = arguments(random, shape)
         cut, points = random_cut(random, shape, mesh)

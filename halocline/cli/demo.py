@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import track
 
 from ..train.config import make_settings
 from ..train.log import read_log
-from ..train.settings import Settings
+from ..train.settings import ConfigError, Settings
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
 
 SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8
@@ -47,6 +48,7 @@ def play(steps: int, out: Path) -> dict[str, Any]:
     from .train import on_this_machine
 
     progress = stderr()
+    check_ours(out)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     make_data(out / "universes.h5")
@@ -70,6 +72,14 @@ def play(steps: int, out: Path) -> dict[str, Any]:
         "memory": memory,
         "report": str(report.path),
     }
+
+
+def check_ours(out: Path) -> None:
+    """What is there is removed: only if an earlier demo made it."""
+    if out.is_dir() and any(out.iterdir()) and not (out / "universes.h5").is_file():
+        raise ConfigError(
+            f"--out {out}: this folder holds other things than a demo, and would be made anew; name a new one"
+        )
 
 
 def make_data(path: Path) -> None:
@@ -110,7 +120,7 @@ def show(result: dict[str, Any]) -> None:
         "the same, cut": f"{result['cut'][0]:.6f}, {result['cut'][-1]:.6f}",
         "largest difference": f"{result['loss_difference']:.1e} of the loss",
         "seconds": f"{result['seconds']:.0f}",
-        "report": result["report"],
+        "report": escape(result["report"]),
     }
     stderr().print(fact_table(f"One rank and {result['ranks']}: {verdict}", facts))
-    say(stdout() if not result["agree"] else stderr(), f"Open {result['report']} in a browser.")
+    say(stdout() if not result["agree"] else stderr(), f"Open {escape(result['report'])} in a browser.")

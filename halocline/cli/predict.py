@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import Progress
 
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
@@ -55,7 +56,7 @@ def predict(
     if as_json:
         print_json(result)
     else:
-        stdout().print(fact_table("answers", {name: str(value) for name, value in result.items()}))
+        stdout().print(fact_table("answers", {name: escape(str(value)) for name, value in result.items()}))
 
 
 def _here(run: Path, source: str, out: Path, dataset: str | None, dims: str | None, classes: bool, force: bool) -> dict:  # type: ignore[type-arg]

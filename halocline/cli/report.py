@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from .output import Debug, Json, clear_errors, print_json, say, stdout
 
@@ -38,4 +39,4 @@ def report(run: Run, out: Out = None, as_json: Json = False, debug: Debug = Fals
     if as_json:
         print_json({"report": str(written.path), "bytes": written.bytes, "sections": written.sections})
         return
-    say(stdout(), str(written.path))
+    say(stdout(), escape(str(written.path)))

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..errors import HaloclineError
-from ..train.config import CONFIG, load_settings, make_settings, read_settings, write_settings
-from ..train.launch import LaunchError, LocalRanks, launched
-from ..train.log import read_log
+from ..train.config import CONFIG, load_settings, make_settings, with_changes, write_settings
+from ..train.launch import Ending, LaunchError, LocalRanks, launched, this_rank
+from ..train.log import json_line, read_log, with_numbers
 from ..train.settings import ConfigError, Settings
-from .output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
+from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .train_rank import RESULT, run_rank
 
 Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to go on with.")]
@@ -72,8 +73,10 @@ def train(
         told = [*(changes or []), *(["trace=true"] if trace else [])]
         settings, folder = _settings(target, told, full, out)
         if launched():
+            if ranks > 1 or restarts:
+                raise ConfigError("--ranks and --restarts are for ranks that this command starts; here a launcher did")
             result = run_rank(settings, folder)
-            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+            if this_rank() != 0:
                 return
         elif ranks == 1 and not restarts:
             result = run_rank(settings, folder)
@@ -84,36 +87,34 @@ def train(
 
 def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> tuple[Settings, Path]:
     from ..train.task import defaults_of
+    from ..workloads import WORKLOADS
 
-    if (Path(target) / CONFIG).exists():
-        folder = out or Path(target)
-        told = read_settings(Path(target)).as_dict()
-        return make_settings(told, changes), folder
-    if Path(target).suffix == ".toml":
-        first = load_settings(Path(target), changes) if _needs_no_workload(Path(target)) else None
-        name = Path(target).stem
-        settings = first or load_settings(Path(target), changes, defaults_of(*_workload_of(Path(target), full)))
-    else:
-        name = target
-        settings = make_settings({}, changes, defaults_of(target, "full" if full else "small"))
-    return settings, out or _new_folder(name)
-
-
-def _needs_no_workload(path: Path) -> bool:
-    return _told(path).get("workload") is None
-
-
-def _workload_of(path: Path, full: bool) -> tuple[str, str]:
-    told = _told(path)
-    return told["workload"], "full" if full else told.get("scale", "small")
+    path = Path(target)
+    if (path / CONFIG).exists():
+        if full:
+            raise ConfigError("--full: the settings of a run that is gone on with say its size")
+        return load_settings(path / CONFIG, changes), out or path
+    if path.suffix != ".toml" and path.exists() and target not in WORKLOADS:
+        raise ConfigError(f"{target} is neither a TOML file nor the folder of a run: it has no {CONFIG}")
+    told = with_changes(_told(path), changes) if path.suffix == ".toml" else with_changes({"workload": target}, changes)
+    if told.get("workload") is None:
+        if full:
+            raise ConfigError(f"--full: {target} names no workload, which alone have a full size")
+        return load_settings(path, changes), out or _new_folder(path.stem)
+    if full:
+        changes = [*changes, "scale=full"]
+    defaults = defaults_of(told["workload"], "full" if full else told.get("scale", "small"))
+    if path.suffix == ".toml":
+        return load_settings(path, changes, defaults), out or _new_folder(path.stem)
+    return make_settings({}, changes, defaults), out or _new_folder(target)
 
 
 def _told(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError):
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
         return {}  # said better by whoever reads it next
 
 
@@ -130,33 +131,48 @@ def _new_folder(name: str) -> Path:
 def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     write_settings(settings, folder / CONFIG)
-    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
+    command, stop = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)], _Stop()
     for attempt in range(restarts + 1):
-        running = LocalRanks(command, ranks, folder)
-        before = {number: signal.signal(number, lambda n, _: running.signal(signal.SIGTERM)) for number in _ENDINGS}  # noqa: B023
-        try:
-            ending = running.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        ending = _attempt(command, ranks, folder, stop)
         if ending is None:
-            return {**json.loads((folder / RESULT).read_text()), "restarts": attempt}
+            return {**with_numbers(json.loads((folder / RESULT).read_text())), "restarts": attempt}
         words = f"rank {ending.rank}: {ending.words}"
-        if attempt == restarts:
+        if attempt == restarts or stop.asked or ending.is_final:
             raise LaunchError(words)
-        say(stderr(), f"{words}; starting again from the last checkpoint")
+        say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
     raise HaloclineError("unreachable")
 
 
-_ENDINGS = (signal.SIGTERM, signal.SIGINT)
+class _Stop:
+    """SIGTERM and Ctrl-C, handed on to the ranks: the first asks them to write a checkpoint, the next ends them."""
+
+    def __init__(self) -> None:
+        self.asked, self.running = 0, list[LocalRanks]()
+
+    def __call__(self, *_: object) -> None:
+        self.asked += 1
+        for each in self.running:
+            each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
+
+
+def _attempt(command: list[str], ranks: int, folder: Path, stop: _Stop) -> Ending | None:
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        running = LocalRanks(command, ranks, folder)
+        stop.running.append(running)
+        return running.wait()
+    finally:
+        stop.running.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
     losses = [entry["loss"] for entry in read_log(folder, "step")]
     if as_json:
-        print_json({**result, "losses": losses})
+        print(json_line({**result, "losses": losses}), flush=True)
         return
-    facts = {"run": str(folder), "steps": f"{len(losses)}", "seconds": f"{result['seconds']:.1f}"}
+    facts = {"run": escape(str(folder)), "steps": str(result["steps"]), "seconds": f"{result['seconds']:.1f}"}
     if losses:
         facts["loss, first and last"] = f"{losses[0]:.4g}, {losses[-1]:.4g}"
     facts |= {f"validation {name}": f"{value:.4g}" for name, value in result["metrics"].items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..errors import HaloclineError
 from ..train.config import read_settings
-from ..train.launch import say_last_words
-from ..train.settings import Settings
+from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
+from ..train.log import json_line
+from ..train.settings import ConfigError, Settings
 from .output import first_line, stderr
 
 RESULT = "result.json"
@@ -43,9 +43,9 @@ class Show:
         if kind == "step":
             self._step(values)
         elif self._plain is None:
-            self._bar.console.print(_line(kind, values), soft_wrap=True)
+            self._bar.console.print(_line(kind, values), soft_wrap=True, markup=False)
         else:
-            self._plain.print(_line(kind, values), soft_wrap=True)
+            self._plain.print(_line(kind, values), soft_wrap=True, markup=False)
 
     def _step(self, values: dict[str, Any]) -> None:
         shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
@@ -58,6 +58,8 @@ class Show:
 
 
 def _line(kind: str, values: dict[str, Any]) -> str:
+    if "text" in values:
+        return str(values["text"])
     rest = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if name != "step")
     return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
 
@@ -67,9 +69,12 @@ def run_rank(settings: Settings, folder: Path) -> dict[str, Any]:
     from ..train.trainer import Trainer
 
     began = time.monotonic()
-    first = os.environ.get("RANK", "0") == "0"
+    first = this_rank() == 0
     with Show(settings, stderr() if first else Console(quiet=True)) as show:
-        result = Trainer(settings, folder, show if first else (lambda kind, values: None)).train()
+        trainer = Trainer(settings, folder, show if first else (lambda kind, values: None))
+        if first:
+            (folder / RESULT).unlink(missing_ok=True)  # of a run that ended earlier: this one has not
+        result = trainer.train()
     found = {
         "run": str(folder),
         "steps": result.steps,
@@ -78,20 +83,26 @@ def run_rank(settings: Settings, folder: Path) -> dict[str, Any]:
         "seconds": time.monotonic() - began,
     }
     if first:
-        (folder / RESULT).write_text(json.dumps(found))
+        part = folder / f".{RESULT}.part"
+        part.write_text(json_line(found))
+        part.replace(folder / RESULT)
     return found
 
 
 def main() -> None:
     """``python -m halocline.cli.train_rank FOLDER``, for the processes that ``halocline train`` starts."""
-    folder = Path(sys.argv[1])
+    folder, rank = Path(sys.argv[1]), this_rank()
     try:
         run_rank(read_settings(folder), folder)
     except (HaloclineError, OSError, MemoryError) as error:
         if os.environ.get("HALOCLINE_DEBUG") == "1":
             raise
-        say_last_words(folder, int(os.environ.get("RANK", "0")), first_line(error))
-        raise SystemExit(1) from None
+        say_last_words(folder, rank, first_line(error))
+        raise SystemExit(WRONG_SETTINGS if isinstance(error, ConfigError) else 1) from None
+    except Exception as error:  # the network's own, or the loss's: where it was raised is what helps
+        where = "above" if rank == 0 else f"in {folder / LOGS / f'rank-{rank}.log'}"
+        say_last_words(folder, rank, f"{type(error).__name__}: {first_line(error)} (the traceback is {where})")
+        raise
 
 
 if __name__ == "__main__":

@@ -2,18 +2,25 @@
 
 from .average import ENGINE, GradientAverage, engine_of
 from .control import Coordinator, Doubling, Tree
+from .deadlines import Deadlines
+from .lag import Lag
+from .late import DueParameter, settle
 from .owners import is_dtensor, leave_to_owners, mark
 from .weights import same_weights
 
 __all__ = [
     "ENGINE",
     "Coordinator",
+    "Deadlines",
     "Doubling",
+    "DueParameter",
     "GradientAverage",
+    "Lag",
     "Tree",
     "engine_of",
     "is_dtensor",
     "leave_to_owners",
     "mark",
     "same_weights",
+    "settle",
 ]

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from .control import Control, Doubling
 from .grouping import Link
 from .link import Clock, measured_link
 from .passes import Pass
-from .plan import Facts, Plan
+from .plan import Facts, Goal, Plan
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
@@ -47,6 +47,27 @@ class Mark:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Mark, ()
+
+
+class After(Protocol):
+    """Who takes over the sums of a backward that has ended, where they are not waited for at once."""
+
+    goal: Goal
+
+    def before(self, index: int) -> None:
+        """A gradient is about to be added to a parameter's."""
+
+    def take_over(self, ended: Pass, came: set[int]) -> None:
+        """Its sums have begun; the gradients are yet to be."""
+
+    def take_means(self) -> None:
+        """All gradients are means already: there was no plan to begin them by."""
+
+    def look_back(self) -> None:
+        """Let the engine see what earlier sums told, now that all ranks are at the same point."""
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
 
 
 _open_passes: dict[int, list[GradientAverage]] = {}  # by backward pass: the engines that take part in it
@@ -72,6 +93,7 @@ class GradientAverage:
         self.active = True
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
+        self.after: After | None = None  # who takes over when a backward has ended; None: all is waited for there
         #: Of each group of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
@@ -121,6 +143,8 @@ class GradientAverage:
     def _hands_out(self, index: int) -> bool:
         """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
         task = backward_number()
+        if self.after is not None:
+            self.after.before(index)
         if self._open is not None and self._open.task != task:
             self._abandon(index)  # before this gradient is added to one that may be travelling
         if task != self._asked[0]:
@@ -233,14 +257,26 @@ class GradientAverage:
     def _finish(self, came: set[int]) -> None:
         ended, self._open = self._open, None
         assert ended is not None
-        if not ended.finish():
-            self._settle(came, self._everybody())
-            self.steps += 1
-            return
         self.steps += 1
-        assert self.plan is not None
-        if ended.wants_another_plan or (ended.absent and not self.plan.dynamic):
-            planned = set(self.plan.home) | set(self.plan.sparse)
+        if self.after is not None:
+            self.after.look_back()
+            if ended.goes_on:
+                ended.average_sparse()
+                self.after.take_over(ended, came)
+                return
+        if ended.finish():
+            self.look_back(ended, came)
+        else:
+            self._settle(came, self._everybody())
+        if self.after is not None:
+            self.after.take_means()
+
+    def look_back(self, ended: Pass, came: set[int]) -> None:
+        """What its sums told: do the groups still fit?"""
+        plan = ended.plan
+        assert plan is not None
+        if ended.wants_another_plan or (ended.absent and not plan.dynamic and not plan.complete):
+            planned = set(plan.home) | set(plan.sparse)
             self._settle((came | planned) - ended.absent, self._everybody() - planned)
         elif ended.uneven:
             self._go_by_agreement()
@@ -263,7 +299,7 @@ class GradientAverage:
         before = self.world.traffic.messages
         facts = self.facts(came).agreed(self.world, self.name)
         self._exchanged += self.world.traffic.messages - before
-        plan = Plan.of(facts, self.parameters, self.explicit)
+        plan = self._planned(facts)
         Pass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
         if self._deferred:
             self._deferred -= 1
@@ -272,14 +308,20 @@ class GradientAverage:
         if plan.dynamic:
             self._prepare_agreement()
 
+    def _planned(self, facts: Facts) -> Plan:
+        goal: Goal = "end of backward" if self.after is None else self.after.goal
+        return Plan.of(facts, self.parameters, self.explicit, goal)
+
     def facts(self, came: set[int]) -> Facts:
         """As this rank knows them."""
         every = range(len(self.parameters))
         ready = [self.clock.times[index] if index in came else -1.0 for index in every]
         gradients = [parameter.grad for parameter in self.parameters]
-        sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
+        known = set() if self.plan is None else set(self.plan.sparse)  # whose gradients may have been let go of since
+        sparse = [index in known or _is_sparse(gradient) for index, gradient in enumerate(gradients)]
         graph = any(gradient is not None and gradient.requires_grad for gradient in gradients)
-        return Facts(ready, [index not in came for index in every], sparse, graph, self.clock.link or Link())
+        lacking = [index not in came for index in every]
+        return Facts(ready, lacking, sparse, self.clock.needs, graph, self.clock.link or Link())
 
     # Where ranks go different ways ------------------------------------------------------------------------------------
 
@@ -289,7 +331,7 @@ class GradientAverage:
             return
         facts = self.plan.facts
         lacking = [True] * len(self.parameters)
-        self.plan = Plan.of(replace(facts, lacking=lacking), self.parameters, self.explicit)
+        self.plan = self._planned(replace(facts, lacking=lacking))
         self._prepare_agreement()
 
     def _prepare_agreement(self) -> None:
@@ -312,6 +354,10 @@ class GradientAverage:
     def control(self) -> Control:
         assert self._control is not None
         return self._control
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
 
 
 def _hooks_after(parameter: Tensor) -> Sized:

@@ -17,6 +17,7 @@ import numpy as np
 _CLOSE = 1.05  # what a message costs is known no better
 _MESSAGES = 16
 _LEAST = 1 << 21  # bytes
+_FINE, _SMALL = 24, 1 << 20  # messages, and bytes of the smallest, where each is needed at a time of its own
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,42 @@ def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int]
     for begin, end in zip(cut, [*cut[1:], len(sizes)], strict=True):
         done = max(done, ready[end - 1]) + link.seconds(sum(sizes[begin:end]))
     return done
+
+
+def fine_cut(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list[int]:
+    """Small messages, so that one which is needed soon does not wait long for another that is under way."""
+    return best_cut(ready, sizes, link, max(_SMALL, sum(sizes) / _FINE))
+
+
+@dataclass(frozen=True)
+class Message:
+    """When it is there, when it is needed, and its bytes."""
+
+    ready: float
+    needed: float
+    size: int
+
+
+def deadline_order(messages: Sequence[Message], link: Link) -> list[int]:
+    """Whenever the wire is free: of those that are ready, the one that is needed first.
+
+    >>> deadline_order([Message(0, 9, 10), Message(1, 8, 10), Message(2, 7, 10)], Link(0.0, 0.3))
+    [0, 2, 1]
+    """
+    left, now, order = set(range(len(messages))), 0.0, []
+    while left:
+        now = max(now, min(messages[place].ready for place in left))
+        there = [place for place in left if messages[place].ready <= now]
+        order.append(min(there, key=lambda place: (messages[place].needed, place)))
+        left.remove(order[-1])
+        now += link.seconds(messages[order[-1]].size)
+    return order
+
+
+def lateness(messages: Sequence[Message], link: Link) -> float:
+    """How long, in all, these keep waiting whoever needs them, if they go in this order."""
+    done = late = 0.0
+    for message in messages:
+        done = max(done, message.ready) + link.seconds(message.size)
+        late = max(late, done - message.needed)
+    return late

@@ -17,10 +17,12 @@ _EVERY = 16
 
 
 class Clock:
-    """Ready times by parameter in seconds after the first of a pass, averaged over passes."""
+    """Ready times by parameter in seconds after the first of a pass, and when the next forward needs it in seconds
+    after it needs the first (less than 0: not known), averaged over passes."""
 
     def __init__(self, parameters: int) -> None:
         self.times = [0.0] * parameters
+        self.needs = [-1.0] * parameters
         self.link: Link | None = None
         self.passes = 0
 
@@ -33,6 +35,11 @@ class Clock:
             # The first pass finds its memory, and much else, for the first time: it does not count long.
             self.times[index] = _OLD * self.times[index] + (1 - _OLD) * new if self.passes > 1 else new
         self.passes += 1
+
+    def learn_needs(self, needs: dict[int, float]) -> None:
+        for index, moment in needs.items():
+            known = self.needs[index]
+            self.needs[index] = moment if known < 0 else _OLD * known + (1 - _OLD) * moment
 
     def learn_link(self, sums: int, size: int, seconds: float) -> None:
         """So many sums, one after the other, took so long."""

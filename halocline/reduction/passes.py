@@ -34,6 +34,7 @@ class Pass:
         self._started = time.perf_counter()
         self._sums: dict[int, PendingSum | None] = {}
         self._sent: dict[int, float] = {}
+        self._done: dict[int, float] = {}
         self._negotiation: Negotiation | None = None
         self._valid = plan is None or all(group.fits(engine.parameters) for group in plan.groups)
         if plan is not None and task >= 0:
@@ -108,6 +109,11 @@ class Pass:
             self._anew = self._wish()
             self._begin_those_ready(len(self.plan.groups))
 
+    @property
+    def goes_on(self) -> bool:
+        """Have all its sums begun, so that they may be waited for later, on each rank when it likes?"""
+        return self.plan is not None and self._negotiation is None
+
     def finish(self) -> bool:
         """All that was planned is a mean now; False if nothing was, and the ranks must settle it."""
         if self.plan is None:
@@ -119,7 +125,7 @@ class Pass:
                 self.engine.forget_plan()
                 return False
         self._take_all()
-        self._average_sparse()
+        self.average_sparse()
         return True
 
     def _came(self, group: Group, pile: set[int]) -> bool:
@@ -151,30 +157,35 @@ class Pass:
         moments: list[tuple[float, int]] = []
         for number, pending in self._sums.items():
             if pending is not None:
-                pending.wait()
-                moments.append((time.perf_counter(), self.plan.groups[number].bytes))
-                self._write(number, moments[-1][0])
-                self._take(self.plan.groups[number])
+                self._give(self.plan.groups[number], self.take(number))
+                moments.append((self._done[number], self.plan.groups[number].bytes))
         self._take_back({number for number, pending in self._sums.items() if pending is not None})
         late = [(moment, size) for moment, size in moments if moment - waited > 1e-3]
         if len(late) > 1:  # they followed each other on the wire
             self.engine.clock.learn_link(len(late) - 1, sum(size for _, size in late[1:]), late[-1][0] - late[0][0])
 
-    def _take(self, group: Group) -> None:
-        """The sum is the mean, and the gradient of every parameter that any rank had one of."""
-        engine = self.engine
-        ranks = engine.world.size
+    def take(self, number: int) -> set[int]:
+        """Wait for a group's sum. Its memory holds means then, of all parameters that any rank had a gradient of."""
+        assert self.plan is not None
+        group, pending, ranks = self.plan.groups[number], self._sums[number], self.engine.world.size
+        assert pending is not None
+        pending.wait()
+        self._done[number] = time.perf_counter()
+        self._write(number, self._done[number])
         counts, anew = group.told(ranks)
         self.uneven |= any(0 < count < ranks for count in counts)
         self.wants_another_plan |= anew
-        for index, count in zip(group.indices, counts, strict=True):
-            parameter = engine.parameters[index]
-            if count == 0:
-                self.absent.add(index)
-            elif not group.holds(index, parameter.grad):
+        had = {index for index, count in zip(group.indices, counts, strict=True) if count}
+        self.absent |= set(group.indices) - had
+        return had
+
+    def _give(self, group: Group, had: set[int]) -> None:
+        for index in group.indices:
+            parameter = self.engine.parameters[index]
+            if index in had and not group.holds(index, parameter.grad):
                 parameter.grad = group.given(index)
 
-    def _average_sparse(self, among: set[int] | None = None) -> None:
+    def average_sparse(self, among: set[int] | None = None) -> None:
         assert self.plan is not None
         engine = self.engine
         for index in self.plan.sparse:
@@ -224,7 +235,7 @@ class Pass:
             for kind in by_kind(dense, engine.parameters):
                 for bucket in self._buckets(kind):
                     self._average_bucket(bucket)
-        self._average_sparse(set(indices))
+        self.average_sparse(set(indices))
 
     def _average_in_graph(self, indices: Sequence[int]) -> None:
         """Each by itself, as a part of the graph. What this rank lacks hangs on what it has, so that it takes part in

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..world import Label, World
 from .buffer import Group, by_kind
-from .grouping import Link, finish_time, robust_cut
+from .grouping import Link, Message, deadline_order, fine_cut, lateness, robust_cut
 
+Goal = Literal["end of backward", "next forward", "step after"]  # by when sums are to be done
+_NOTICED = 1e-4  # seconds
 _GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
 
 
 @dataclass(frozen=True)
 class Facts:
     """Of each parameter: when its gradient was ready on the last rank (less than 0: on none), whether some rank had
-    none, whether it is sparse; whether gradients are to be differentiated themselves; and what a sum costs."""
+    none, whether it is sparse, when the next forward needs it (less than 0: not known); whether gradients are to be
+    differentiated themselves; and what a sum costs."""
 
     ready: list[float]
     lacking: list[bool]
     sparse: list[bool]
+    needs: list[float]
     graph: bool
     link: Link
 
     def agreed(self, world: World, name: str) -> Facts:
         """The largest of all ranks, in one exchange."""
         mine = torch.tensor(
-            [*self.ready, *self.lacking, *self.sparse, self.graph, self.link.latency, self.link.per_byte],
+            [*self.ready, *self.lacking, *self.sparse, *self.needs, self.graph, self.link.latency, self.link.per_byte],
             dtype=torch.float64,
             device="cpu",
         )
@@ -40,8 +45,9 @@ class Facts:
             found[:count],
             [bool(value) for value in found[count : 2 * count]],
             [bool(value) for value in found[2 * count : 3 * count]],
-            bool(found[3 * count]),
-            Link(*found[3 * count + 1 :]),
+            found[3 * count : 4 * count],
+            bool(found[4 * count]),
+            Link(*found[4 * count + 1 :]),
         )
 
     @property
@@ -62,13 +68,21 @@ class Plan:
     sparse: list[int]
     facts: Facts
     dynamic: bool = False
+    goal: Goal = "end of backward"
     home: dict[int, int] = field(default_factory=dict)  # of a parameter: its group
+    _twin: Plan | None = None
 
     def __post_init__(self) -> None:
         self.home = {index: number for number, group in enumerate(self.groups) for index in group.indices}
 
     @classmethod
-    def of(cls, facts: Facts, parameters: Sequence[Tensor], explicit: Sequence[Sequence[int]] | None) -> Plan:
+    def of(
+        cls,
+        facts: Facts,
+        parameters: Sequence[Tensor],
+        explicit: Sequence[Sequence[int]] | None,
+        goal: Goal = "end of backward",
+    ) -> Plan:
         dynamic = any(lacking and ready >= 0 for lacking, ready in zip(facts.lacking, facts.ready, strict=True))
         sparse = [index for index, flag in enumerate(facts.sparse) if flag]
         dense = [index for index in facts.came if not facts.sparse[index]]
@@ -77,27 +91,36 @@ class Plan:
             left = set(dense).difference(*map(set, runs)) if runs else set(dense)
             runs += by_kind([index for index in dense if index in left], parameters)
         else:
-            runs = [run for kind in by_kind(dense, parameters) for run in _cut(kind, facts, parameters)]
-            runs.sort(key=lambda run: max(facts.ready[index] for index in run))
-        if dynamic:  # whoever did not come may yet
+            runs = [run for kind in by_kind(dense, parameters) for run in _cut(kind, facts, parameters, goal)]
+            runs = [runs[place] for place in _order(runs, facts, parameters, goal)]
+        if dynamic or goal != "end of backward":  # whoever did not come may yet
             absent = [index for index, ready in enumerate(facts.ready) if ready < 0 and not facts.sparse[index]]
             runs += by_kind(absent, parameters)
         groups = [Group(run, [parameters[index] for index in run]) for run in runs if run]
-        return cls(groups, sparse, facts, dynamic)
+        return cls(groups, sparse, facts, dynamic, goal)
+
+    @property
+    def complete(self) -> bool:
+        """Are all parameters in it, those too that have never had a gradient?"""
+        return self.goal != "end of backward"
+
+    def twin(self, parameters: Sequence[Tensor]) -> Plan:
+        """The same in other memory, for one pass while another is under way; its twin is this one."""
+        if self._twin is None:
+            groups = [Group(group.indices, [parameters[index] for index in group.indices]) for group in self.groups]
+            self._twin = Plan(groups, self.sparse, self.facts, self.dynamic, self.goal, _twin=self)
+        return self._twin
 
     def worth_changing(self, facts: Facts, parameters: Sequence[Tensor]) -> bool:
         """Would groups made from what was seen lately be done clearly earlier?"""
-        dense = [index for group in self.groups for index in group.indices]
-        if self.dynamic or not dense or any(facts.ready[index] < 0 for index in dense):
+        dense = [index for group in self.groups for index in group.indices if facts.ready[index] >= 0]
+        if self.dynamic or not dense or (not self.complete and len(dense) < len(self.home)):
             return False
         order = sorted(dense, key=lambda index: (facts.ready[index], index))
-        sizes = [_bytes(parameters[index]) for index in order]
-        ready = [facts.ready[index] for index in order]
-        best = finish_time(robust_cut(ready, sizes, facts.link), ready, sizes, facts.link)
-        done = 0.0
-        for group in self.groups:
-            done = max(done, *(facts.ready[index] for index in group.indices)) + facts.link.seconds(group.bytes)
-        return best - ready[-1] < _GAIN * (done - ready[-1])
+        now = _late_by([group.indices for group in self.groups], facts, parameters, self.goal)
+        runs = _cut(order, facts, parameters, self.goal)
+        best = [runs[place] for place in _order(runs, facts, parameters, self.goal)]
+        return _late_by(best, facts, parameters, self.goal) < _GAIN * now - _NOTICED
 
 
 def _known(run: Sequence[int], dense: list[int]) -> list[int]:
@@ -105,10 +128,43 @@ def _known(run: Sequence[int], dense: list[int]) -> list[int]:
     return [index for index in run if index in known]
 
 
-def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor]) -> list[list[int]]:
-    ready = [facts.ready[index] for index in kind]
-    cut = robust_cut(ready, [_bytes(parameters[index]) for index in kind], facts.link)
+def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[list[int]]:
+    ready, sizes = [facts.ready[index] for index in kind], [_bytes(parameters[index]) for index in kind]
+    cut = fine_cut(ready, sizes, facts.link) if goal == "next forward" else robust_cut(ready, sizes, facts.link)
     return [kind[begin:end] for begin, end in zip(cut, [*cut[1:], len(kind)], strict=True)]
+
+
+def _order(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:
+    messages = _messages(runs, facts, parameters)
+    if goal == "next forward":
+        return deadline_order(messages, facts.link)
+    return sorted(range(len(runs)), key=lambda place: messages[place].ready)
+
+
+def _late_by(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> float:
+    """Seconds that these, in this order, keep waiting whoever waits for them."""
+    messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
+    if goal != "next forward":  # all are waited for when backward has ended
+        messages = [replace(message, needed=max(m.ready for m in messages)) for message in messages]
+    return lateness(messages, facts.link)
+
+
+def _messages(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor]) -> list[Message]:
+    end = max(facts.ready, default=0.0)
+
+    def needed(index: int) -> float:
+        """Where it is not known: forward takes half as long as backward, the other way round."""
+        need = facts.needs[index]
+        return end + (need if need >= 0 else (end - facts.ready[index]) / 2)
+
+    return [
+        Message(
+            max(facts.ready[index] for index in run),
+            min(needed(index) for index in run),
+            sum(_bytes(parameters[index]) for index in run),
+        )
+        for run in runs
+    ]
 
 
 def _bytes(parameter: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._torch_private import tracing, transforming, unseen
 from ..errors import Refused
+from ..reduction import DueParameter, settle
 from ..tensor import (
     CopyOf,
     ShardedTensor,
@@ -47,6 +48,8 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict
     kwargs = kwargs or {}
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
+    if DueParameter in types:  # a weight whose step is still to be made; rules would look past that
+        settle((args, kwargs))
     entry = entry_for(function)
     if entry.kind == "rule":
         return run_rule(function, entry.run, args, kwargs, entry.by_value)

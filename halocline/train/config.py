@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +20,10 @@ CONFIG = "config.toml"
 def load_settings(path: Path, changes: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Settings:
     """The file's settings over ``defaults``, and ``changes`` such as ``optimizer.lr=1e-3`` over both."""
     try:
-        told = tomllib.loads(path.read_text())
+        told = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOML's, or that of a file that is no text
         raise ConfigError(f"{path} is no TOML: {error}") from error
     return make_settings(told, changes, defaults, str(path))
 
@@ -31,10 +34,15 @@ def make_settings(
     defaults: Mapping[str, Any] | None = None,
     where: str = "the settings",
 ) -> Settings:
-    merged = merge(defaults or {}, _with_path(told))
+    return _checked(merge(defaults or {}, with_changes(told, changes)), where).check()
+
+
+def with_changes(told: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """What is told, with changes such as ``optimizer.lr=1e-3`` over it; nothing is checked."""
+    merged = _with_path(told)
     for change in changes:
         merged = merge(merged, _with_path(_change(change)))
-    return _checked(merged, where).check()
+    return merged
 
 
 def _with_path(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,12 +61,23 @@ def _change(text: str) -> dict[str, Any]:
     return dict(found)
 
 
+#: As Python and JSON write them: as strings, arguments of a network would be taken for true, all of them.
+_WORDS = {"True": True, "False": False, "None": None, "none": None, "null": None}
+
+
 def _value(text: str) -> Any:
-    """As TOML reads it; a bare word is a string."""
+    """As TOML reads it; a bare word is a string, and so is a date, which no setting is.
+
+    >>> _value("1e-3"), _value("[1, 2]"), _value("False"), _value("bf16"), _value("2026-01-31")
+    (0.001, [1, 2], False, 'bf16', '2026-01-31')
+    """
+    if text in _WORDS:
+        return _WORDS[text]
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(found, (datetime.date, datetime.time)) else found
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +127,8 @@ def read_settings(folder: Path) -> Settings:
     """Of a run, as :func:`write_settings` left them."""
     path = folder / CONFIG
     try:
-        return from_dict(tomllib.loads(path.read_text()))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        return from_dict(tomllib.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no folder of a run: {error}") from error
 
 
@@ -119,26 +138,36 @@ def write_settings(settings: Settings, path: Path) -> None:
     for name, value in settings.as_dict().items():
         if isinstance(value, dict):
             tables += _table(name, value)
-    path.write_text("\n".join([*lines, *tables]) + "\n")
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text("\n".join([*lines, *tables]) + "\n", "utf-8")
+    beside.replace(path)  # whole or as it was: the run cannot go on without it
 
 
 def _table(name: str, values: Mapping[str, Any]) -> list[str]:
     found = ["", f"[{name}]", *_lines(values)]
     for key, value in values.items():
         if isinstance(value, dict):
-            found += _table(f"{name}.{key}", value)
+            found += _table(f"{name}.{_key(key)}", value)
     return found
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
     plain = ((key, value) for key, value in values.items() if value is not None and not isinstance(value, dict))
-    return [f"{key} = {_text(value)}" for key, value in plain]
+    return [f"{_key(key)} = {_text(value)}" for key, value in plain]
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
 
 
 def _text(value: Any) -> str:
-    """JSON's strings, numbers, lists and truths are TOML's too; tables inside lists are written in line."""
+    """Most of JSON's strings, numbers, lists and truths are TOML's too; tables inside lists are written in line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_text(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_text(each) for each in value) + "]"
-    return json.dumps(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # nan, inf and -inf, which JSON has not
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's pairs for others are no TOML

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..data.loading.layout import Layout
 from ..distribute import distribute
-from ..errors import HaloclineError
 from ..geometry import whole
 from ..program import dry
 from ..program.memory import peak_of
@@ -23,11 +22,12 @@ from ..tensor import wrap_with_rim
 from ..world import Mesh
 from .guard import TrainingError
 from .precision import Precision
-from .settings import Settings
+from .settings import ConfigError, Settings
 from .sizes import bytes_from, size_text
 from .task import Task, augmentations
 
 _log = logging.getLogger("halocline.train")
+_CGROUP = "/sys/fs/cgroup"
 _STATES = {"adam": 2, "adamw": 2, "larc": 2, "sgd": 1}  # tensors that an optimizer keeps for each weight
 
 
@@ -85,7 +85,9 @@ def check_room(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str
     """Refuse a run that would not fit; say nothing where a dry run cannot tell."""
     try:
         needed = forecast(settings, task, mesh, cut, precision)
-    except (HaloclineError, RuntimeError, NotImplementedError, TypeError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  a network may do what meta tensors cannot; the real step will tell
         _log.debug("no forecast of memory: %s", error)
         return
     room = available()
@@ -102,6 +104,23 @@ def available() -> int:
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free)
-    found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    free = 1024 * int(found.group(1)) if found else 1 << 62
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _free() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _free() -> int:
+    """Of the machine, or of the container that this runs in; a great number where nobody tells."""
+    found = [1 << 62]
+    if told := re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo")):
+        found.append(1024 * int(told.group(1)))
+    limit, used = _text(f"{_CGROUP}/memory.max"), _text(f"{_CGROUP}/memory.current")
+    if limit.isdigit() and used.isdigit():
+        cache = re.search(r"^inactive_file (\d+)$", _text(f"{_CGROUP}/memory.stat"), re.MULTILINE)
+        found.append(int(limit) - int(used) + (int(cache.group(1)) if cache else 0))  # files are let go of first
+    return max(0, min(found))
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

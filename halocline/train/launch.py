@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HaloclineError
 
 LOGS = "ranks"
+WRONG_SETTINGS = 2  # exit status of a rank
 _STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
 _GRACE = 20.0  # seconds in which ranks may end by themselves, once one has
@@ -31,6 +37,24 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
+def join(deadline: float) -> None:
+    """The ranks that a launcher started meet; where they cannot, one line says where and why."""
+    import torch.distributed as dist
+
+    from ..world import init
+
+    try:
+        init(deadline)
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        in_use = "EADDRINUSE" in str(error)
+        why = "the port is in use" if in_use else next(iter(str(error).strip().splitlines()), "no answer")
+        advice = (
+            "set MASTER_PORT to another" if in_use else "do all ranks run, with the same MASTER_ADDR and MASTER_PORT?"
+        )
+        raise LaunchError(f"the ranks cannot meet at {where}: {why}; {advice}") from error
+
+
 @dataclass
 class Ending:
     """How an attempt failed: the rank where it began, its exit status, and what it said."""
@@ -38,6 +62,11 @@ class Ending:
     rank: int
     status: int
     words: str
+
+    @property
+    def is_final(self) -> bool:
+        """Would it end so again? A setting that is wrong stays wrong."""
+        return self.status == WRONG_SETTINGS
 
 
 class LocalRanks:
@@ -49,7 +78,14 @@ class LocalRanks:
         for old in self._folder.glob("rank-*.error"):
             old.unlink()
         port = str(free_port())
-        self.processes = [self._start(command, rank, ranks, port) for rank in range(ranks)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            with _deaf_to_interrupts():
+                for rank in range(ranks):
+                    self.processes.append(self._start(command, rank, ranks, port))
+        except BaseException:
+            self.end()
+            raise
 
     def _start(self, command: list[str], rank: int, ranks: int, port: str) -> subprocess.Popen[bytes]:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -75,15 +111,28 @@ class LocalRanks:
 
     def _give_up(self) -> Ending:
         """The others notice by themselves and say what they saw; those that do not are ended."""
-        first = next(rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0))
+        failed = [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+        # One that was killed says nothing, and others may have noticed, and ended, before we looked.
+        first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank))
         end = time.monotonic() + _GRACE
         while time.monotonic() < end and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL)
-        told = sorted(self._folder.glob("rank-*.error"), key=lambda path: path.stat().st_mtime)
-        if self.processes[first].returncode < 0 or not told:  # killed, it said nothing
-            return Ending(first, self.processes[first].returncode, _manner(self.processes[first].returncode))
-        rank = int(told[0].stem.removeprefix("rank-"))
+        told = sorted(self._folder.glob("rank-*.error"), key=self._said_first)
+        status = self.processes[first].returncode
+        if status < 0 or not told:  # killed, it said nothing
+            return Ending(first, status, _manner(status) + (self._last_line(first) if status > 0 else ""))
+        rank = _rank_of(told[0])
         return Ending(rank, self.processes[rank].returncode or 1, told[0].read_text().strip())
+
+    def _said_first(self, path: Path) -> tuple[bool, float]:
+        """Wrong settings before what others made of them."""
+        return self.processes[_rank_of(path)].returncode != WRONG_SETTINGS, path.stat().st_mtime
+
+    def _last_line(self, rank: int) -> str:
+        """What it printed last; the first rank's was seen on the terminal."""
+        path = self._folder / f"rank-{rank}.log"
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        return f": {lines[-1].strip()}" if lines else ""
 
     def signal(self, number: int) -> None:
         for process in self.processes:
@@ -94,6 +143,23 @@ class LocalRanks:
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+
+
+def _rank_of(words: Path) -> int:
+    return int(words.stem.removeprefix("rank-"))
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started here pay no heed to Ctrl-C, which a terminal sends to all: whoever started them decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def say_last_words(folder: Path, rank: int, words: str) -> None:
@@ -122,13 +188,15 @@ SLURM = """#!/bin/bash
 #SBATCH --requeue
 
 # The run goes on from its last checkpoint when this is submitted again, on any number of ranks.
+export SRUN_CPUS_PER_TASK={cpus} # srun does not take it from the lines above
 srun halocline train {config} --out {folder}
 """
 
 
 def slurm_script(config: str, folder: str, nodes: int, per_node: int, gpus: int, cpus: int, hours: int) -> str:
     line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
-    name = Path(config).stem
+    name = re.sub(r"[^\w.-]", "-", Path(config).stem)
+    config, folder = shlex.quote(config), shlex.quote(folder)
     return SLURM.format(
         name=name, nodes=nodes, per_node=per_node, cpus=cpus, gpus=line, hours=hours, config=config, folder=folder
     )

@@ -78,6 +78,14 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
     return makers[settings.name]()
 
 
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """What it remembers of each weight; how it is set stays as the settings of this run say."""
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+
+
 def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
     """The factor on the learning rate at a step, counted from 0.
 

@@ -24,6 +24,8 @@ class Examples:
         self._count = 0
 
     def add(self, output: Tensor, batch: Batch) -> None:
+        if not _is_shown(output, batch):
+            return
         answers = output.argmax(1) if output.ndim > 2 and not batch["y"].is_floating_point() else output
         if answers.ndim <= 2:  # a few numbers a sample: all are kept
             self._keep("y", batch["y"])
@@ -43,6 +45,13 @@ class Examples:
             arrays = {name: array[:_MOST] for name, array in arrays.items()}
         if arrays:
             np.savez_compressed(folder / EXAMPLES, **arrays)  # type: ignore[arg-type]
+
+
+def _is_shown(output: Any, batch: Batch) -> bool:
+    """Numbers beside numbers, or maps beside maps; for anything else there is no picture, and no reason to fail."""
+    if not isinstance(output, Tensor) or output.is_complex() or batch["y"].is_complex():
+        return False
+    return output.ndim <= 2 or (output.ndim == batch["x"].ndim and batch["y"].ndim >= output.ndim - 1)
 
 
 def middle(volume: Tensor, skip: int) -> Tensor:

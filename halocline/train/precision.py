@@ -22,6 +22,7 @@ class Precision:
         self.name, self._device = name, device
         self.dtype = torch.float64 if name == "fp64" else torch.float32  # of weights and inputs
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.skipped = False  # the last step, since a gradient overflowed
         if name in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -48,7 +49,13 @@ class Precision:
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= before
+        self.skipped = self.scale < before or not before
+        return not self.skipped
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by."""
+        return self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         return self._scaler.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from ..distribute import distribute
 from ..errors import DataError
 from ..geometry import slices, whole
 from ..tensor import ShardedTensor, Sharding, unwrap
-from ..world import Label, Mesh, init, this_world
+from ..world import Label, Mesh, this_world
 from .checkpoints import Checkpoints
 from .config import read_settings
+from .launch import join
 from .precision import Precision
 from .settings import AXES
-from .task import make_mesh, make_task
+from .task import make_mesh, make_task, together
 from .trainer import CHECKPOINTS, this_device
 
 _LABEL = Label("predict", "writing answers", "control")
@@ -37,13 +39,16 @@ class Predictor:
 
     def __init__(self, run: Path) -> None:
         settings = read_settings(run)
-        init(settings.deadline)
+        join(settings.deadline)
         self._settings, device = settings, this_device()
         self._device = device if device.type == "cuda" else None
         self._precision = Precision(settings.precision, device)
-        task = make_task(settings, self._precision.dtype)
-        self.mesh, self._cut = make_mesh(settings, task.letters, this_world().size)
-        self._values = task.training["x"].values
+        task = together(this_world(), lambda: make_task(settings, self._precision.dtype))
+        ranks = this_world().size
+        if math.prod(settings.mesh.values()) != ranks:  # that of the training, which had other ranks
+            settings = replace(settings, mesh={})
+        self.mesh, self._cut = make_mesh(settings, task.letters, ranks)
+        self._field = task.training["x"]
         self._model = distribute(self._precision.placed(task.make_model()), self.mesh)
         with Checkpoints(run / CHECKPOINTS, self.mesh) as checkpoints:
             found = checkpoints.load_latest({"model": self._model.state_dict()})
@@ -56,21 +61,40 @@ class Predictor:
     @torch.no_grad()
     def run(self, store: Store, out: Path, *, classes: bool = False, progress: Progress | None = None) -> Writer:
         """The answer to every sample, into ``out``; with ``classes`` the number of the likeliest."""
+        self._check_samples(store)
         writer = Writer(out, self.mesh, len(store))
         with self._loader(store) as loader:
             for batch in loader:
                 with self._precision.autocast():
                     answer = self._model(batch["x"])
-                writer.write(batch.samples[0], answer.argmax(1).to(torch.uint8) if classes else answer.float())
+                writer.write(batch.samples[0], likeliest(answer) if classes else self._as_written(answer))
                 if progress is not None:
                     progress(batch.samples[-1] + 1, len(store))
         writer.close()
         return writer
 
+    def _check_samples(self, store: Store) -> None:
+        trained = self._field.store
+        if store.dims != trained.dims:
+            raise DataError(
+                f"{store.name} has dims {store.dims}, and the network was trained on {trained.dims}; name them in that "
+                "order with --dims, or convert the file (halocline data convert)"
+            )
+        if "C" in store.dims:
+            there, wanted = (each.shape[each.dims.index("C")] for each in (store, trained))
+            if there != wanted:
+                raise DataError(f"{store.name} has {there} channels, and the network was trained on {wanted}")
+
+    def _as_written(self, answer: Any) -> Tensor:
+        """Numbers as wide as the run's own; half precision is for computing alone."""
+        if not isinstance(answer, Tensor):
+            raise DataError(f"the network gives a {type(answer).__name__}, and a tensor is all that can be written")
+        return answer.to(self._precision.dtype) if answer.is_floating_point() else answer
+
     def _loader(self, store: Store) -> Loader:
         there = {letter: axis for letter, axis in self._cut.items() if letter == "N" or letter in store.dims}
         return Loader(
-            {"x": Field(store, dtype=self._precision.dtype, values=self._values)},
+            {"x": Field(store, dtype=self._field.tensor_dtype, values=self._field.values)},
             self.mesh,
             batch=self.mesh.sizes.get(AXES["N"], 1),
             cut=there,
@@ -82,6 +106,14 @@ class Predictor:
         )
 
 
+def likeliest(answer: Any) -> Tensor:
+    """The number of the likeliest class, in one byte where that is enough."""
+    if not isinstance(answer, Tensor) or answer.ndim < 2 or answer.shape[1] < 2:
+        shape = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        raise DataError(f"--classes: the network's answers {shape} have no classes along their second dim")
+    return answer.argmax(1).to(torch.uint8 if answer.shape[1] <= 256 else torch.int32)
+
+
 def predict(
     run: Path, store: Store, out: Path, *, classes: bool = False, force: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
@@ -89,15 +121,19 @@ def predict(
 
     ``out`` has its name when all of it is written.
     """
-    _check(out, force)
+    _check(out, force, store)
     predictor = Predictor(run)
     writer = predictor.run(store, out, classes=classes, progress=progress)
     return {"out": str(out), "samples": len(store), "shape": list(writer.shape), "step": predictor.step}
 
 
-def _check(out: Path, force: bool) -> None:
+def _check(out: Path, force: bool, store: Store) -> None:
     if out.suffix not in (".h5", ".hdf5", ".zarr"):
         raise DataError(f"{out}: answers are written as .h5 or .zarr")
+    if not out.resolve().parent.is_dir():
+        raise DataError(f"{out}: there is no folder {out.resolve().parent}; make it first")
+    if out.resolve() in {path.resolve() for path in getattr(store, "paths", ())}:
+        raise DataError(f"{out} holds the samples themselves; give the answers another name")
     if out.exists() and not force:
         raise DataError(f"{out} exists; give another name, or --force to write over it")
 

@@ -65,7 +65,7 @@ class OptimizerSettings:
     name: OptimizerName = "adam"
     lr: float = 1e-3
     weight_decay: float = 0.0
-    momentum: float = 0.9  # of sgd, and of larc's sgd
+    momentum: float = 0.9  # of sgd
     betas: tuple[float, float] = (0.9, 0.999)
     trust: float = 0.002  # larc: how much of a weight's norm a step may be
     mode: Literal["clip", "scale"] = "clip"  # larc
@@ -73,11 +73,16 @@ class OptimizerSettings:
     def check(self) -> None:
         above("optimizer.lr", self.lr, 0)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
+        at_least("optimizer.momentum", self.momentum, 0)
+        above("optimizer.trust", self.trust, 0)
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ConfigError(f"optimizer.betas = {list(self.betas)}: each is 0 or more, and less than 1")
 
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The learning rate rises over ``warmup`` steps, then falls to ``final`` of itself at the last step."""
+    """The learning rate rises over ``warmup`` steps, then falls towards ``final`` of itself, where the run ends."""
 
     name: ScheduleName = "constant"
     warmup: int = 0
@@ -94,8 +99,12 @@ class GuardSettings:
 
     nan: Policy = "raise"  # a loss that is NaN or infinite
     drift: Policy = "raise"  # ranks whose weights are no longer the same
-    drift_every: int = 50  # steps
-    slow: float = 5.0  # times the median: a step that is named
+    drift_every: int = 50  # steps; 0: never
+    slow: float = 5.0  # times the median of the others: a rank that is named
+
+    def check(self) -> None:
+        at_least("guard.drift_every", self.drift_every, 0)
+        above("guard.slow", self.slow, 1)
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,11 @@ class Settings:
             at_least(name, getattr(self, name), 0)
         if self.clip is not None:
             above("clip", self.clip, 0)
+        above("deadline", self.deadline, 0)
         _check_mesh(self.mesh)
-        for group in (self.data, self.optimizer, self.schedule):
+        _check_told("network", self.network)
+        _check_told("data.arguments", self.data.arguments)
+        for group in (self.data, self.optimizer, self.schedule, self.guard):
             group.check()
         return self
 
@@ -164,8 +176,15 @@ def _check_mesh(mesh: dict[str, int]) -> None:
         at_least(f"mesh.{letter}", parts, 1)
 
 
+def _check_told(key: str, arguments: Mapping[str, Any]) -> None:
+    """Settings are written as TOML, which has no None: what goes on from there would go on without it."""
+    for name, value in arguments.items():
+        if value is None:
+            raise ConfigError(f"{key}.{name} = None: settings have no None; leave {name} out for its default")
+
+
 def at_least(key: str, value: float, least: float) -> None:
-    if value < least:
+    if not value >= least:
         raise ConfigError(f"{key} = {value}: it is {least} or more")
 
 

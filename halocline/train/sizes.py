@@ -15,7 +15,7 @@ def bytes_from(key: str, text: str) -> int:
     >>> bytes_from("data.memory", "1.5 GiB"), bytes_from("data.memory", "200MB"), bytes_from("data.memory", "0")
     (1610612736, 200000000, 0)
     """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     if found is None or found.group(2).upper() not in _UNITS:
         raise ConfigError(f"{key} = {text!r}: a size, such as 8GiB or 500MB")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])

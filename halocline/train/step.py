@@ -26,12 +26,12 @@ def training_step(
 ) -> Tensor:
     """Forward and backward of each batch, one average of gradients, one step. The loss is whole on every rank."""
     optimizer.zero_grad(set_to_none=True)
-    losses = []
+    losses, samples = [], sum(len(batch["x"]) for batch in batches)
     for number, batch in enumerate(batches, 1):
         last = number == len(batches)
         with nullcontext() if last else no_sync(model):
             with record_function("forward"), precision.autocast():
-                loss = loss_of(model(batch["x"]), batch) / len(batches)
+                loss = loss_of(model(batch["x"]), batch) * (len(batch["x"]) / samples)  # the last batch may be small
             with record_function("backward"):
                 precision.scaled(loss).backward()  # gradients are averaged over all ranks meanwhile
         losses.append(loss.detach())

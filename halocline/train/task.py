@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..data import Crop, Field, Flip, Normalize, Rotate90, Shift, Statistics, Store, open_store
 from ..data.stores.part import Part
-from ..errors import HaloclineError
+from ..errors import HaloclineError, RankFailure
 from ..geometry import Interval
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter
-from ..world import Mesh
+from ..world import Label, Mesh, World
 from .settings import AXES, ConfigError, DataSettings, FieldSettings, Settings
 from .step import Loss
 
 #: What the dims of a field are where nobody names them, by how many there are.
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+
+
+Made = TypeVar("Made")
+_LABEL = Label("start", "the training loop", "control")
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,27 @@ def make_task(settings: Settings, dtype: torch.dtype) -> Task:
     return _of_workload(settings, dtype) if settings.workload is not None else _of_user(settings, dtype)
 
 
+def together(world: World, make: Callable[[], Made]) -> Made:
+    """What each rank makes. One that cannot, for want of a file, say, ends all, and none waits for it in vain."""
+    failed, made, mine = torch.zeros(world.size), [], None
+    try:
+        made.append(make())
+    except HaloclineError as error:
+        failed[world.rank], mine = 1, error
+    if world.size > 1:
+        failed = world.maximum(failed, tuple(range(world.size)), _LABEL)
+    if mine is not None:
+        raise mine
+    if failed.any():
+        first = int(failed.argmax())
+        raise RankFailure(f"rank {world.rank}: rank {first} has not what it needs to begin; its own output says what")
+    return made[0]
+
+
 def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:
     """A workload's own settings, over which the user's go."""
-    if workload not in WORKLOADS:
-        raise ConfigError(f"workload = {workload!r}: there are {', '.join(WORKLOADS)}")
+    _known("workload", workload, WORKLOADS)
+    _known("scale", scale, ("small", "full"))
     training = dict(getattr(WORKLOADS[workload], scale).training)
     training.pop("cut", None)
     told: dict[str, Any] = {"workload": workload, "scale": scale}
@@ -56,20 +79,50 @@ def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:
     return {**told, "optimizer": optimizer, "data": data, **training}
 
 
+def _known(key: str, value: object, there: Iterable[str]) -> None:
+    names = list(there)
+    if value not in names:
+        near = difflib.get_close_matches(str(value), names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{key} = {value!r}: {hint}there are {', '.join(names)}")
+
+
+def called(key: str, maker: Callable[..., Made], *given: Any, **arguments: Any) -> Made:
+    """What it makes of these arguments, which stand in the settings under ``key``."""
+    name = getattr(maker, "__name__", type(maker).__name__)
+    try:
+        expected = inspect.signature(maker)
+    except (TypeError, ValueError):  # written in C
+        return maker(*given, **arguments)
+    try:
+        expected.bind(*given, **arguments)
+    except TypeError as error:
+        allowed = ", ".join(list(expected.parameters)[len(given) :]) or "no arguments"
+        raise ConfigError(f"{key} = {arguments}: {error}; {name} takes {allowed}") from error
+    return maker(*given, **arguments)
+
+
 def _of_workload(settings: Settings, dtype: torch.dtype) -> Task:
+    _known("workload", settings.workload, WORKLOADS)
     workload = WORKLOADS[settings.workload or ""]
     scale = getattr(workload, settings.scale)
     data = settings.data
+    for key, value in (("data.path", data.path), ("loss", settings.loss)):
+        if value is not None:
+            raise ConfigError(
+                f"{key} = {value!r}: workload = {settings.workload!r} has its own; for other data or another loss give "
+                "model = 'package.module:name', loss and data in place of a workload"
+            )
 
     def fields(samples: int, seed: int) -> dict[str, Field]:
-        made = workload.data(samples, seed, **{**scale.data, **data.arguments})
+        made = called("data.arguments", workload.data, samples, seed, **{**scale.data, **data.arguments})
         return {name: _as(each, dtype) for name, each in made.items()}
 
     held_out = fields(data.validation, data.seed + 1) if data.validation else None
     arguments = {**scale.network, **settings.network}
     letters = "".join(scale.training.get("cut", ("D", "H", "W")))
     return Task(
-        lambda: workload.factory(**arguments),
+        lambda: called("network", workload.factory, **arguments),
         workload.loss,
         workload.meter,
         fields(data.samples, data.seed),
@@ -84,6 +137,8 @@ def _as(field: Field, dtype: torch.dtype) -> Field:
 
 
 def _of_user(settings: Settings, dtype: torch.dtype) -> Task:
+    if settings.data.arguments:
+        raise ConfigError(f"data.arguments = {settings.data.arguments}: they are for data that a workload makes")
     factory, loss = named("model", settings.model or ""), named("loss", settings.loss or "")
     x, y = (_opened(settings.data, which) for which in ("x", "y"))
     if len(x) != len(y):
@@ -96,7 +151,7 @@ def _of_user(settings: Settings, dtype: torch.dtype) -> Task:
     both = {"x": _as_field(x, settings.data.x, dtype), "y": _as_field(y, settings.data.y, dtype)}
     letters = "".join(letter for letter in x.dims if letter in "DHW")
     return Task(
-        lambda: factory(**settings.network),
+        lambda: called("network", factory, **settings.network),
         lambda output, batch: loss(output, batch["y"]),
         None,
         _some(both, Interval(0, len(x) - kept)),
@@ -159,7 +214,7 @@ def _target_dims(there: Mapping[str, Any], shape: tuple[int, ...]) -> str | None
 
 
 def _as_field(store: Store, told: FieldSettings, dtype: torch.dtype) -> Field:
-    whole = store.dtype.kind in "biu" and told is not None
+    whole = store.dtype.kind in "biu"
     values = [_normalizing(store, told.normalize)] if told.normalize != "none" else []
     wanted = torch.int64 if whole and not values and _is_label(store) else dtype
     return Field(store, dtype=wanted, values=values, fill=told.fill)

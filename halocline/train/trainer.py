@@ -6,32 +6,36 @@ Whoever has a loop of his own uses ``hc.distribute``, ``hc.data.Loader`` and ``t
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import random
 from ..data import Loader
 from ..data.loading.pipeline import Batch
 from ..distribute import distribute
-from ..world import Label, init, this_world
+from ..world import Label, this_world
+from .changes import changed, check_optimizer
 from .checkpoints import Checkpoints
 from .config import CONFIG, write_settings
 from .forecast import check_room
-from .guard import Guard
+from .guard import Guard, TrainingError
+from .launch import join
 from .log import RunLog
-from .optimizers import make_optimizer, rate_at
+from .optimizers import load_optimizer, make_optimizer, rate_at
 from .pictures import Examples, memory_used
 from .precision import Precision
 from .settings import Settings
 from .sizes import bytes_from
 from .step import training_step
-from .task import augmentations, make_mesh, make_task
+from .task import augmentations, make_mesh, make_task, together
 from .trace import STEPS, Tracer, merge
 
 Listener = Callable[[str, dict[str, Any]], None]
@@ -44,8 +48,8 @@ _RANKS = Label("memory of ranks", "the training loop", "control")
 class Result:
     """What came of a run, the same on every rank."""
 
-    steps: int
-    losses: list[float] = field(default_factory=list)  # of the steps made in this run
+    steps: int  # made so far
+    losses: list[float] = field(default_factory=list)  # of those made this time
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False  # by a signal, after a checkpoint
 
@@ -55,23 +59,25 @@ class Trainer:
 
     def __init__(self, settings: Settings, folder: Path, tell: Listener = lambda kind, values: None) -> None:
         self.settings, self.folder, self._tell = settings, folder, tell
-        init(settings.deadline)
+        join(settings.deadline)
         world = this_world()
         self._device = device = this_device()
         self._precision = Precision(settings.precision, device)
-        task = make_task(settings, self._precision.dtype)
+        task = together(world, lambda: make_task(settings, self._precision.dtype))
         self.mesh, self._cut = make_mesh(settings, task.letters, world.size)
         self._task = task
         check_room(settings, task, self.mesh, self._cut, self._precision)
         torch.manual_seed(settings.seed)
+        random.seed(settings.seed)  # or dropout would go on where another run of this process ended
         self.model = distribute(self._precision.placed(task.make_model()), self.mesh)
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
         self._validation = self._loader(task.validation, settings.batch, False, device) if task.validation else None
-        self._guard = Guard(settings.guard, self.model, self.mesh)
+        self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, self.mesh, keep=settings.keep)
+        self.checkpoints.claim()  # before anything of another run in this folder is touched
         self._log = RunLog(folder) if self.mesh.rank == 0 else None
-        if self.mesh.rank == 0:
+        if self._log is not None:
             write_settings(settings, folder / CONFIG)
         self._tracer = Tracer(folder, self.mesh.rank, STEPS if settings.trace else range(0), self.mesh.world)
         self.step = 0
@@ -98,34 +104,36 @@ class Trainer:
     # -- the loop
 
     def train(self) -> Result:
-        before = signal.signal(signal.SIGTERM, self._ask_to_stop) if _in_main_thread() else None
         try:
-            with ExitStack() as opened:  # which close in their own way after an error: nobody waits for a lost rank
+            with _calling(self._ask_to_stop), ExitStack() as opened:
+                # They close in their own way after an error: nobody waits for a lost rank.
                 for each in (self.checkpoints, self.loader, self._validation):
                     if each is not None:
                         opened.enter_context(each)
                 return self._run()
         finally:
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
             self._tracer.close()
             if self._log is not None:
                 self._log.close()
 
     def _run(self) -> Result:
+        if self._log is not None and self._log.no_board:
+            self._note(self._log.no_board)
         self.resume()
-        result = Result(self.settings.steps)
+        result = Result(self.step)
         with random.reproducible():
             for batches in self._tracer.waits(self._groups()):
                 with self._tracer.step(self.step):
                     loss = self._one_step(batches)
+                batches.clear()  # or their memory could not take the next ones
                 result.losses.append(loss)
                 if self._after_step():
                     result.stopped = True
                     break
         if not result.stopped:
+            self.save(wait=True)  # first: what is learned must not depend on how its pictures come out
             result.metrics = self.validate(last=True)
-            self.save(wait=True)
+        result.steps = self.step
         self._tracer.close()
         self._write_ranks()
         if self.mesh.rank == 0:
@@ -140,7 +148,13 @@ class Trainer:
 
     def _endless(self) -> Iterator[Batch]:
         while True:
-            yield from self.loader
+            given = False
+            for batch in self.loader:
+                given = True
+                yield batch
+                del batch  # its memory goes back to the loader
+            if not given:
+                raise TrainingError("an epoch had no sample that could be read; look at the data")
 
     def _one_step(self, batches: list[Batch]) -> float:
         settings, traffic = self.settings, self.mesh.world.traffic
@@ -154,6 +168,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         hidden = {name: seconds - waited.get(name, 0.0) for name, seconds in dict(traffic.waited).items()}
         self._write_step(loss, rate, seconds, hidden, sum(len(batch.samples) for batch in batches))
+        if self._precision.skipped:
+            self._guard.overflowed(self.step, self._precision.scale)
         self._guard.look(self.step, loss, seconds - sum(hidden.values()))
         self.step += 1
         return loss
@@ -171,9 +187,18 @@ class Trainer:
             "gradients": sum(shown for name, shown in hidden.items() if name.startswith("gradients")),
             "samples_per_second": samples / max(1e-9, seconds + data),
         }
-        if self._log is not None and self.step % self.settings.log_every == 0:
+        if self._precision.name == "fp16":
+            entry |= {"scale": self._precision.scale, "skipped": int(self._precision.skipped)}
+        last = self.step == self.settings.steps - 1
+        if self._log is not None and (last or self.step % self.settings.log_every == 0):
             self._log.write("step", **entry)
         self._tell("step", entry)
+
+    def _note(self, text: str) -> None:
+        """For people, on the terminal and in the log."""
+        if self._log is not None:
+            self._log.write("note", text=text)
+        self._tell("note", {"text": text})
 
     def _after_step(self) -> bool:
         """Validation, a checkpoint, and whether somebody asked to stop; the same on every rank."""
@@ -196,18 +221,17 @@ class Trainer:
             return {}
         examples = Examples() if last else None
         meter = self._task.make_meter() if self._task.make_meter is not None else None
-        self.model.eval()
         total, count = 0.0, 0
-        for batch in self._validation:
-            with self._precision.autocast():
-                output = self.model(batch["x"])
-                loss = self._task.loss(output, batch)
-            total, count = total + float(loss) * len(batch.samples), count + len(batch.samples)
-            if meter is not None:
-                meter.update(output, batch)
-            if examples is not None:
-                examples.add(output, batch)
-        self.model.train()
+        with evaluating(self.model):
+            for batch in self._validation:
+                with self._precision.autocast():
+                    output = self.model(batch["x"])
+                    loss = self._task.loss(output, batch)
+                total, count = total + float(loss) * len(batch.samples), count + len(batch.samples)
+                if meter is not None:
+                    meter.update(output, batch)
+                if examples is not None:
+                    examples.add(output, batch)
         found = {"loss": total / max(1, count), **(meter.result() if meter is not None else {})}
         if examples is not None and self.mesh.rank == 0:
             examples.write(self.folder)
@@ -235,8 +259,11 @@ class Trainer:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self, wait: bool = False) -> None:
+        if not self._guard.finite_weights(self.step):
+            return
         state = {
             "step": self.step,
+            "settings": self.settings.as_dict(),
             "loader": self.loader.state_dict(),
             "random": list(random.get_state()),
             "scaler": self._precision.state_dict(),
@@ -249,15 +276,21 @@ class Trainer:
         found = self.checkpoints.load_latest(self._tensors())
         if found is None:
             return
+        told = found.state.get("settings", self.settings.as_dict())  # those of older versions do not tell
+        check_optimizer(told, self.settings)
         self.model.load_state_dict(found.tensors["model"])
-        self.optimizer.load_state_dict(found.tensors["optimizer"])
+        load_optimizer(self.optimizer, found.tensors["optimizer"])
         self.step = found.state["step"]
         self.loader.load_state_dict(found.state["loader"])
         random.set_state((found.state["random"][0], found.state["random"][1]))
         self._precision.load_state_dict(found.state["scaler"])
         self._tell("resumed", {"step": self.step})
+        if words := changed(told, self.settings):
+            self._note(f"other settings from step {self.step} on: {words}")
 
-    def _ask_to_stop(self, *_: object) -> None:
+    def _ask_to_stop(self, number: int = signal.SIGTERM, _: object = None) -> None:
+        if self._stop_asked and number == signal.SIGINT:  # whoever presses Ctrl-C twice does not want to wait
+            raise KeyboardInterrupt
         self._stop_asked = True
 
     def _agreed_to_stop(self) -> bool:
@@ -268,10 +301,31 @@ class Trainer:
         return bool(self.mesh.world.maximum(asked, tuple(range(self.mesh.size)), _STOP))
 
 
-def _in_main_thread() -> bool:
-    import threading
+@contextmanager
+def _calling(stop: Callable[[int, object], None]) -> Iterator[None]:
+    """At SIGTERM and Ctrl-C, which threads cannot ask for; what is ignored, since another forwards it, stays so."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for asked, handler in before.items():
+            signal.signal(asked, handler)
 
-    return threading.current_thread() is threading.main_thread()
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every layer as it was before, in the end: some may have been put into eval by their maker, for good."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def this_device() -> torch.device:

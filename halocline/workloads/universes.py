@@ -1,17 +1,16 @@
-"""Universes by chance: cubes of matter at four redshifts, whose fluctuations four numbers set.
+"""Universes by chance: cubes of matter at four redshifts, Gaussian random fields whose power spectra four numbers set.
 
-Short waves, some ten voxels long, are a Gaussian random field with one power spectrum. How strong they are is modulated
-by three waves as long as the cube, one along each dim, as long waves of matter modulate the growth of short ones:
+All redshifts have a spectrum of one shape, of waves some sixteen voxels long and longer, and differ in its height:
 
-    log deviation at (d, h, w) = amplitude + depth sin(2 pi d) + height sin(2 pi h) + width sin(2 pi w),
+    log deviation at redshift z = REACH * (amplitude + growth * (-1, -1, 1, 1)[z] + bend * (1, -1, -1, 1)[z]
+                                           + wiggle * (-1, 1, -1, 1)[z]),
 
-with d, h, w from 0 to 1 through the cube. These four are the targets. Redshifts lie far apart along the line of sight:
-each has short waves of its own, a known growth apart.
+with the four numbers between -0.5 and 0.5. These are the targets. Redshifts lie far apart along the line of sight, so
+that each has waves of its own.
 
-What a part of a cube can tell: the amplitude, with the scatter of the fewer short waves in it. Of the long waves it
-cannot tell the sign: half of one looks like the other half of its opposite, and a part does not say which half it is.
-The best answer for them from an eighth of a cube is their mean, zero, and its error their variance. From a whole cube
-all four are known to the scatter of its short waves. So nothing is hidden from parts but what is longer than they are.
+What can be known of them is a matter of how many waves there are to see. A Gaussian field of N independent waves tells
+the logarithm of its deviation up to a variance of 1 / (2 N), and N grows with the volume: a guess from an eighth of a
+cube misses eight times as much, and somewhat more, since it does not see waves longer than itself (``scatter``).
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ from ..random.generator import Place
 Floats = npt.NDArray[np.float64]
 Array = npt.NDArray[np.float32]
 
-PARAMETERS = ("amplitude", "depth", "height", "width")
-REACH = 0.5  # each parameter is between minus and plus this
-GROWTH = (0.7, 0.8, 0.9, 1.0)  # from redshift to redshift
-CUT = 0.1  # cycles a voxel: power falls as exp(-2 (k / CUT)^2)
+PARAMETERS = ("amplitude", "growth", "bend", "wiggle")
+SHAPES = np.array([[1, 1, 1, 1], [-1, -1, 1, 1], [1, -1, -1, 1], [-1, 1, -1, 1]], np.float64)  # over the redshifts
+REDSHIFTS = SHAPES.shape[1]
+REACH = 0.5
+CUT = 0.06  # cycles a voxel: power falls as exp(-2 (k / CUT)^2)
 _CPU = torch.device("cpu")
 
 
@@ -61,7 +61,7 @@ class Cubes:
 
 def universes(samples: int, seed: int = 0, size: int = 64) -> dict[str, Field]:
     """``x``: cubes of ``size`` voxels a side at four redshifts; ``y``: their parameters."""
-    cubes = Generated(Cubes(seed, size), samples, (len(GROWTH), size, size, size), "CDHW")
+    cubes = Generated(Cubes(seed, size), samples, (REDSHIFTS, size, size, size), "CDHW")
     return {"x": Field(cubes), "y": Field(Generated(Targets(seed), samples, (len(PARAMETERS),), "C"))}
 
 
@@ -70,31 +70,43 @@ def targets(seed: int, sample: int) -> Floats:
     return drawn.sub_(0.5).numpy()
 
 
-def deviation(parameters: Floats, size: int) -> Floats:
-    """Of the short waves at every place of a cube."""
-    amplitude, *heights = 2 * REACH * parameters
-    wave = np.sin(2 * np.pi * (np.arange(size) + 0.5) / size)
-    depth, height, width = (np.exp(h * wave) for h in heights)
-    return np.asarray(np.exp(amplitude) * depth[:, None, None] * height[:, None] * width)
+def deviations(parameters: Floats) -> Floats:
+    """Of the field at each redshift."""
+    return np.asarray(np.exp(REACH * parameters @ SHAPES))
 
 
-@lru_cache(maxsize=2 * len(GROWTH))
+def scatter(size: int) -> float:
+    """Variance of the guess at a parameter from how much a cube fluctuates, and nothing else."""
+    power = _spectrum(size)
+    waves = _both(power, size).sum() ** 2 / _both(power**2, size).sum()
+    return float(1 / (2 * waves) / (REDSHIFTS * REACH**2))
+
+
+@lru_cache(maxsize=2 * REDSHIFTS)
 def _channel(cubes: Cubes, sample: int, redshift: int) -> Array:
     shape = (cubes.size,) * 3
     white = Draw(Place.all_of(shape), _CPU, (cubes.seed, sample)).normal(torch.float32, 10 + 2 * redshift)
-    share = _share(cubes.size)
-    field = np.fft.irfftn(np.fft.rfftn(white.numpy(), axes=(0, 1, 2)) * share, shape, axes=(0, 1, 2))
-    return np.asarray(GROWTH[redshift] * deviation(targets(cubes.seed, sample), cubes.size) * field, np.float32)
+    waves = np.fft.rfftn(white.numpy(), axes=(0, 1, 2)) * _share(cubes.size)
+    deviation = deviations(targets(cubes.seed, sample))[redshift]
+    return np.asarray(deviation * np.fft.irfftn(waves, shape, axes=(0, 1, 2)), np.float32)
 
 
 @lru_cache(maxsize=2)
 def _share(size: int) -> Array:
-    """What is kept of each wave's modulus: the root of the power spectrum, for a field of variance one.
+    """What is kept of each wave's modulus, for a field of variance one."""
+    power = _spectrum(size)
+    return np.asarray(np.sqrt(power / (_both(power, size).sum() / size**3)), np.float32)
 
-    The mean is left out: it is the same in all universes.
-    """
+
+def _spectrum(size: int) -> Floats:
+    """Without the mean, which is the same in all universes."""
     k, half = np.fft.fftfreq(size), np.fft.rfftfreq(size)
-    share = np.exp(-(k[:, None, None] ** 2 + k[:, None] ** 2 + half**2) / CUT**2)
-    share[0, 0, 0] = 0.0
-    twice = np.where((half > 0) & (half < 0.5), 2, 1)  # a wave's opposite is not among these
-    return np.asarray(share / np.sqrt((twice * share**2).sum() / size**3), np.float32)
+    power = np.exp(-2 * (k[:, None, None] ** 2 + k[:, None] ** 2 + half**2) / CUT**2)
+    power[0, 0, 0] = 0.0
+    return np.asarray(power)
+
+
+def _both(of_half: Floats, size: int) -> Floats:
+    """Real fields are given by half of their waves: the others, opposite to these, count too."""
+    half = np.fft.rfftfreq(size)
+    return np.asarray(of_half * np.where((half > 0) & (half < 0.5), 2, 1))

@@ -70,6 +70,10 @@ class Checkpoints:
 
     # ---- saving ----
 
+    def claim(self) -> None:
+        """Keep other runs out of the folder from now on; the first save does it otherwise."""
+        self._peers.told(self._files.claim)
+
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], *, wait: bool = False) -> None:
         """Copy all tensors to host memory now, and write them while training goes on. Waits for the save before it.
 

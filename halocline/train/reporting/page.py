@@ -73,6 +73,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 def _steps(run: Run) -> str:
     done = int(run.steps[-1]["step"]) + 1 if run.steps else 0
+    made = (run.result or {}).get("steps")
+    if is_number(made) and not (run.result or {}).get("stopped"):
+        done = int(made or 0)  # not every step is in the log
     planned = run.settings.get("steps")
     return f"{done} of {planned}" if is_number(planned) and planned != done else str(done)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...errors import HaloclineError
 from ..config import CONFIG
-from ..log import LOG, read_log
+from ..log import LOG, read_log, with_numbers
 from ..pictures import EXAMPLES
 from ..trace import TRACE
 
@@ -136,7 +136,7 @@ def _last_ranks(entries: list[Entry]) -> list[Entry]:
 
 def _result(folder: Path, troubles: dict[str, str]) -> Entry | None:
     try:
-        found = json.loads((folder / RESULT).read_text())
+        found = with_numbers(json.loads((folder / RESULT).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

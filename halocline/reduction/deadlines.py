@@ -1,0 +1,256 @@
+"""Sums that go on into the next forward: each is waited for by the layer that needs its parameters, and by no other.
+
+When backward ends, gradients are still under way (late). ``optimizer.step()`` writes down what is to be done: which
+gradient, with which hyper-parameters. The parameters are due from then on, and the first to touch one waits for the
+group it is in and makes the step of that group. What is computed is what a synchronous step computes, bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._torch_private import no_torch_functions, step_hooks, unseen
+from ..errors import MeshError
+from .late import can_be_due, is_late, late, make_due, no_longer_due
+from .plan import Goal
+
+if TYPE_CHECKING:
+    from .average import GradientAverage
+    from .passes import Pass
+
+Settings = dict[str, Any]  # of a param_group, without its parameters
+
+#: Those that treat parameters one by one, so that a step in parts is a step. Others may say so: ``one_by_one = True``.
+ONE_BY_ONE = frozenset(
+    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A step that was asked for: of one parameter, as the optimizer was set at that moment."""
+
+    optimizer: Any
+    settings: Settings
+    gradient: Tensor
+
+
+class Deadlines:
+    """Between the end of a backward and the parameters' next use. ``optimizers`` are those whose steps may wait."""
+
+    goal: Goal = "next forward"
+
+    def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
+        self._engine = engine
+        self._optimizers = list(optimizers)
+        self._under_way: Pass | None = None
+        self._left: set[int] = set()  # groups that nobody has waited for yet
+        self._late: dict[int, Tensor] = {}
+        self._orders: dict[int, Order] = {}
+        self._needs: dict[int, float] = {}
+        self._began, self._stalled = 0.0, 0.0
+        self._looked_at: tuple[Pass, set[int]] | None = None
+        for optimizer in self._optimizers:
+            _check(optimizer)
+            self._stand_before(optimizer)
+
+    # What the engine asks ---------------------------------------------------------------------------------------------
+
+    def take_over(self, ended: Pass, came: set[int]) -> None:
+        """Backward is over and all its sums have begun."""
+        engine = self._engine
+        assert ended.plan is not None
+        self._under_way, self._left, self._looked_at = ended, set(range(len(ended.plan.groups))), (ended, came)
+        self._orders, self._needs, self._began = {}, {}, 0.0
+        for group in ended.plan.groups:
+            for index in group.indices:
+                # Of those that did not come here too: another rank may have had one.
+                self._late[index] = engine.parameters[index].grad = late(group.given(index), self.finish)
+
+    def take_means(self) -> None:
+        """Nothing is late: the optimizer may step as ever."""
+
+    def before(self, index: int) -> None:
+        """A gradient is about to be added to a parameter's: nothing may be late any more."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for all that is left. No rank needs another for it: the sums have begun."""
+        for number in sorted(self._left):
+            self._settle(number)
+        if self._under_way is not None:
+            self._under_way = None
+            for parameter in self._engine.parameters:
+                no_longer_due(parameter)  # they are as they should be, and nobody has looked yet
+            self._engine.clock.learn_needs(self._needs)
+            self._late, self._orders = {}, {}
+
+    def look_back(self) -> None:
+        """What the last sums told of plans, at a point that all ranks come to."""
+        seen, self._looked_at = self._looked_at, None
+        if seen is not None:
+            self._engine.look_back(*seen)
+
+    # What the optimizer is asked --------------------------------------------------------------------------------------
+
+    def _stand_before(self, optimizer: Any) -> None:
+        """Its ``step`` is ours from here on. A method, for torch's schedulers look into it."""
+        before = optimizer.step
+        deadlines = self
+
+        def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+            self._opt_called = True  # torch's schedulers ask
+            if self is not optimizer:  # a copy of it
+                return type(self).step(self, closure)
+            return deadlines._step(self, closure)
+
+        if getattr(before, "_wrapped_by_lr_sched", False):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = types.MethodType(step, optimizer)
+        inner = _inner(optimizer)
+        inner.register_state_dict_pre_hook(lambda _: self.finish())
+        inner.register_load_state_dict_pre_hook(lambda *_: self.finish())
+
+    def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+        asked_before = any(order.optimizer is optimizer for order in self._orders.values())
+        if self._under_way is None or closure is not None or asked_before or step_hooks(_inner(optimizer)):
+            self.finish()
+            return type(optimizer).step(optimizer, closure)
+        now: list[Order] = []
+        whose: list[Tensor] = []
+        numbers = {id(parameter): index for index, parameter in enumerate(self._engine.parameters)}
+        for group in _inner(optimizer).param_groups:
+            settings = _copied(group)
+            for parameter in group["params"]:
+                index, gradient = numbers.get(id(parameter), -1), parameter.grad
+                if gradient is None:
+                    continue
+                order = Order(optimizer, settings, gradient)
+                if is_late(gradient) and gradient is self._late.get(index) and can_be_due(parameter):
+                    self._orders[index] = order
+                else:
+                    whose.append(parameter)
+                    now.append(order)
+        if any(is_late(order.gradient) for order in now):  # of a kind that cannot be due
+            self._orders = {i: order for i, order in self._orders.items() if order.optimizer is not optimizer}
+            self.finish()
+            return type(optimizer).step(optimizer)
+        _make_step(whose, now)
+        self._make_due()
+        return None
+
+    def _make_due(self) -> None:
+        assert self._under_way is not None
+        plan = self._under_way.plan
+        assert plan is not None
+        for index in self._orders:
+            number = plan.home[index]
+            if number in self._left:
+                make_due(self._engine.parameters[index], partial(self._touched, index, number))
+        self._began = self._stalled = 0.0
+
+    # What a parameter's first user asks -------------------------------------------------------------------------------
+
+    def _touched(self, index: int, number: int) -> None:
+        now = time.perf_counter()
+        self._began = self._began or now
+        self._needs.setdefault(index, now - self._began - self._stalled)
+        if number in self._left:
+            self._settle(number)
+            self._stalled += time.perf_counter() - now
+
+    def _settle(self, number: int) -> None:
+        """Wait for a group, and make the steps that were asked for."""
+        ended, engine = self._under_way, self._engine
+        assert ended is not None
+        assert ended.plan is not None
+        group = ended.plan.groups[number]
+        self._left.discard(number)
+        with _apart():
+            held = {index: engine.parameters[index].grad for index in group.indices}
+            had = ended.take(number)
+            whose, orders = [], []
+            for index in group.indices:
+                parameter, order = engine.parameters[index], self._orders.get(index)
+                mean = group.given(index) if index in had else None
+                if order is not None and mean is not None:
+                    no_longer_due(parameter)
+                    whose.append(parameter)
+                    orders.append(Order(order.optimizer, order.settings, mean))
+                # A gradient that was let go of meanwhile, or replaced, is none of ours.
+                parameter.grad = mean if held[index] is self._late.get(index) else held[index]
+            _make_step(whose, orders)
+        for index in group.indices:  # to learn when they are needed; there is nothing left to do
+            if index in self._orders and index not in self._needs:
+                make_due(engine.parameters[index], partial(self._touched, index, number))
+
+
+def _make_step(parameters: Sequence[Tensor], orders: Sequence[Order]) -> None:
+    """The optimizers' steps for these parameters alone."""
+    for optimizer in {id(order.optimizer): order.optimizer for order in orders}.values():
+        inner = _inner(optimizer)
+        groups: dict[int, Settings] = {}
+        for parameter, order in zip(parameters, orders, strict=True):
+            if order.optimizer is optimizer:
+                group = groups.setdefault(id(order.settings), {**order.settings, "params": []})
+                group["params"].append(parameter)
+        kept, gradients = inner.param_groups, [parameter.grad for parameter in parameters]
+        try:
+            inner.param_groups = list(groups.values())
+            for parameter, order in zip(parameters, orders, strict=True):
+                parameter.grad = order.gradient
+            type(optimizer).step(optimizer)
+        finally:
+            inner.param_groups = kept
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+
+def _apart() -> ExitStack:
+    """A step in the middle of somebody's forward: none of what holds there holds here."""
+    stack = ExitStack()
+    for context in (no_torch_functions(), unseen(), torch.inference_mode(False), torch.no_grad()):
+        stack.enter_context(context)
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def _copied(group: Settings) -> Settings:
+    """As it is set now: schedulers change it in place."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def _inner(optimizer: Any) -> Any:
+    """Whose param_groups count: an optimizer may be wrapped round a ``base``."""
+    return getattr(optimizer, "base", optimizer)
+
+
+def _check(optimizer: Any) -> None:
+    name, inner = type(optimizer).__name__, _inner(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise MeshError(f"overlap='next-forward' wants an optimizer of torch.optim, not {name}")
+    theirs = type(inner).__module__.startswith("torch.optim") and type(inner).__name__ in ONE_BY_ONE
+    if not (_says_so(optimizer) or (theirs and optimizer is inner)):
+        raise MeshError(
+            f"overlap='next-forward' makes the optimizer's step in parts, which {name} may not bear: it takes "
+            f"{', '.join(sorted(ONE_BY_ONE))}, and classes that say `one_by_one = True`"
+        )
+    if any(group.get("differentiable") or group.get("capturable") for group in inner.param_groups):
+        raise MeshError(f"overlap='next-forward': {name} is set to be differentiable or capturable, which it cannot be")
+
+
+def _says_so(optimizer: Any) -> bool:
+    return getattr(optimizer, "one_by_one", False) is True

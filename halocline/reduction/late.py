@@ -1,0 +1,131 @@
+"""Tensors whose values are still under way: whoever looks at them waits, and nobody sees what is not yet true.
+
+A **late gradient** is a parameter's ``.grad`` while the ranks sum it. A **due parameter** is one whose optimizer step
+has been asked for and not yet made, for its gradient is late. Both are what they seem: a look at shapes and dtypes goes
+straight through, and the first torch function that wants values brings them about. So whatever reads a parameter or a
+gradient in Python (a layer, a moving average of weights, ``state_dict``, clipping, a print) reads the right thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._torch_private import no_torch_function
+
+_DUE = "_halocline_due"
+_PROPERTIES = """
+    _backward_hooks _grad _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta
+    is_mkldnn is_mps is_quantized is_sparse is_sparse_csr is_xpu itemsize layout names nbytes ndim output_nr
+    requires_grad retains_grad shape
+"""
+_METHODS = """
+    __hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point is_inference is_shared
+    is_signed ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ size stride
+    storage_offset
+"""
+
+
+def _about() -> Iterator[Any]:
+    """Functions that tell of a tensor, and nothing of its values."""
+    for name in _PROPERTIES.split():
+        descriptor = getattr(Tensor, name, None)
+        for way in ("__get__", "__set__", "__delete__"):
+            if hasattr(descriptor, way):
+                yield getattr(descriptor, way)
+    for name in _METHODS.split():
+        yield getattr(Tensor, name)
+
+
+ABOUT = frozenset(_about())
+
+
+class DueParameter(nn.Parameter):
+    """What a parameter is while its step is still to be made. It is the same object before, meanwhile and after."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in ABOUT:
+            with no_torch_function():
+                return function(*args, **kwargs)
+        settle((args, kwargs))
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        settle(self)
+        copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settle(self)
+        return nn.Parameter.__reduce_ex__(self, protocol)
+
+
+def can_be_due(parameter: Tensor) -> bool:
+    return type(parameter) in (nn.Parameter, DueParameter)
+
+
+def make_due(parameter: Tensor, update: Callable[[], None]) -> None:
+    """``update()`` is called when somebody wants its values, or never, if :func:`no_longer_due` is called before."""
+    setattr(parameter, _DUE, update)
+    parameter.__class__ = DueParameter
+
+
+def no_longer_due(parameter: Tensor) -> Callable[[], None] | None:
+    """What was to be called."""
+    if type(parameter) is not DueParameter:
+        return None
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    update: Callable[[], None] = parameter.__dict__.pop(_DUE)
+    return update
+
+
+def settle(value: Any) -> None:
+    """All due parameters in it are what they should be."""
+    if type(value) is DueParameter:
+        update = no_longer_due(value)
+        if update is not None:
+            update()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            settle(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            settle(item)
+
+
+class LateGradient(Tensor):
+    """A gradient that is still being summed, in the memory where its mean will stand."""
+
+    _arrive: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_arrived(args, function in ABOUT), **_arrived(kwargs or {}, function in ABOUT))
+
+
+def late(gradient: Tensor, arrive: Callable[[], None]) -> LateGradient:
+    """``arrive()`` is called when somebody wants its values."""
+    shell = gradient.as_subclass(LateGradient)
+    shell._arrive = arrive
+    return shell
+
+
+def _arrived(value: Any, only_about: bool) -> Any:
+    if type(value) is LateGradient:
+        if not only_about:
+            value._arrive()
+        with no_torch_function():
+            return value.as_subclass(Tensor)
+    if type(value) in (tuple, list):
+        return type(value)(_arrived(item, only_about) for item in value)
+    if type(value) is dict:
+        return {name: _arrived(item, only_about) for name, item in value.items()}
+    return value
+
+
+def is_late(gradient: Tensor | None) -> bool:
+    return type(gradient) is LateGradient
