@@ -21,7 +21,7 @@ from halocline.bench import cluster, gradients, gradients_models, gradients_rank
 from halocline.bench.gradients import Clock, Plan
 from halocline.bench.gradients_case import Case, bound, earliest_finish, summary
 from halocline.bench.gradients_models import SUBJECTS, Layer, ResNet, Subject, bytes_of, emulated, layers_of, tensors_of
-from halocline.bench.gradients_ranks import COMPUTE, OURS, DdpSetting, Step, Told, task_of
+from halocline.bench.gradients_ranks import COMPUTE, IN_A_ROW, OURS, DdpSetting, Step, Told, task_of
 from halocline.bench.gradients_trace import trace_events
 from halocline.bench.machine import describe
 from halocline.bench.topology import Topology
@@ -44,6 +44,11 @@ CASE = Case(
     ddp_tuned={"cap": 1.0, "view": True, "static": False},
     ours_s=0.42,
     bound_s=0.4,
+    ahead_s=0.41,
+    ahead_bound_s=0.4,
+    ahead_bf16_s=0.33,
+    bf16_communication_s=0.2,
+    lag_s=0.41,
     spread={COMPUTE: (0.29, 0.31)},
     tried={},
     rounds=3,
@@ -264,7 +269,7 @@ def test_every_way_is_measured_in_turn() -> None:
     for case in result["cases"]:
         assert min(case[key] for key in ("compute_s", "communication_s", "ddp_s", "ddp_tuned_s", "ours_s")) > 0
         assert case["bound_s"] > 0 and case["rounds"] == 2 and set(case["ddp_tuned"]) == {"cap", "view", "static"}
-        assert len(case["tried"]) == 3 and len(case["spread"]) == 5
+        assert len(case["tried"]) == 3 and len(case["spread"]) == 8
     assert "tiny on 2 x 1 ranks: round 1 of 2" in said
     assert len({event["pid"] for event in events}) == 4
     json.dumps([result, events], allow_nan=False)
@@ -276,7 +281,7 @@ def test_the_best_settings_take_part_in_the_rounds(monkeypatch: pytest.MonkeyPat
     plan = Plan(nodes=2, ranks_per_node=(1,), models=("tiny",), rounds=1)
     [case] = gradients.measure_gradients(plan)["cases"]
     best = sorted(case["tried"], key=case["tried"].get)[:3]
-    assert set(case["spread"]) == {"communication", COMPUTE, OURS, "ddp", *best}
+    assert set(case["spread"]) == {"communication", COMPUTE, OURS, *IN_A_ROW, "ddp", *best}
     assert case["communication"] in ("flat", "pieces")
 
 

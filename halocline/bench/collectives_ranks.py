@@ -22,7 +22,7 @@ _rings: dict[str, Rings] = {}
 
 
 def prepare(ways: list[str]) -> dict[str, float]:
-    """Engines, made by all ranks in one order, and a small sum by each. What the automatic choice would take at most."""
+    """Engines, made by all ranks in one order, and a small sum by each. What the automatic choice expects, by bytes."""
     for way in ways:
         if way not in (FLAT, TORCH_SCATTER, WORLD):
             _rings[way] = Rings(_world(), "levels" if way == OWN_SCATTER else way)

@@ -2,9 +2,10 @@
 
 The same training step runs in turn, round by round: without averages (*compute*), only the sum of as many bytes
 (*communication*), under DistributedDataParallel as it comes and as the best of several settings, and under
-``hc.distribute``. Emulated models compute for as long as their gradients take on the wire: there is just enough to
-hide them behind. No step is faster than the larger of the two (*ideal*); ``gradients_case.bound`` says what a
-synchronous step could reach that overlaps with backward alone.
+``hc.distribute``: waiting at the end of backward, going on into the next forward, so in bfloat16, and one step late.
+Emulated models compute for as long as their gradients take on the wire: there is just enough to hide them behind. No
+step is faster than the larger of the two (*ideal*); ``gradients_case.bound`` says what a synchronous step could reach
+that overlaps with backward alone, ``bound_ahead`` what one could that goes on into forward.
 """
 
 from __future__ import annotations
@@ -18,12 +19,26 @@ from math import prod
 from statistics import median
 from typing import Any
 
+import torch
+
 from ..errors import HaloclineError
 from . import gradients_ranks as ranks
 from .cluster import Cluster, check_possible
-from .gradients_case import Case, Round, bound, slowest, spread, summary, typical
+from .gradients_case import Case, Round, bound, bound_ahead, slowest, spread, summary, typical
 from .gradients_models import SUBJECTS, bytes_of, check_models, layers_of, tensors_of
-from .gradients_ranks import COMPUTE, OURS, DdpSetting, Task, Told, WireWay, task_of
+from .gradients_ranks import (
+    AHEAD,
+    AHEAD_BF16,
+    COMPUTE,
+    IN_A_ROW,
+    LAGGED,
+    OURS,
+    DdpSetting,
+    Task,
+    Told,
+    WireWay,
+    task_of,
+)
 from .gradients_trace import trace_events
 from .machine import Others, describe
 from .topology import ClusterError, Placement, Topology
@@ -175,6 +190,7 @@ class Measurement:
         self.sizes = [4 * prod(shape) for layer in layers_of(name) for shape in layer.shapes]
         self.steps: dict[str, list[Round]] = {}
         self.sums: list[float] = []
+        self.half_sums: list[float] = []
 
     def run(self, trace: list[Any] | None) -> Case:
         way, alone = self.choose_wire()
@@ -198,8 +214,9 @@ class Measurement:
         best = min(found, key=found.__getitem__)
         return best, found[best]
 
-    def sum_all(self, way: WireWay, repeat: int = 1) -> list[float]:
-        by_rank = self.call(ranks.wire, sum(self.sizes), way, repeat)
+    def sum_all(self, way: WireWay, repeat: int = 1, half: bool = False) -> list[float]:
+        size, dtype = (sum(self.sizes) // 2, torch.bfloat16) if half else (sum(self.sizes), torch.float32)
+        by_rank = self.call(ranks.wire, size, way, repeat, dtype)
         return [max(seconds) for seconds in zip(*by_rank, strict=True)]
 
     def build(self, task: Task) -> tuple[list[Way], dict[DdpSetting, float]]:
@@ -212,8 +229,9 @@ class Measurement:
             self.call(ranks.drop, sorted(tried, key=tried.__getitem__)[self.plan.kept :])
         self.say("DDP as it comes, and halocline")
         self.call(ranks.build, task, DEFAULT, 2)
-        self.call(ranks.build, task, OURS, self.plan.warm_up)
-        return [COMPUTE, DEFAULT, *sorted(tried, key=tried.__getitem__)[: self.plan.kept], OURS], tried
+        for way in (OURS, *IN_A_ROW):
+            self.call(ranks.build, task, way, self.plan.warm_up)
+        return [COMPUTE, DEFAULT, *sorted(tried, key=tried.__getitem__)[: self.plan.kept], OURS, *IN_A_ROW], tried
 
     def measure(self, ways: Sequence[Way], wire: WireWay) -> None:
         """Turn by turn, so that noise hits all ways alike; another begins each time."""
@@ -226,6 +244,7 @@ class Measurement:
             for way in turns[at:] + turns[:at]:
                 if way == WIRE:
                     self.sums += self.sum_all(wire)
+                    self.half_sums += self.sum_all(wire, half=True)
                 else:
                     self.steps.setdefault(str(way), []).append(self.call(ranks.step, way))
 
@@ -251,6 +270,11 @@ class Measurement:
             ddp_tuned=asdict(tuned),
             ours_s=seconds[OURS],
             bound_s=bound(self.steps[COMPUTE], self.sizes, bytes_per_second),
+            ahead_s=seconds[AHEAD],
+            ahead_bound_s=bound_ahead(self.steps[COMPUTE], self.sizes, bytes_per_second),
+            ahead_bf16_s=seconds[AHEAD_BF16],
+            bf16_communication_s=median(self.half_sums),
+            lag_s=seconds[LAGGED],
             spread={WIRE: spread(self.sums), **{way: spread(slowest(taken)) for way, taken in self.steps.items()}},
             tried={str(setting): taken for setting, taken in tried.items()},
             rounds=len(self.sums),

@@ -198,6 +198,8 @@ class EmulatedLayer(nn.Module):
         self.seconds, self.factor = seconds, factor
 
     def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            weight.detach()  # a real layer reads them, and waits for those that are still to be updated
         return Emulation.apply(x, self, *self.weights)
 
 

@@ -25,6 +25,14 @@ from ..world import Mesh
 from .gradients_models import SUBJECTS, Layer, emulated, layers_of, sleep_until
 
 COMPUTE, OURS = "compute", "halocline"
+AHEAD, AHEAD_BF16, LAGGED = "halocline next-forward", "halocline next-forward bf16", "halocline lag"
+#: Those whose sums go on after a step: only steps in a row tell what one costs.
+IN_A_ROW: dict[str, dict[str, Any]] = {
+    AHEAD: {"overlap": "next-forward"},
+    AHEAD_BF16: {"overlap": "next-forward", "wire": "bf16"},
+    LAGGED: {"lag": 1},
+}
+ROW = 3  # steps that count, after one that does not
 RATE = 1e-3  # of learning
 PIECE = 25 << 20  # bytes of a bucket by DDP's default
 HEADSTART = 0.03  # seconds from the agreement on a start to the start: longer than any rank takes to hear of it
@@ -52,9 +60,12 @@ class DdpSetting:
         return DistributedDataParallel(model, bucket_cap_mb=self.cap, **options)  # type: ignore[arg-type]
 
 
-def wrapped(way: str | DdpSetting, model: nn.Module) -> nn.Module:
+def wrapped(way: str | DdpSetting, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     if isinstance(way, DdpSetting):
         return way.wrap(model)
+    if way in IN_A_ROW:
+        handed_in: dict[str, Any] = {"optimizer": optimizer} if "overlap" in IN_A_ROW[way] else {}
+        return distribute(model, Mesh(data=-1), **IN_A_ROW[way], **handed_in)
     return distribute(model, Mesh(data=-1)) if way == OURS else model
 
 
@@ -63,13 +74,14 @@ def wrapped(way: str | DdpSetting, model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one rank's step, and when within it each parameter's gradient had come (compute alone)."""
+    """Seconds of one rank's step; of compute alone, when within it each parameter was needed, and its gradient came."""
 
     forward: float
     backward: float
     optimizer: float
     ready: dict[int, float] = field(default_factory=dict)
     begun: float = 0.0  # on this rank's clock
+    needed: dict[int, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -81,9 +93,11 @@ class Trainer:
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor], way: str | DdpSetting) -> None:
         self.bare, self.loss = model, loss
-        self.model = wrapped(way, model)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.model = wrapped(way, model, self.optimizer)
+        self.row = ROW if way in IN_A_ROW else 0
         self.ready: dict[int, float] = {}
+        self.needed: dict[int, float] = {}
         if way == COMPUTE:
             self._watch()
 
@@ -94,10 +108,31 @@ class Trainer:
                 self.ready[index] = time.perf_counter()
 
             parameter.register_post_accumulate_grad_hook(came)
+        numbers = {parameter: index for index, parameter in enumerate(self.bare.parameters())}
+        for module in self.bare.modules():
+            lists = [child for child in module.children() if isinstance(child, nn.ParameterList)]
+            own = [numbers[p] for part in (module, *lists) for p in part.parameters(recurse=False)]
+
+            def needed(_: nn.Module, __: Any, own: list[int] = own) -> None:
+                self.needed.update(dict.fromkeys(own, time.perf_counter()))
+
+            if own:
+                module.register_forward_pre_hook(needed)
 
     def step(self) -> Step:
-        """From before the gradients are dropped to after the weights have moved."""
+        """One; or the mean of several in a row, from the end of a first one on."""
         begun = start_together()
+        if not self.row:
+            return self._step(begun)
+        self._step(begun)
+        taken = [self._step(time.perf_counter()) for _ in range(self.row)]
+        forward, backward, optimizer = (
+            sum(getattr(one, part) for one in taken) / self.row for part in ("forward", "backward", "optimizer")
+        )
+        return Step(forward, backward, optimizer, begun=begun)
+
+    def _step(self, begun: float) -> Step:
+        """From before the gradients are dropped to after the weights have moved."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(self.model)
         forward = time.perf_counter()
@@ -106,7 +141,8 @@ class Trainer:
         self.optimizer.step()
         done = time.perf_counter()
         ready = {index: moment - begun for index, moment in self.ready.items()}
-        return Step(forward - begun, backward - forward, done - backward, ready, begun)
+        needed = {index: moment - begun for index, moment in self.needed.items()}
+        return Step(forward - begun, backward - forward, done - backward, ready, begun, needed)
 
 
 def start_together() -> float:
@@ -176,10 +212,11 @@ def parameters_of(way: str | DdpSetting) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in _trainers[str(way)].bare.parameters()]
 
 
-def wire(size: int, way: WireWay, repeat: int = 1) -> list[float]:
+def wire(size: int, way: WireWay, repeat: int = 1, dtype: torch.dtype = torch.float32) -> list[float]:
     """Seconds of each of some sums of so many bytes over all ranks, and of nothing else."""
-    flat = torch.empty(math.ceil(size / 4)).zero_()  # memory that was never touched would be had while we measure
-    pieces = [flat] if way == "flat" else list(flat.split(PIECE // 4))
+    # Memory that was never touched would be had while we measure.
+    flat = torch.empty(math.ceil(size / dtype.itemsize), dtype=dtype).zero_()
+    pieces = [flat] if way == "flat" else list(flat.split(PIECE // dtype.itemsize))
     found = []
     for _ in range(repeat):
         begun = start_together()

@@ -10,19 +10,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..errors import HaloclineError
+from .bench_collectives import collectives
 from .bench_gpu import gpu
 from .bench_gradients import gradients
 from .bench_io import io
 from .bench_stage import stage
-from .bench_training import quality, whole_vs_crops
+from .bench_training import curves, quality, whole_vs_crops
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what things cost on this machine.", rich_markup_mode="markdown")
+bench.command()(collectives)
 bench.command()(gpu)
 bench.command()(gradients)
 bench.command()(io)
 bench.command()(stage)
 bench.command()(quality)
+bench.command()(curves)
 bench.command("whole-vs-crops")(whole_vs_crops)
 
 Size = Annotated[int, typer.Option("--size", help="Side of the cube.")]

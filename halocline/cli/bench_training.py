@@ -9,6 +9,9 @@ import typer
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
 
 Names = Annotated[str, typer.Option("--workloads", help="Names with commas.")]
+AllNames = Annotated[str, typer.Option("--workloads", help="Names with commas; all of them if not given.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Of the cut runs.")]
+Double = Annotated[bool, typer.Option("--only-float64", help="Leave out the runs in float32.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of both trainings.")]
 Size = Annotated[int, typer.Option("--size", min=16, help="Side of a cube.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the cubes, the networks and the order.")]
@@ -33,6 +36,38 @@ def quality(workloads: Names = "unet3d,tiramisu,deeplab", as_json: Json = False,
         for name, found in result["workloads"].items():
             stdout().print(fact_table(name, {key: f"{value:.3f}" for key, value in found.items()}))
     raise typer.Exit(0 if result["learned"] else 1)
+
+
+def curves(
+    workloads: AllNames = "",
+    ranks: Ranks = 2,
+    steps: Steps = 50,
+    only_float64: Double = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Does every workload at its small default, cut over ranks, follow its run on one rank?
+
+    `halocline train NAME` is run on one rank and on several, in float64, and the losses of all steps are compared. In
+    float32 the difference is held against that of two runs on one rank with one and with two threads. It takes some
+    minutes a workload.
+
+    **Exit status**: 0 all follow (1e-8 of the loss; in float32 three times what threads do), 1 not, 2 could not be run.
+    """
+    from ..bench.curves import Plan, measure_curves
+    from ..workloads import WORKLOADS
+
+    progress = stderr()
+    names = tuple(name.strip() for name in workloads.split(",")) if workloads else tuple(WORKLOADS)
+    with clear_errors("bench curves", debug):
+        plan = Plan(names, ranks, steps, not only_float64)
+        result = measure_curves(plan, lambda text: say(progress, text))
+    if as_json:
+        print_json(result)
+    else:
+        for name, found in result["workloads"].items():
+            stdout().print(fact_table(name, {key: f"{value:.3g}" for key, value in found.items()}))
+    raise typer.Exit(0 if result["follows"] else 1)
 
 
 def whole_vs_crops(

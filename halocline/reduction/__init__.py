@@ -4,9 +4,10 @@ from .average import ENGINE, GradientAverage, engine_of
 from .control import Coordinator, Doubling, Tree
 from .deadlines import Deadlines
 from .lag import Lag
-from .late import DueParameter, settle
+from .late import DueParameter, settle, settle_own
 from .owners import is_dtensor, leave_to_owners, mark
 from .weights import same_weights
+from .wire import Wire
 
 __all__ = [
     "ENGINE",
@@ -17,10 +18,12 @@ __all__ = [
     "GradientAverage",
     "Lag",
     "Tree",
+    "Wire",
     "engine_of",
     "is_dtensor",
     "leave_to_owners",
     "mark",
     "same_weights",
     "settle",
+    "settle_own",
 ]

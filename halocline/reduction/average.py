@@ -27,6 +27,8 @@ from .grouping import Link
 from .link import Clock, measured_link
 from .passes import Pass
 from .plan import Facts, Goal, Plan
+from .rings import Rings
+from .wire import Begin, Wire
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
@@ -86,10 +88,14 @@ class GradientAverage:
         world: World,
         groups: Sequence[Sequence[int]] | None = None,
         control: Callable[[World, str], Control] = Doubling,
+        wire: Wire | None = None,
+        rings: str | Sequence[int] = "flat",
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
+        self.wire = wire or Wire()
+        self.rings = Rings(world, rings) if rings != "flat" and world.size > 1 and parameters else None
         self.active = True
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
@@ -184,6 +190,13 @@ class GradientAverage:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
+
+    def carrier(self, world: World, label: Label) -> Begin:
+        """Who carries a sum: the rings, if there are any, or else ``world`` itself."""
+        if self.rings is not None:
+            rings = self.rings
+            return lambda tensor: rings.begin(tensor, label)
+        return lambda tensor: world.begin_sum(tensor, self.everyone, label)
 
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""

@@ -33,7 +33,9 @@ class Group:
         self.shapes = [parameter.shape for parameter in parameters]
         self._strides = [_dense_strides(parameter) for parameter in parameters]
         self._complex = [parameter.is_complex() for parameter in parameters]
-        self._dtype, self._device = real_dtype(parameters[0]), parameters[0].device
+        self.dtype, self._device = real_dtype(parameters[0]), parameters[0].device
+        self.counted_in = self.dtype  # what the last sum travelled as
+        self.largest: float | None = None  # of the last mean, where somebody keeps it
         self._starts = _starts(parameters)
         self._place = {index: place for place, index in enumerate(self.indices)}
         self._memory: Tensor | None = None
@@ -47,7 +49,7 @@ class Group:
 
     @property
     def bytes(self) -> int:
-        return self.elements * self._dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """A new step: nobody has come. Memory that somebody else still looks into is left to them."""
@@ -80,7 +82,7 @@ class Group:
 
     def _allocate(self) -> None:
         count = self.elements + len(self.indices) + 1
-        self._memory = torch.zeros(count, dtype=self._dtype, device=self._device)
+        self._memory = torch.zeros(count, dtype=self.dtype, device=self._device)
         self.views = [self._view(self._memory, place) for place in range(len(self.indices))]
 
     def _view(self, memory: Tensor, place: int) -> Tensor:
@@ -114,8 +116,13 @@ class Group:
     def seal(self, anew: bool = False) -> Tensor:
         """What is to be summed, with all that is to be said."""
         said = [float(index in self._came) for index in self.indices] + [float(anew)]
-        self.memory[self.elements :].copy_(torch.tensor(said, dtype=self._dtype))
+        self.memory[self.elements :].copy_(torch.tensor(said, dtype=self.dtype))
         return self.memory
+
+    @property
+    def values(self) -> Tensor:
+        """The gradients alone."""
+        return self.memory[: self.elements]
 
     @property
     def memory(self) -> Tensor:
@@ -127,12 +134,12 @@ class Group:
         if self.memory.is_meta:
             return Told([ranks] * len(self.indices), False)
         *came, anew = self.memory[self.elements :].tolist()
-        most = min(ranks, _COUNTABLE.get(self._dtype, ranks))
+        most = min(ranks, _COUNTABLE.get(self.counted_in, ranks))
         return Told([ranks if count >= most else round(count) for count in came], anew > 0)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Are these parameters still what the group was made for?"""
-        mine = (self._dtype, self._device)
+        mine = (self.dtype, self._device)
         return all(
             parameters[index].shape == shape
             and parameters[index].is_complex() == pair

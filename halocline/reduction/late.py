@@ -97,6 +97,13 @@ def settle(value: Any) -> None:
             settle(item)
 
 
+def settle_own(module: nn.Module, _: Any) -> None:
+    """A hook before forward, for layers that hand their parameters to code outside Python."""
+    for parameter in module._parameters.values():
+        if type(parameter) is DueParameter:
+            settle(parameter)
+
+
 class LateGradient(Tensor):
     """A gradient that is still being summed, in the memory where its mean will stand."""
 

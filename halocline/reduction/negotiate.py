@@ -13,15 +13,15 @@ from collections.abc import Callable
 import torch
 
 from ..errors import RankFailure
-from ..world import PendingSum
 from .control import Control, packed, unpacked
+from .wire import Pending
 
 
 class Negotiation:
     """Of one backward pass. ``begin_sum(group)`` starts the sum of a group."""
 
     def __init__(
-        self, groups: int, control: Control, begin_sum: Callable[[int], PendingSum], valid: bool, deadline: float
+        self, groups: int, control: Control, begin_sum: Callable[[int], Pending], valid: bool, deadline: float
     ) -> None:
         self._groups, self._control, self._begin_sum = groups, control, begin_sum
         self._valid, self._deadline = valid, deadline
@@ -31,7 +31,7 @@ class Negotiation:
         self._ended = False
         self._offered = 0
         self._error: BaseException | None = None
-        self.sums: dict[int, PendingSum | None] = {}  # None: nobody had a gradient
+        self.sums: dict[int, Pending | None] = {}  # None: nobody had a gradient
         self.invalid = False
         self.rounds = 0
         self._thread = threading.Thread(target=self._run, daemon=True, name="halocline readiness")
@@ -48,7 +48,7 @@ class Negotiation:
             self._done, self._never, self._ended = set(range(self._groups)), never, True
             self._changed.notify_all()
 
-    def agreed(self) -> dict[int, PendingSum | None]:
+    def agreed(self) -> dict[int, Pending | None]:
         """When it has ended: the sums of groups that somebody had; None of those that nobody had."""
         self._thread.join(self._deadline + 5)
         if self._thread.is_alive():

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..world import Label, PendingSum, World
+from ..world import Label, World
 from .buffer import Group, by_kind
 from .negotiate import Negotiation
 from .plan import Plan
 from .sparse import sparse_mean
+from .wire import Pending
 
 if TYPE_CHECKING:
     from .average import GradientAverage
@@ -32,7 +33,7 @@ class Pass:
         self._share = 1.0 / engine.world.size
         self._ready: dict[int, float] = {}
         self._started = time.perf_counter()
-        self._sums: dict[int, PendingSum | None] = {}
+        self._sums: dict[int, Pending | None] = {}
         self._sent: dict[int, float] = {}
         self._done: dict[int, float] = {}
         self._negotiation: Negotiation | None = None
@@ -79,19 +80,19 @@ class Pass:
             self._sums[number] = self._begin_sum(number)
             number += 1
 
-    def _begin_sum(self, number: int) -> PendingSum:
+    def _begin_sum(self, number: int) -> Pending:
         return self._sum_of(number, self.engine.world)
 
-    def _begin_beside(self, number: int) -> PendingSum:
+    def _begin_beside(self, number: int) -> Pending:
         return self._sum_of(number, self.engine.beside)
 
-    def _sum_of(self, number: int, world: World) -> PendingSum:
+    def _sum_of(self, number: int, world: World) -> Pending:
         assert self.plan is not None
         engine = self.engine
         self._sent[number] = time.perf_counter()
         label = Label(engine.name, "backward", engine.channel)
         last = number == len(self.plan.groups) - 1
-        return world.begin_sum(self.plan.groups[number].seal(last and self._anew), engine.everyone, label)
+        return engine.wire.begin(self.plan.groups[number], engine.carrier(world, label), last and self._anew)
 
     # When it has ended ------------------------------------------------------------------------------------------------
 

@@ -108,14 +108,14 @@ WORKLOAD = Workload(
     meter=Regression,
     data=universes,
     small=Scale(
-        network={"width": 4, "size": 64, "batch_norm": True},
+        network={"width": 8, "size": 64, "batch_norm": True},
         data={"size": 64},
         training={
             "batch": 4,
-            "steps": 160,
-            "lr": 3e-3,
+            "steps": 300,
+            "lr": 1e-3,
             "optimizer": "adam",
-            "schedule": {"name": "cosine", "warmup": 16},
+            "schedule": {"name": "cosine", "warmup": 20},
             "cut": ("D", "H", "W"),
         },
     ),

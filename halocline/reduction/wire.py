@@ -1,0 +1,109 @@
+"""In which precision sums travel: as they are, or rounded to fewer bits on the way.
+
+bfloat16 has the range of float32 and goes as it is. float16 has not: gradients are scaled by a power of two, chosen by
+how large the group's last mean was, which all ranks know. Should a sum leave the range all the same, every rank sees
+that in the result, and the group goes once more as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import MeshError
+from .buffer import Group
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AIM = 6  # the largest of a mean is brought to 2 to this, with 2^10 above it for what single ranks may have
+_FAR = 120  # and scaled by no more than 2 to this
+
+
+class Pending(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None: ...
+
+
+Begin = Callable[[Tensor], Pending]
+
+
+class Wire:
+    """``name`` as in WIRES; None sends everything as it is."""
+
+    def __init__(self, name: str | None = None) -> None:
+        if name is not None and name not in WIRES:
+            raise MeshError(f"wire is {', '.join(WIRES)} or None (as gradients are), not {name!r}")
+        self._dtype = None if name is None else WIRES[name]
+
+    def dtype_for(self, group: Group) -> torch.dtype:
+        """Never one of more bits than the gradients have."""
+        return self._dtype if self._dtype is not None and self._dtype.itemsize < group.dtype.itemsize else group.dtype
+
+    def begin(self, group: Group, begin: Begin, anew: bool = False) -> Pending:
+        """Begin a group's sum."""
+        dtype, memory = self.dtype_for(group), group.seal(anew)
+        if dtype == group.dtype or (dtype == torch.float16 and group.largest is None):
+            return _Whole(group, begin(memory), group.dtype, watched=dtype == torch.float16)
+        return _Narrow(group, memory, dtype, begin)
+
+
+class _Whole:
+    def __init__(self, group: Group, pending: Pending, dtype: torch.dtype, watched: bool) -> None:
+        self._group, self._pending, self._dtype, self._watched = group, pending, dtype, watched
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._group.counted_in = self._dtype
+        if self._watched:
+            self._group.largest = _largest(self._group.values)
+
+
+class _Narrow:
+    """What is said of the gradients, behind them, is small numbers and goes unscaled."""
+
+    def __init__(self, group: Group, memory: Tensor, dtype: torch.dtype, begin: Begin) -> None:
+        self._group, self._memory, self._begin = group, memory, begin
+        self._scale = 1.0 if group.largest is None or dtype != torch.float16 else _scale(group.largest)
+        if self._scale == 1.0:
+            self._sent = memory.to(dtype)
+        else:
+            self._sent = (memory * self._scale).to(dtype)
+            self._sent[group.elements :] = memory[group.elements :].to(dtype)
+        self._pending = begin(self._sent)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        group, values = self._group, self._sent[: self._group.elements]
+        if self._sent.dtype == torch.float16:
+            largest = _largest(values)
+            if largest is None or not math.isfinite(largest):
+                group.largest = None
+                self._begin(self._memory).wait()
+                group.counted_in = group.dtype
+                return
+            group.largest = largest / self._scale
+        self._memory.copy_(self._sent)
+        if self._scale != 1.0:
+            group.values.mul_(1 / self._scale)
+        group.counted_in = self._sent.dtype
+
+
+def _largest(values: Tensor) -> float | None:
+    """None where there is nothing but zeros; NaN if there is one."""
+    found = float(values.abs().max()) if values.numel() and not values.is_meta else 0.0
+    return found or None
+
+
+def _scale(largest: float) -> float:
+    """
+    >>> _scale(1.0), _scale(0.001)
+    (64.0, 65536.0)
+    """
+    if not math.isfinite(largest):
+        return 1.0
+    power = _AIM - math.frexp(largest)[1] + (math.frexp(largest)[0] == 0.5)
+    return 2.0 ** max(-_FAR, min(_FAR, power))
