@@ -16,7 +16,9 @@ ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 wide_model = drawn(lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double())
 
 
-def after_a_few(wire: str | None, scale: float = 1.0, ranks: int = 2, **ways: object) -> tuple[list[Tensor], list[Tensor]]:
+def after_a_few(
+    wire: str | None, scale: float = 1.0, ranks: int = 2, **ways: object
+) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of the fourth step on the first rank, and the true ones; the same bits on all ranks."""
 
     def gradients(model: nn.Module, cut: bool, mesh: Mesh | None = None) -> list[Tensor]:

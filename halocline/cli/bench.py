@@ -15,7 +15,7 @@ from .bench_gpu import gpu
 from .bench_gradients import gradients
 from .bench_io import io
 from .bench_stage import stage
-from .bench_training import curves, quality, whole_vs_crops
+from .bench_training import curves, lag, quality, whole_vs_crops
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what things cost on this machine.", rich_markup_mode="markdown")
@@ -26,6 +26,7 @@ bench.command()(io)
 bench.command()(stage)
 bench.command()(quality)
 bench.command()(curves)
+bench.command()(lag)
 bench.command("whole-vs-crops")(whole_vs_crops)
 
 Size = Annotated[int, typer.Option("--size", help="Side of the cube.")]

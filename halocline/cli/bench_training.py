@@ -13,6 +13,7 @@ AllNames = Annotated[str, typer.Option("--workloads", help="Names with commas; a
 Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Of the cut runs.")]
 Double = Annotated[bool, typer.Option("--only-float64", help="Leave out the runs in float32.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of both trainings.")]
+Few = Annotated[int | None, typer.Option("--steps", min=2, help="Fewer or more than the workload's own.")]
 Size = Annotated[int, typer.Option("--size", min=16, help="Side of a cube.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the cubes, the networks and the order.")]
 
@@ -68,6 +69,28 @@ def curves(
         for name, found in result["workloads"].items():
             stdout().print(fact_table(name, {key: f"{value:.3g}" for key, value in found.items()}))
     raise typer.Exit(0 if result["follows"] else 1)
+
+
+def lag(
+    workloads: Names = "unet3d,tiramisu,stemdl", steps: Few = None, as_json: Json = False, debug: Debug = False
+) -> None:
+    """What do gradients that are applied one step late do to the loss? Some minutes a workload on two cores.
+
+    Each workload is trained twice from the same start, with `gradients.lag` 0 and 1, and judged by its loss over the
+    last tenth of the steps and on samples it never saw.
+    """
+    from ..bench.lag import measure_lag
+
+    progress = stderr()
+    with clear_errors("bench lag", debug):
+        names = tuple(name.strip() for name in workloads.split(","))
+        result = measure_lag(names, steps, lambda text: say(progress, text))
+    if as_json:
+        print_json(result)
+        return
+    for name, found in result["workloads"].items():
+        facts = {f"{key}, lag {n}": f"{value:.4g}" for n in (0, 1) for key, value in found[f"lag {n}"].items()}
+        stdout().print(fact_table(name, facts))
 
 
 def whole_vs_crops(

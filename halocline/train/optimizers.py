@@ -22,6 +22,8 @@ class LARC:
     multiplies the gradient by it. Norms of all tensors are taken at once, and nothing waits for the host.
     """
 
+    one_by_one = True  # a step in parts is a step
+
     def __init__(self, base: torch.optim.Optimizer, trust: float = 0.002, mode: str = "clip") -> None:
         self.base, self.trust, self.mode = base, trust, mode
 

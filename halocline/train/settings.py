@@ -94,6 +94,29 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True)
+class GradientSettings:
+    """How gradients are averaged over the ranks."""
+
+    overlap: Literal["backward", "next-forward"] = "backward"  # how far sums may go on; the result is the same
+    lag: Literal[0, 1] = 0  # 1: applied one step late, which is another algorithm
+    wire: Literal["same", "fp32", "bf16", "fp16"] = "same"  # rounded on the way
+    rings: str = "flat"  # how a sum travels: flat, auto, levels
+
+    def check(self) -> None:
+        if self.lag and self.overlap == "next-forward":
+            raise ConfigError("gradients.lag = 1 hides all sums already; leave gradients.overlap = 'backward'")
+        if self.overlap == "next-forward" and self.wire == "fp16":
+            raise ConfigError("gradients.wire = 'fp16' goes with overlap = 'backward'; with next-forward use 'bf16'")
+        if self.rings not in ("flat", "auto", "levels", "doubling") and not self.rings.startswith("leaders:"):
+            raise ConfigError(f"gradients.rings = {self.rings!r}: flat, auto, levels, doubling or leaders:K")
+
+    def arguments(self, optimizer: Any) -> dict[str, Any]:
+        """Of hc.distribute."""
+        ahead = {"overlap": self.overlap, "optimizer": optimizer} if self.overlap == "next-forward" else {}
+        return {"lag": self.lag, "wire": None if self.wire == "same" else self.wire, "rings": self.rings, **ahead}
+
+
+@dataclass(frozen=True)
 class GuardSettings:
     """What is watched while training goes on."""
 
@@ -127,6 +150,7 @@ class Settings:
     multiple: int = 1  # cuts lie on multiples of the network's total stride
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
+    gradients: GradientSettings = GradientSettings()
     guard: GuardSettings = GuardSettings()
     validate_every: int = 0  # steps; 0: at the end
     log_every: int = 1
@@ -150,7 +174,7 @@ class Settings:
         _check_mesh(self.mesh)
         _check_told("network", self.network)
         _check_told("data.arguments", self.data.arguments)
-        for group in (self.data, self.optimizer, self.schedule, self.guard):
+        for group in (self.data, self.optimizer, self.schedule, self.gradients, self.guard):
             group.check()
         return self
 

@@ -20,7 +20,7 @@ from torch import nn
 from .. import random
 from ..data import Loader
 from ..data.loading.pipeline import Batch
-from ..distribute import distribute
+from ..distribute import distribute, lagged_gradients, load_lagged_gradients
 from ..world import Label, this_world
 from .changes import changed, check_optimizer
 from .checkpoints import Checkpoints
@@ -69,8 +69,9 @@ class Trainer:
         check_room(settings, task, self.mesh, self._cut, self._precision)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)  # or dropout would go on where another run of this process ended
-        self.model = distribute(self._precision.placed(task.make_model()), self.mesh)
+        self.model = self._precision.placed(task.make_model())
         self.optimizer = make_optimizer(self.model, settings.optimizer)
+        distribute(self.model, self.mesh, **settings.gradients.arguments(self.optimizer))
         self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
         self._validation = self._loader(task.validation, settings.batch, False, device) if task.validation else None
         self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
@@ -268,6 +269,8 @@ class Trainer:
             "random": list(random.get_state()),
             "scaler": self._precision.state_dict(),
         }
+        if self.settings.gradients.lag:
+            state["lagged"] = lagged_gradients(self.model)
         self.checkpoints.save(self.step, self._tensors(), state, wait=wait)
         self._tell("checkpoint", {"step": self.step})
 
@@ -280,6 +283,8 @@ class Trainer:
         check_optimizer(told, self.settings)
         self.model.load_state_dict(found.tensors["model"])
         load_optimizer(self.optimizer, found.tensors["optimizer"])
+        if self.settings.gradients.lag:
+            load_lagged_gradients(self.model, found.state.get("lagged", {}))
         self.step = found.state["step"]
         self.loader.load_state_dict(found.state["loader"])
         random.set_state((found.state["random"][0], found.state["random"][1]))
