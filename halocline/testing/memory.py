@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from halocline.errors import HaloclineError
 
@@ -123,7 +123,7 @@ def _trace(function: Callable[[], object]) -> list[dict[str, Any]]:
     gc.collect()  # or garbage from before could be collected, and counted as freed, inside
     with (
         _quiet_profiler(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        profile(use_device=None, profile_memory=True) as profiler,  # torch.profiler's loads the compiler: 1.5 s
     ):
         _probe_from_another_thread()
         kept = function()
