@@ -98,13 +98,20 @@ def case_table(result: Mapping[str, Any]) -> Table:
     table = Table(title="Milliseconds of a sum over ranks (medians)", title_style="bold", title_justify="left")
     for heading in ("part", "way"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("ranks", "size", "ms", "least", "most", "speed-up"):
+    for heading in ("ranks", "size", "ms", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     for case in result["cases"]:
-        seconds = (f"{1000 * case[key]:.3g}" for key in ("seconds", "least_s", "most_s"))
-        size = _size(case["bytes"])
-        table.add_row(case["part"], case["way"], str(case["ranks"]), size, *seconds, f"{case['speedup']:.2f}")
+        cells = str(case["ranks"]), _size(case["bytes"]), milliseconds(case["seconds"]), f"{case['speedup']:.2f}"
+        table.add_row(case["part"], case["way"], *cells)
     return table
+
+
+def milliseconds(seconds: float) -> str:
+    """
+    >>> milliseconds(1.2345), milliseconds(0.0001234)
+    ('1234', '0.123')
+    """
+    return f"{1000 * seconds:.0f}" if seconds >= 0.1 else f"{1000 * seconds:.3g}"
 
 
 def _size(size: int) -> str:

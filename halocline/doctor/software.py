@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,7 @@ COMMANDS = {"typer": "the commands", "rich": "the commands", "matplotlib": "the 
 OTHERS = {
     "h5py": "a loader of your own for HDF5 files",
     "zarr": "a loader of your own for Zarr stores",
-    "mpi4py": "scripts of your own under MPI",
+    "mpi4py": "ranks over MPI",
     "networkx": "torch.compile",
     "pydantic": "no part of this version",
     "scipy": "no part of this version",
@@ -55,6 +59,7 @@ def examine_software(found: Mapping[str, str | None], available: Mapping[str, bo
         _numpy(found["numpy"]),
         *_optional(found),
         _backends(available, gpus),
+        _mpi(found["mpi4py"]),
     ]
 
 
@@ -100,3 +105,46 @@ def _backends(available: Mapping[str, bool], gpus: int) -> Finding:
         remedy = "install a CUDA build of torch that has NCCL, or hide the GPUs with CUDA_VISIBLE_DEVICES="
         return Finding(TOPIC, "backends", "problem", f"{text}; ranks with a GPU each talk over nccl", remedy)
     return Finding(TOPIC, "backends", "ok", text)
+
+
+#: In a process of its own: an MPI that does not fit its machine may end the process that starts it.
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.thread_level = "multiple"
+from mpi4py import MPI
+names = ("single", "funneled", "serialized", "multiple")
+levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in names}
+print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0].expandtabs(1), levels[MPI.Query_thread()], sep="|")
+"""
+_MPI_WAIT = 30.0  # seconds
+
+
+def _mpi(version: str | None) -> Finding:
+    """Ranks over MPI need an MPI that several threads may call."""
+    if version is None:
+        return Finding(TOPIC, "MPI", "ok", "mpi4py is not installed; ranks talk over torch.distributed")
+    library, level, error = _ask_mpi()
+    if error:
+        remedy = "pip install mpich, or load the machine's MPI; without it ranks talk over torch.distributed"
+        return Finding(TOPIC, "MPI", "warning", f"mpi4py {version} finds no MPI that starts: {error}", remedy)
+    text = f"{library} (mpi4py {version}), thread level {level}"
+    if level != "multiple":
+        remedy = "take an MPI that was built with the thread level 'multiple', or start the ranks with torchrun"
+        return Finding(TOPIC, "MPI", "warning", f"{text}; ranks over MPI need 'multiple'", remedy)
+    return Finding(TOPIC, "MPI", "ok", text)
+
+
+@cache
+def _ask_mpi() -> tuple[str, str, str]:
+    """Name and version, thread level; or what went wrong. As a process of no launcher, whoever started this one."""
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "MPI_LOCAL", "PRTE_", "HYDI_"))}
+    try:
+        asked = [sys.executable, "-c", _ASK_MPI]
+        done = subprocess.run(asked, env=alone, capture_output=True, text=True, timeout=_MPI_WAIT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", "", str(error).replace(_ASK_MPI, "...")
+    if done.returncode or "|" not in done.stdout:
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"it ended with status {done.returncode}"]
+        return "", "", said[-1][:200]
+    library, _, level = done.stdout.strip().splitlines()[-1].partition("|")
+    return re.sub(r"\s+", " ", library).strip(), level, ""

@@ -149,13 +149,13 @@ class GradientAverage:
     def _hands_out(self, index: int) -> bool:
         """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
         task = backward_number()
-        if self.after is not None:
-            self.after.before(index)
         if self._open is not None and self._open.task != task:
             self._abandon(index)  # before this gradient is added to one that may be travelling
         if task != self._asked[0]:
             # The node is asked for anew: a change of dtype or device gives the leaf another.
             self._asked = task, is_captured(get_gradient_edge(self.parameters[index]).node)
+        if self.after is not None and not self._asked[1]:
+            self.after.before(index)
         return self._asked[1]
 
     def _abandon(self, index: int) -> None:
@@ -192,11 +192,12 @@ class GradientAverage:
         return type(None), ()
 
     def carrier(self, world: World, label: Label) -> Begin:
-        """Who carries a sum: the rings, if there are any, or else ``world`` itself."""
+        """Who carries a sum: the rings, if there are any, or else ``world`` itself. It does not keep the engine."""
+        everyone = self.everyone
         if self.rings is not None:
             rings = self.rings
             return lambda tensor: rings.begin(tensor, label)
-        return lambda tensor: world.begin_sum(tensor, self.everyone, label)
+        return lambda tensor: world.begin_sum(tensor, everyone, label)
 
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""

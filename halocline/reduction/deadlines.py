@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 import types
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch_private import no_torch_functions, step_hooks, unseen
+from .._torch_private import no_torch_functions, step_hooks, transforming, unseen
 from ..errors import MeshError
-from .late import can_be_due, is_late, late, make_due, no_longer_due
+from .late import can_be_due, is_late, late, make_due, no_longer_due, no_longer_late
 from .plan import Goal
 
 if TYPE_CHECKING:
     from .average import GradientAverage
     from .passes import Pass
+    from .wire import Pending
 
 Settings = dict[str, Any]  # of a param_group, without its parameters
 
@@ -55,6 +58,7 @@ class Deadlines:
         self._under_way: Pass | None = None
         self._left: set[int] = set()  # groups that nobody has waited for yet
         self._late: dict[int, Tensor] = {}
+        self._old: dict[int, Tensor] = {}  # gradients of earlier passes, which this one did not add to
         self._orders: dict[int, Order] = {}
         self._needs: dict[int, float] = {}
         self._began, self._stalled = 0.0, 0.0
@@ -71,10 +75,15 @@ class Deadlines:
         assert ended.plan is not None
         self._under_way, self._left, self._looked_at = ended, set(range(len(ended.plan.groups))), (ended, came)
         self._orders, self._needs, self._began = {}, {}, 0.0
-        for group in ended.plan.groups:
+        for number, group in enumerate(ended.plan.groups):
+            arrival = _Arrival(self, ended.pending(number))
             for index in group.indices:
+                parameter = engine.parameters[index]
+                if index not in came and parameter.grad is not None:
+                    inside = group.holds(index, parameter.grad)
+                    self._old[index] = group.given(index) if inside else parameter.grad
                 # Of those that did not come here too: another rank may have had one.
-                self._late[index] = engine.parameters[index].grad = late(group.given(index), self.finish)
+                self._late[index] = parameter.grad = late(group.given(index), arrival)
 
     def take_means(self) -> None:
         """Nothing is late: the optimizer may step as ever."""
@@ -92,7 +101,7 @@ class Deadlines:
             for parameter in self._engine.parameters:
                 no_longer_due(parameter)  # they are as they should be, and nobody has looked yet
             self._engine.clock.learn_needs(self._needs)
-            self._late, self._orders = {}, {}
+            self._late, self._orders, self._old = {}, {}, {}
 
     def look_back(self) -> None:
         """What the last sums told of plans, at a point that all ranks come to."""
@@ -115,19 +124,27 @@ class Deadlines:
 
         if getattr(before, "_wrapped_by_lr_sched", False):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+        def reduce(self: Any, protocol: Any) -> Any:
+            deadlines.finish()  # whoever copies it wants its state as it should be
+            return self.__class__.__reduce_ex__(self, protocol)
+
+        step._halocline = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)
         inner = _inner(optimizer)
+        inner.__reduce_ex__ = types.MethodType(reduce, inner)
         inner.register_state_dict_pre_hook(lambda _: self.finish())
         inner.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-        asked_before = any(order.optimizer is optimizer for order in self._orders.values())
+        numbers = {id(parameter): index for index, parameter in enumerate(self._engine.parameters)}
+        theirs = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
+        asked_before = any(numbers.get(id(parameter)) in self._orders for parameter in theirs)
         if self._under_way is None or closure is not None or asked_before or step_hooks(_inner(optimizer)):
             self.finish()
             return type(optimizer).step(optimizer, closure)
         now: list[Order] = []
         whose: list[Tensor] = []
-        numbers = {id(parameter): index for index, parameter in enumerate(self._engine.parameters)}
         for group in _inner(optimizer).param_groups:
             settings = _copied(group)
             for parameter in group["params"]:
@@ -170,28 +187,48 @@ class Deadlines:
 
     def _settle(self, number: int) -> None:
         """Wait for a group, and make the steps that were asked for."""
+        if transforming():  # torch.func looks at all that its thread does
+            with ThreadPoolExecutor(1) as other:
+                other.submit(self._settle, number).result()
+            return
         ended, engine = self._under_way, self._engine
         assert ended is not None
         assert ended.plan is not None
         group = ended.plan.groups[number]
-        self._left.discard(number)
         with _apart():
-            held = {index: engine.parameters[index].grad for index in group.indices}
             had = ended.take(number)
+            self._left.discard(number)
             whose, orders = [], []
             for index in group.indices:
                 parameter, order = engine.parameters[index], self._orders.get(index)
-                mean = group.given(index) if index in had else None
+                shell = no_longer_late(self._late[index])
+                mean = shell if index in had else self._old.get(index)
                 if order is not None and mean is not None:
                     no_longer_due(parameter)
                     whose.append(parameter)
                     orders.append(Order(order.optimizer, order.settings, mean))
                 # A gradient that was let go of meanwhile, or replaced, is none of ours.
-                parameter.grad = mean if held[index] is self._late.get(index) else held[index]
+                if mean is not shell and parameter.grad is shell:
+                    parameter.grad = mean
             _make_step(whose, orders)
         for index in group.indices:  # to learn when they are needed; there is nothing left to do
             if index in self._orders and index not in self._needs:
                 make_due(engine.parameters[index], partial(self._touched, index, number))
+
+
+class _Arrival:
+    """Of a group's late gradients. It does not keep the model: that a parameter keeps its gradient is nothing that
+    Python's collector sees. A gradient that outlives its model waits for its sum alone."""
+
+    def __init__(self, deadlines: Deadlines, pending: Pending) -> None:
+        self._deadlines, self._pending = weakref.ref(deadlines), [pending]
+
+    def __call__(self) -> None:
+        deadlines = self._deadlines()
+        if deadlines is not None:
+            deadlines.finish()
+        elif self._pending:
+            self._pending.pop().wait()
 
 
 def _make_step(parameters: Sequence[Tensor], orders: Sequence[Order]) -> None:
@@ -248,6 +285,9 @@ def _check(optimizer: Any) -> None:
             f"overlap='next-forward' makes the optimizer's step in parts, which {name} may not bear: it takes "
             f"{', '.join(sorted(ONE_BY_ONE))}, and classes that say `one_by_one = True`"
         )
+    own = vars(optimizer).get("step")
+    if own is not None and not (getattr(own, "_wrapped_by_lr_sched", False) or hasattr(own, "_halocline")):
+        raise MeshError(f"overlap='next-forward': somebody has replaced this {name}'s step, which would go past that")
     if any(group.get("differentiable") or group.get("capturable") for group in inner.param_groups):
         raise MeshError(f"overlap='next-forward': {name} is set to be differentiable or capturable, which it cannot be")
 

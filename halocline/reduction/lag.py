@@ -29,8 +29,9 @@ class Lag:
         self._given: dict[int, Tensor] = {}  # to the parameters, for this step
 
     def before(self, index: int) -> None:
-        gradient = self._engine.parameters[index].grad
-        if gradient is not None and gradient is self._given.get(index):
+        # The others are let go of: their memory is wanted for this step.
+        self._given = {i: mean for i, mean in self._given.items() if self._engine.parameters[i].grad is mean}
+        if index in self._given:
             raise MeshError(
                 f"{self._engine.names[index]}: with lag=1, .grad holds the mean of the step before, and this step's "
                 "gradient would be added to it; call optimizer.zero_grad(set_to_none=True) before backward"
@@ -54,7 +55,9 @@ class Lag:
 
     def take_means(self) -> None:
         """There was no plan: the gradients of this step are means already, and wait here for the next."""
-        means = {i: p.grad for i, p in enumerate(self._engine.parameters) if p.grad is not None}
+        given = self._given  # what is left of it in a parameter was applied already
+        found = {i: p.grad for i, p in enumerate(self._engine.parameters) if p.grad is not given.get(i)}
+        means = {i: mean for i, mean in found.items() if mean is not None}
         before, self._under_way = self._arrived(), None
         self._hand_out(before)
         self._held = means

@@ -8,12 +8,13 @@ gradient in Python (a layer, a moving average of weights, ``state_dict``, clippi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch_private import no_torch_function
+from .._torch_private import no_torch_function, run_eagerly
 
 _DUE = "_halocline_due"
 _PROPERTIES = """
@@ -40,6 +41,7 @@ def _about() -> Iterator[Any]:
 
 
 ABOUT = frozenset(_about())
+_MAKING = nn.Parameter.__new__.__code__
 
 
 class DueParameter(nn.Parameter):
@@ -52,7 +54,14 @@ class DueParameter(nn.Parameter):
             with no_torch_function():
                 return function(*args, **kwargs)
         settle((args, kwargs))
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if function is Tensor.detach and sys._getframe(1).f_code is _MAKING:  # nn.Parameter(this): of its own class
+            return found.as_subclass(nn.Parameter)
+        return found
+
+    def as_subclass(self, cls: Any) -> Any:
+        settle(self)
+        return Tensor.as_subclass(self, cls)
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         settle(self)
@@ -87,8 +96,12 @@ def settle(value: Any) -> None:
     """All due parameters in it are what they should be."""
     if type(value) is DueParameter:
         update = no_longer_due(value)
-        if update is not None:
+        assert update is not None
+        try:
             update()
+        except BaseException:  # it is not yet what it should be, and nobody may take it for that
+            make_due(value, update)
+            raise
     elif isinstance(value, (tuple, list)):
         for item in value:
             settle(item)
@@ -104,6 +117,10 @@ def settle_own(module: nn.Module, _: Any) -> None:
             settle(parameter)
 
 
+for _function in (settle, settle_own, DueParameter.__torch_function__.__func__):  # type: ignore[attr-defined]
+    run_eagerly(_function)  # torch.compile would take a class that changes for one that does not
+
+
 class LateGradient(Tensor):
     """A gradient that is still being summed, in the memory where its mean will stand."""
 
@@ -113,6 +130,9 @@ class LateGradient(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_arrived(args, function in ABOUT), **_arrived(kwargs or {}, function in ABOUT))
 
+    def as_subclass(self, cls: Any) -> Any:
+        return _arrived(self, False).as_subclass(cls)
+
 
 def late(gradient: Tensor, arrive: Callable[[], None]) -> LateGradient:
     """``arrive()`` is called when somebody wants its values."""
@@ -121,14 +141,23 @@ def late(gradient: Tensor, arrive: Callable[[], None]) -> LateGradient:
     return shell
 
 
+def no_longer_late(gradient: Tensor) -> Tensor:
+    """It has arrived: the same object, a gradient like any other."""
+    gradient.__class__ = Tensor
+    gradient.__dict__.pop("_arrive", None)
+    return gradient
+
+
 def _arrived(value: Any, only_about: bool) -> Any:
     if type(value) is LateGradient:
         if not only_about:
             value._arrive()
+        if type(value) is not LateGradient:
+            return value
         with no_torch_function():
-            return value.as_subclass(Tensor)
-    if type(value) in (tuple, list):
-        return type(value)(_arrived(item, only_about) for item in value)
+            return Tensor.as_subclass(value, Tensor)
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)(_arrived(item, only_about) for item in value)
     if type(value) is dict:
         return {name: _arrived(item, only_about) for name, item in value.items()}
     return value

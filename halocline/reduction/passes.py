@@ -165,12 +165,17 @@ class Pass:
         if len(late) > 1:  # they followed each other on the wire
             self.engine.clock.learn_link(len(late) - 1, sum(size for _, size in late[1:]), late[-1][0] - late[0][0])
 
+    def pending(self, number: int) -> Pending:
+        """A group's sum, which has begun."""
+        found = self._sums[number]
+        assert found is not None
+        return found
+
     def take(self, number: int) -> set[int]:
         """Wait for a group's sum. Its memory holds means then, of all parameters that any rank had a gradient of."""
         assert self.plan is not None
-        group, pending, ranks = self.plan.groups[number], self._sums[number], self.engine.world.size
-        assert pending is not None
-        pending.wait()
+        group, ranks = self.plan.groups[number], self.engine.world.size
+        self.pending(number).wait()
         self._done[number] = time.perf_counter()
         self._write(number, self._done[number])
         counts, anew = group.told(ranks)

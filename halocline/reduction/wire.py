@@ -59,7 +59,8 @@ class _Whole:
         self._pending.wait()
         self._group.counted_in = self._dtype
         if self._watched:
-            self._group.largest = _largest(self._group.values)
+            largest = _largest(self._group.values)
+            self._group.largest = largest if largest is not None and math.isfinite(largest) else None
 
 
 class _Narrow:

@@ -4,12 +4,14 @@ from ..world import run_local
 from .adjoint import check_adjoint
 from .compare import EXACT, Comparison, check_rule, relative_error
 from .memory import PeakMemory, peak_bytes
+from .mpi_place import MpiPlace
 from .pool import Outcome, RankError, RankPool, shared_pool
 from .store import StoreTests
 
 __all__ = [
     "EXACT",
     "Comparison",
+    "MpiPlace",
     "Outcome",
     "PeakMemory",
     "RankError",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,6 +29,34 @@ class Place:
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
         """Variables that a rank process starts with."""
         return {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+    def start(
+        self, main: Callable[..., None], stacks: Sequence[str], port: int
+    ) -> tuple[list[Any], list[Connection[Any, Any]]]:
+        """A process a rank that runs ``main(rank, pipe, stack)``, and our ends of the pipes."""
+        context = mp.get_context("spawn")
+        pipes = [context.Pipe() for _ in stacks]
+        processes = [
+            context.Process(target=main, args=(rank, theirs, stack), daemon=True, name=f"rank {rank}")
+            for rank, ((_, theirs), stack) in enumerate(zip(pipes, stacks, strict=True))
+        ]
+        for rank, process in enumerate(processes):
+            with environment(self.environment(rank, len(stacks), port)):
+                process.start()
+        for _, theirs in pipes:
+            theirs.close()  # or its end would stay open here, and the rank's death would not read as end of file
+        return processes, [ours for ours, _ in pipes]
+
+    def wait_for_parent(self) -> None:
+        """In a rank process: until the one that started it has ended."""
+        if (parent := mp.parent_process()) is not None:
+            parent.join()
+
+    def manner_of_death(self, process: Any) -> str:
+        code: int | None = process.exitcode
+        if code is None:
+            return "closed its pipe and did not exit"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def enter(self, rank: int) -> None:
         """In the rank process, before it opens its first connection."""

@@ -12,7 +12,6 @@ inside the function and return it.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -39,7 +38,7 @@ import torch.distributed as dist
 
 from halocline.errors import HaloclineError
 
-from .place import START_DEADLINE, Place, environment
+from .place import START_DEADLINE, Place
 
 T = TypeVar("T")
 
@@ -173,23 +172,13 @@ class _Ranks:
     """One generation of processes. It is used until something goes wrong, then killed; it is never mended."""
 
     def __init__(self, size: int, timeout: float, place: Place) -> None:
-        context = mp.get_context("spawn")
+        self.place = place
         self.stacks = tempfile.TemporaryDirectory(prefix="halocline-ranks-")
         self.store = place.serve_store()
-        pipes = [context.Pipe() for _ in range(size)]
-        self.pipes = [ours for ours, _ in pipes]
         start = partial(_rank_main, size=size, port=self.store.port, timeout=timeout, place=place)
-        self.processes: list[BaseProcess] = [
-            context.Process(target=start, args=(rank, theirs, self._stack(rank)), daemon=True, name=f"rank {rank}")
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
+        self.processes, self.pipes = place.start(start, [self._stack(rank) for rank in range(size)], self.store.port)
         # Runs once: when killed, when collected, or at exit, whichever is first.
         self.kill = weakref.finalize(self, _end, self.processes, self.pipes, self.stacks)
-        for rank, process in enumerate(self.processes):
-            with environment(place.environment(rank, size, self.store.port)):
-                process.start()
-        for _, theirs in pipes:
-            theirs.close()  # or its end would stay open here, and the rank's death would not read as end of file
         self.joined: list[Outcome] = []
 
     def all_alive(self) -> bool:
@@ -242,7 +231,7 @@ class _Ranks:
         except (EOFError, OSError):
             pass
         self.processes[rank].join(1.0)  # the pipe closes a moment before the exit status is known
-        return Outcome(rank, "died", text=_manner_of_death(self.processes[rank].exitcode), when=time.monotonic_ns())
+        return Outcome(rank, "died", text=self.place.manner_of_death(self.processes[rank]), when=time.monotonic_ns())
 
     def _hung(self, late: list[int], waited: float) -> list[Outcome]:
         for rank in late:
@@ -281,12 +270,6 @@ def _ask_for_stack(process: BaseProcess) -> None:
         os.kill(process.pid, signal.SIGUSR1)
 
 
-def _manner_of_death(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "closed its pipe and did not exit"
-    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with status {exitcode}"
-
-
 def _decoded(rank: int, reply: bytes) -> Outcome:
     try:
         return cast(Outcome, pickle.loads(reply))
@@ -299,23 +282,22 @@ def _decoded(rank: int, reply: bytes) -> Outcome:
 
 def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float, place: Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    threading.Thread(target=_die_with_parent, args=(Path(stack),), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(Path(stack), place), daemon=True).start()
     with Path(stack).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         pipe.send_bytes(_reply(rank, partial(_join, rank, size, port, timeout, place)))
         while job := _next_job(pipe):
             pipe.send_bytes(_reply(rank, partial(_call, job)))
-    _die_with_parent(Path(stack))
+    _die_with_parent(Path(stack), place)
 
 
-def _die_with_parent(stack: Path) -> None:
+def _die_with_parent(stack: Path, place: Place) -> None:
     """In a thread too, for a rank that is stuck in a call would never read the end of its pipe."""
-    if (parent := mp.parent_process()) is not None:
-        parent.join()
-        stack.unlink(missing_ok=True)
-        with suppress(OSError):  # the last rank finds the folder empty
-            stack.parent.rmdir()
-        os._exit(1)
+    place.wait_for_parent()
+    stack.unlink(missing_ok=True)
+    with suppress(OSError):  # the last rank finds the folder empty
+        stack.parent.rmdir()
+    os._exit(1)
 
 
 def _next_job(pipe: Connection) -> bytes:

@@ -51,6 +51,8 @@ class ResNet(nn.Module):
                 channels = EXPANSION * inner
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
         self.apply(_initialise)
+        for block in self.groups:
+            nn.init.zeros_(block.way[-1].weight)  # at first every block passes on what it gets (Goyal et al. 2017)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.groups(self.stem(x)))
@@ -154,9 +156,9 @@ SMALL = Scale(
         "samples": 4_800,
         "validation": 256,
         "cut": ("H", "W"),
-        "lr": 0.005,
+        "lr": 2e-3,
         "optimizer": "adam",
-        "schedule": "cosine",
+        "schedule": {"name": "cosine", "warmup": 50},
     },
 )
 #: 90 epochs of ImageNet, 32 images a GPU.

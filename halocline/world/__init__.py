@@ -19,6 +19,7 @@ from .movement import (
     scaled,
     unpack,
 )
+from .mpi import MpiWorld
 from .process import ProcessWorld
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Mesh",
     "Move",
     "MoveTogether",
+    "MpiWorld",
     "PendingSum",
     "ProcessWorld",
     "Receive",

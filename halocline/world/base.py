@@ -138,11 +138,32 @@ class World(ABC):
         incoming = [
             (r.peer, b, _tag(turn, label, r.elements, like.dtype)) for r, b in zip(receives, buffers, strict=True)
         ]
+        return self.begin_tagged(outgoing, incoming, label)
+
+    def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> Exchange:
+        """Start an exchange whose tags the caller keeps apart, into memory that is there."""
         self.traffic.messages += len(outgoing)
         self._exchanges += 1
         if self.journal is not None:
             self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
+        buffers = [buffer for _, buffer, _ in incoming]
         return Exchange(self, self.post(outgoing, incoming, label), buffers, label, self._exchanges)
+
+    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+        """Wait until one of these is done, and say which; None after :meth:`interrupt`. RankFailure at ``end``.
+
+        Where nobody can tell which is done, it is the oldest.
+        """
+        under_way[0].wait()
+        return 0
+
+    def widen(self) -> None:  # noqa: B027
+        """From here on one thread does nothing but communicate in this world, many messages at a time, of any size,
+        and over all network cards by turns of their tags. By all ranks together.
+        """
+
+    def interrupt(self) -> None:  # noqa: B027
+        """From another thread: whoever waits in :meth:`first` is to return."""
 
     def _write(self, event: type, *facts: object) -> None:
         if self.journal is not None:
@@ -267,6 +288,14 @@ class Exchange:
             self._posted = _DONE
         return self._buffers
 
+    @property
+    def posted(self) -> Any:
+        return self._posted
+
+    @property
+    def label(self) -> Label:
+        return self._label
+
 
 class PendingSum:
     """A sum under way."""
@@ -292,6 +321,11 @@ def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:
 def _tag(turn: int, label: Label, elements: int, dtype: torch.dtype) -> int:
     """31 bits: 15 of the operation, size and dtype, 16 of the turn."""
     return _signature(label.operation, elements, dtype) << 16 | (turn & 0xFFFF)
+
+
+def sum_tag(turn: int, label: Label, tensor: Tensor) -> int:
+    """Of a sum that goes as messages: apart from all others, by its channel."""
+    return _tag(turn, label._replace(operation=f"{label.operation} by {label.channel}"), tensor.numel(), tensor.dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Incoming, Label, Outgoing, World
+from .base import Exchange, Incoming, Label, Outgoing, World, sum_tag
 
 _current = threading.local()  # the world of this thread, if it is a rank of its own
 Result = TypeVar("Result")
@@ -44,7 +45,8 @@ class _Board:
 class LocalWorld(World):
     def __init__(self, rank: int, size: int, board: _Board, deadline: float) -> None:
         super().__init__(rank, size, deadline)
-        self._board, self._besides = board, 0
+        self._board, self._besides, self._interrupted = board, 0, False
+        self._sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         with self._board.changed:
@@ -74,6 +76,42 @@ class LocalWorld(World):
             if not queue:
                 del board.messages[key]
             return message
+
+    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+        board = self._board
+        with board.changed:
+            while not self._interrupted:
+                for number, exchange in enumerate(under_way):
+                    if all(board.messages.get((peer, self.rank, tag)) for peer, _, tag in exchange.posted):
+                        return number
+                if board.failure or time.monotonic() >= end:
+                    exchange = under_way[0]
+                    peer, _, tag = exchange.posted[0]
+                    self._take((peer, self.rank, tag), 0.0, exchange.label)  # raises
+                board.changed.wait(max(0.0, end - time.monotonic()))
+            self._interrupted = False
+        return None
+
+    def interrupt(self) -> None:
+        with self._board.changed:
+            self._interrupted = True
+            self._board.changed.notify_all()
+
+    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        """All get this rank's part at once, so that each may ask for its sums when it likes, as between processes."""
+        self._sums[label.channel, ranks] += 1
+        tag = sum_tag(self._sums[label.channel, ranks], label, tensor)
+        self.post([(peer, tensor, tag) for peer in ranks if peer != self.rank], (), label)
+        return tensor, ranks, tag
+
+    def complete_sum(self, posted: Any, label: Label) -> None:
+        tensor, ranks, tag = posted
+        end = time.monotonic() + self.deadline
+        parts = [tensor if p == self.rank else self._take((p, self.rank, tag), end, label) for p in ranks]
+        total = parts[0].clone()  # in the order of ranks: the same bits on each
+        for part in parts[1:]:
+            total += part
+        tensor.copy_(total)
 
     def beside(self) -> LocalWorld:
         self._besides += 1

@@ -9,21 +9,23 @@ from functools import cached_property, lru_cache
 from ..errors import MeshError
 from .base import World
 from .dry import DryWorld
+from .joined import JoinedWorld
+from .joining import check_transport, connect
 from .local import current_local_world
-from .process import ProcessWorld, connect
 
-_process_world: list[ProcessWorld] = []
+_process_world: list[JoinedWorld] = []
 
 
-def init(deadline: float = 600.0) -> None:
+def init(deadline: float = 600.0, transport: str | None = None) -> None:
     """Join the ranks, with the seconds that any wait for another rank may last; later calls change these.
 
-    ``Mesh`` does it with the default.
+    ``transport`` is "torch" (gloo and NCCL) or "mpi"; without it the environment decides. ``Mesh`` joins by itself.
     """
     if _process_world:
+        check_transport(_process_world[0], transport)
         _process_world[0].set_deadline(deadline)
     elif current_local_world() is None:
-        joined = connect(deadline)
+        joined = connect(deadline, transport)
         if joined is not None:
             _process_world.append(joined)
 

@@ -8,43 +8,40 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_private import default_store
-from ..errors import MeshError, RankFailure
-from .base import CHANNELS, Incoming, Label, Outgoing, World
-from .wire import LARGEST, Arrival, Wire, memory_of
+from ..errors import MeshError
+from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
+from .bulk import Bulk, BulkError
+from .joined import JoinedWorld
+from .shared import Copied
+from .wire import LARGEST, Arrival, Departure, Wire, memory_of
 
 _SENT_AS_IT_IS = (torch.float32, torch.float64)
-_GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
+_PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # which numpy knows too
 
 
-class ProcessWorld(World):
+class ProcessWorld(JoinedWorld):
     """Point-to-point messages, reductions and gradients each in a process group of their own."""
 
     def __init__(self, deadline: float = 600.0) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
-        self.set_deadline(deadline)
         # Flags and shapes travel as CPU tensors, so that NCCL alone would not do.
         self._nccl = "nccl" in str(dist.get_backend_config())
         self._backend = "cpu:gloo,cuda:nccl" if self._nccl else None
         self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
         self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._failed: str | None = None
-        self._spare: list[ProcessWorld] = []
-        self._lent = False
         self._wire = _wire(self.rank, self.size, deadline)
-
-    def set_deadline(self, seconds: float) -> None:
-        self.deadline, self._wait = seconds, timedelta(seconds=seconds)
+        self._bulk: Bulk | None = None
+        self._wide = False
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
-        if self._failed:
-            raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
+        self._refuse_after_failure()
         group = self._groups[label.channel]
         self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
@@ -61,30 +58,28 @@ class ProcessWorld(World):
         self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
     ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(buffer)
+        if self._wide and self._bulk is not None:
+            return peer, self._bulk.pipe(peer, tag).receive(tag, _memory(host)), buffer, host
         if self._wire is not None and host.nbytes <= LARGEST:
-            return peer, self._wire.pipe(peer).receive(tag, memory_of(_as_bytes(host))), buffer, host
+            return peer, self._wire.pipe(peer).receive(tag, _memory(host)), buffer, host
         return peer, group.recv([_bytes(host)], peer, tag), buffer, host
 
     def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(message, fill=True)
+        if self._wide and self._bulk is not None:
+            return peer, self._bulk.pipe(peer, tag).send(tag, _memory(host)), host, host
         if self._wire is not None and host.nbytes <= LARGEST:
-            self._wire.pipe(peer).send(tag, memory_of(_as_bytes(host)))
+            self._wire.pipe(peer).send(tag, _memory(host))
             return peer, None, host, host
         return peer, group.send([_bytes(host)], peer, tag), host, host
-
-    @staticmethod
-    def _host(tensor: Tensor, fill: bool = False) -> Tensor:
-        """The tensor itself on the CPU; pinned host memory for a device tensor, since gloo reads no device memory."""
-        if tensor.device.type == "cpu":
-            return tensor.contiguous()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor) if fill else host
 
     def complete(self, posted: object, label: Label) -> None:
         end = time.monotonic() + self.deadline
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
-                if work is None or isinstance(work, Arrival):
+                if self._bulk is not None and isinstance(work, Arrival | Departure | Copied):
+                    self._bulk.wait([(peer, work)], end)
+                elif work is None or isinstance(work, Arrival):
                     self._wire.wait(peer, work, end)  # type: ignore[union-attr]
                 else:
                     work.wait(self._wait)
@@ -92,6 +87,23 @@ class ProcessWorld(World):
                 raise self._failure(peer, error, label) from error
             if host is not buffer:
                 buffer.copy_(host)
+
+    def widen(self) -> None:
+        self._wide = True
+        if self._bulk is None and self._wire is not None:
+            self._bulk = Bulk(self.rank, self.deadline)
+
+    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+        if self._bulk is None:
+            return super().first(under_way, end)
+        try:
+            return self._bulk.first([exchange.posted for exchange in under_way], end)
+        except BulkError as error:
+            raise self._failure(error.peer, error, under_way[0].label) from error
+
+    def interrupt(self) -> None:
+        if self._bulk is not None:
+            self._bulk.ring()
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         host = tensor if self._nccl and tensor.is_cuda else self._host(tensor, fill=True)
@@ -117,28 +129,25 @@ class ProcessWorld(World):
         except RuntimeError as error:
             raise self._failure(None, error, label) from error
 
-    def beside(self) -> ProcessWorld:
-        made = self._spare.pop() if self._spare else ProcessWorld(self.deadline)
-        made._spare, made._lent = self._spare, True
-        made.set_deadline(self.deadline)
+    def _another(self) -> ProcessWorld:
+        return ProcessWorld(self.deadline)
+
+    def beside(self) -> Self:
+        made = super().beside()
+        made._wide = False
         return made
 
-    def close(self) -> None:
-        """It is kept for the next who wants one. Its groups are not destroyed: torch names new ones by how many there
-        are, and a name that comes again meets what the first one left behind.
-        """
-        if self._failed or not self._lent:
-            return
-        with suppress(RankFailure):  # no rank may use it anew while another waits for its last message
-            self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
-            self._lent = False
-            self.traffic.clear()
-            self._spare.append(self)
+    def _hear_others(self, label: Label) -> dict[int, str | None]:
+        if self._wide:  # all are to stop at once, so that all are heard
+            self.leave()
+        return super()._hear_others(label)
 
     def leave(self) -> None:
         self._failed = self._failed or "this rank has left"
         if self._wire is not None:
             self._wire.close()
+        if self._bulk is not None:
+            self._bulk.close()
         nobody = next(rank for rank in range(self.size) if rank != self.rank)
         for group in self._groups.values():
             with suppress(RuntimeError):  # gloo closes all connections of a group when a wait in it has timed out
@@ -152,38 +161,6 @@ class ProcessWorld(World):
                 list(ranks), timeout=self._wait, backend=self._backend, use_local_synchronization=True
             )
         return self._rings[key]
-
-    def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
-        """Say what this rank saw, hear what the others saw, and name the rank where it began."""
-        text = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).strip()
-        seen = "a reduction did not complete"
-        if peer is not None and peer >= 0:
-            seen = f"nothing came from rank {peer} within the deadline of {self.deadline:g} s"
-            if "closed" in text.lower() or "reset" in text.lower():
-                seen = f"the connection to rank {peer} closed"
-        self._failed = f"{label}: {seen}"
-        heard = self._hear_others(label)
-        silent = [str(rank) for rank, words in heard.items() if words is None]
-        parts = [f"rank {self.rank}, {label}: {seen}"]
-        parts += [f"no word from rank {', '.join(silent)}, which died or hangs"] if silent else []
-        parts += [f"rank {rank} stopped at {words}" for rank, words in heard.items() if words is not None]
-        return RankFailure("; ".join(parts) + f". Look at that rank's own output first. ({text.splitlines()[0][:120]})")
-
-    def _hear_others(self, label: Label) -> dict[int, str | None]:
-        """Where each other rank says it stopped; None for one that says nothing within a short grace."""
-        heard: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
-        store = default_store()
-        if store is None:
-            return {}
-        with suppress(RuntimeError, ValueError):  # the store itself may be gone with the rank that held it
-            store.set(f"halocline/failed/{self.rank}", str(label))
-            end = time.monotonic() + _GRACE
-            while None in heard.values() and time.monotonic() < end:
-                for rank in [r for r, words in heard.items() if words is None]:
-                    if store.check([f"halocline/failed/{rank}"]):
-                        heard[rank] = store.get(f"halocline/failed/{rank}").decode()
-                time.sleep(0.05)
-        return heard
 
 
 def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], group: dist.ProcessGroup) -> object:
@@ -207,6 +184,14 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
+def _memory(tensor: Tensor) -> memoryview:
+    """Its bytes; those of the most usual dtypes without a detour."""
+    if tensor.dtype in _PLAIN and not tensor.is_neg() and not tensor.requires_grad:
+        array: Any = tensor.numpy()
+        return memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b"")
+    return memory_of(_as_bytes(tensor))
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes: gloo sends those for every dtype."""
     if tensor.dtype in _SENT_AS_IT_IS:
@@ -219,12 +204,17 @@ def connect(deadline: float = 600.0) -> ProcessWorld | None:
     if not dist.is_initialized():
         if not adopt_environment():
             return None
-        with_gpus = torch.cuda.is_available() and _one_gpu_each()
-        if with_gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "cpu:gloo,cuda:nccl" if with_gpus else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=deadline))
+        start_torch(deadline)
     return ProcessWorld(deadline)
+
+
+def start_torch(deadline: float, **meeting: Any) -> None:
+    """torch.distributed as the environment says, or with the store, rank and size of ``meeting``."""
+    with_gpus = torch.cuda.is_available() and _one_gpu_each()
+    if with_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if with_gpus else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=deadline), **meeting)
 
 
 def _one_gpu_each() -> bool:

@@ -14,14 +14,17 @@ import socket
 import struct
 import time
 from collections import deque
+from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_private import default_store
 
 LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
-_HEADER = struct.Struct("<qq")  # tag, bytes
+HEADER = struct.Struct("<qq")  # tag, bytes
+_KNOCK = 0.02  # seconds at the door before looking after those who are in
 _SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
 
 
@@ -30,6 +33,17 @@ class Arrival:
 
     def __init__(self, target: memoryview) -> None:
         self.target, self.done = target, False
+
+
+class Departure:
+    """A message on its way out: done when its last byte is in the kernel's hands."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe, self._mark = pipe, pipe.queued
+
+    @property
+    def done(self) -> bool:
+        return self._pipe.written >= self._mark
 
 
 class Pipe:
@@ -42,20 +56,23 @@ class Pipe:
         self.socket = connection
         self.closed = False
         self.outbox: deque[memoryview] = deque()
+        self.queued = self.written = 0  # bytes
         self._awaited: dict[int, deque[Arrival]] = {}
         self._early: dict[int, deque[bytearray]] = {}
-        self._header, self._target, self._filled = bytearray(_HEADER.size), memoryview(b""), 0
+        self._header, self._target, self._filled = bytearray(HEADER.size), memoryview(b""), 0
         self._arrival: Arrival | None = None
         self._tag: int | None = None
 
     def __del__(self) -> None:
         self.socket.close()
 
-    def send(self, tag: int, payload: memoryview) -> None:
-        self.outbox.append(memoryview(_HEADER.pack(tag, payload.nbytes)))
+    def send(self, tag: int, payload: memoryview) -> Departure:
+        self.outbox.append(memoryview(HEADER.pack(tag, payload.nbytes)))
         if payload.nbytes:
             self.outbox.append(payload)
+        self.queued += HEADER.size + payload.nbytes
         self.flush()
+        return Departure(self)
 
     def flush(self) -> None:
         while self.outbox:
@@ -66,6 +83,7 @@ class Pipe:
             except ConnectionError:
                 self.closed = True
                 return
+            self.written += sent
             while sent:
                 first = self.outbox[0]
                 if sent < first.nbytes:
@@ -105,7 +123,7 @@ class Pipe:
     def _advance(self) -> None:
         """A header or a payload is complete."""
         if self._tag is None:
-            self._tag, size = _HEADER.unpack(self._header)
+            self._tag, size = HEADER.unpack(self._header)
             awaited = self._awaited.get(self._tag)
             self._arrival = awaited.popleft() if awaited else None
             self._target = self._arrival.target if self._arrival else memoryview(bytearray(size))
@@ -129,14 +147,14 @@ class Pipe:
 class Wire:
     """This rank's pipes, each made when first needed: the lower rank calls, the higher one answers."""
 
-    def __init__(self, rank: int, deadline: float) -> None:
+    def __init__(self, rank: int, deadline: float, card: str = "") -> None:
         store = default_store()
         turn = store.add(f"halocline/wires/{rank}", 1)  # every rank's first at this meeting, its second, ...
         self.rank, self.deadline, self._name = rank, deadline, f"halocline/wire/{turn}"
         self.pipes: dict[int, Pipe] = {}
         self._answered: dict[int, socket.socket] = {}
         self._token = secrets.token_bytes(16)
-        self._door = socket.create_server((_own_address(), 0), backlog=256)
+        self._door = socket.create_server((_own_address(card), 0), backlog=256)
         host, port = self._door.getsockname()[:2]
         store.set(f"{self._name}/{rank}", f"{host} {port} {self._token.hex()}")
 
@@ -164,9 +182,16 @@ class Wire:
 
     def _answer(self, peer: int) -> socket.socket:
         """Whoever else calls meanwhile is kept for later; a caller without the token is sent away."""
-        self._door.settimeout(self.deadline)
+        end = time.monotonic() + self.deadline
         while peer not in self._answered:
-            connection, _ = self._door.accept()
+            self._door.settimeout(_KNOCK)
+            try:
+                connection, _ = self._door.accept()
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise
+                self.progress()
+                continue
             connection.settimeout(self.deadline)
             hello = connection.recv(24, socket.MSG_WAITALL)
             if hello[:16] == self._token and len(hello) == 24:
@@ -175,36 +200,55 @@ class Wire:
                 connection.close()
         return self._answered.pop(peer)
 
+    def progress(self) -> None:
+        """Hand over and read what can be."""
+        for each in self.pipes.values():
+            if not each.closed:
+                each.flush()
+                each.pump()
+
     def wait(self, peer: int, job: Arrival | None, end: float) -> None:
         """Until the message has come, or (None) all to this peer is handed over; TimeoutError at ``end``."""
-        pipe, asleep_from = self.pipes[peer], time.monotonic() + _SPIN
-        while True:
-            for each in self.pipes.values():
-                if not each.closed:
-                    each.flush()
-                    each.pump()
-            if job.done if job is not None else not pipe.outbox:
-                return
+        pipe, asleep_from = self.pipes[peer], 0.0
+        while not (job.done if job is not None else not pipe.outbox):
             if pipe.closed:
                 raise ConnectionError("connection closed by the peer")
             now = time.monotonic()
             if now > end:
                 raise TimeoutError(f"nothing within {self.deadline:g} s")
+            asleep_from = asleep_from or now + _spin()
             if now > asleep_from:
                 self._sleep(min(1.0, end - now))
+            pipe.flush()
+            pipe.pump()
 
     def _sleep(self, seconds: float) -> None:
-        poll = select.poll()
-        for pipe in self.pipes.values():
-            if pipe.closed:
-                continue
+        """Until a pipe can be read or written; others than the one that is waited for are looked after meanwhile."""
+        poll, open_pipes = select.poll(), [pipe for pipe in self.pipes.values() if not pipe.closed]
+        for pipe in open_pipes:
             poll.register(pipe.socket, select.POLLIN | (select.POLLOUT if pipe.outbox else 0))
-        poll.poll(max(1, int(1000 * seconds)))
+        ready = dict(poll.poll(max(1, int(1000 * seconds))))
+        for pipe in open_pipes:
+            if pipe.socket.fileno() in ready:
+                pipe.flush()
+                pipe.pump()
 
 
-def _own_address() -> str:
-    """That of the network card named to gloo, or else of the one that leads to where the ranks met."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+@cache
+def _spin() -> float:
+    """Where ranks share cores, the one that is waited for has better use for them."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
+    return _SPIN if ranks <= (os.cpu_count() or 1) else 0.0
+
+
+def cards() -> list[str]:
+    """The network cards named to gloo."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
+def _own_address(card: str) -> str:
+    """That of the network card, or the first of those named to gloo, or the one that leads to where the ranks met."""
+    name = card or next(iter(cards()), "")
     if name:
         return _address_of(name)
     meeting = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))

@@ -1,0 +1,282 @@
+"""Sums under way: one thread drives the chunks of all of them, each through its own rounds, several at a time.
+
+Whichever exchange is done first has its numbers added and its next round posted, while the others travel: links of
+different levels work at once, and none is idle while something waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import RankFailure
+from ...world import DryWorld, Exchange, Label, World
+from .schedule import Round
+
+_SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which network card, and alternate by chunk
+_SERIALLY = 32_000  # elements: torch adds fewer than 32,768 in the thread that asks, and wakes no others
+_LOOK = 1.0  # seconds after which an idle thread looks whether it is still wanted
+_AT_EXIT = 2.0
+
+
+class Chunk(NamedTuple):
+    """A run of elements with the rounds that it goes through. All ranks make the same ones, in the same order.
+
+    What is carried from round to round ends in ``result``.
+    """
+
+    elements: Tensor
+    rounds: Sequence[Round]
+    result: Tensor | None = None
+
+
+class Carried:
+    """A sum under way."""
+
+    def __init__(self, carrier: Carrier, chunks: int, label: Label) -> None:
+        self._carrier, self.left, self.label = carrier, chunks, label
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        if not chunks:
+            self.done.set()
+
+    def wait(self) -> None:
+        while not self.done.wait(_LOOK):
+            if not self._carrier.alive:
+                raise RankFailure(f"{self.label}: the thread that sums has ended; start the run again")
+        if self.error is not None:
+            raise self.error
+
+    def one_less(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Carrier:
+    """Of one engine, in a world of its own. ``depth`` chunks are under way at a time."""
+
+    def __init__(self, world: World, depth: int = 12) -> None:
+        self._world, self.depth = world, depth
+        self._dry = isinstance(world, DryWorld)
+        self._changed = threading.Condition()
+        self._queue: deque[_Travel] = deque()
+        self._under_way: list[_Travel] = []
+        self._serial = 0
+        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self._error: BaseException | None = None
+        self._ended = False
+        self._progress = 0.0  # when something last arrived
+        self._thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, chunks: Sequence[Chunk], label: Label) -> Carried:
+        """All ranks begin in one order."""
+        signature = _signature(label, chunks)
+        carried = Carried(self, len(chunks), label)
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            first, self._serial = self._serial, self._serial + len(chunks)
+            travels = [_Travel(self, chunk, carried, first + at, signature) for at, chunk in enumerate(chunks)]
+            if not self._dry:
+                self._queue.extend(travels)
+                self._start()
+                self._changed.notify()
+        if self._dry:
+            for travel in travels:
+                travel.run_dry()
+        else:
+            self._world.interrupt()
+        return carried
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="halocline rings")
+            self._thread.start()
+            atexit.register(self._at_exit)
+
+    def end(self) -> None:
+        """Nobody begins anything any more. Safe in finalizers: it takes no lock, and the thread looks every second."""
+        self._ended = True
+        atexit.unregister(self._at_exit)
+
+    def stop(self) -> None:
+        """End, when what was begun is done."""
+        self.end()
+        with self._changed:
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self._world.deadline + 5)
+
+    def _at_exit(self) -> None:
+        """A thread that is in torch's code when the program ends would abort it."""
+        self._ended = True
+        with self._changed:
+            self._queue.clear()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_AT_EXIT)
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._admit():
+                self._advance()
+        except BaseException as error:  # noqa: BLE001  raised where a sum is waited for
+            if not isinstance(error, RankFailure):
+                self._world.leave()  # which a failure of the world's own has done
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            waiting = {id(travel.carried): travel.carried for travel in (*self._under_way, *self._queue)}
+            self._under_way.clear()
+            self._queue.clear()
+        for carried in waiting.values():
+            carried.fail(error)
+
+    def _admit(self) -> bool:
+        """Begin to carry what there is room for; False when there will be nothing more."""
+        while True:
+            with self._changed:
+                while not self._queue and not self._under_way:
+                    if self._ended:
+                        return False
+                    self._changed.wait(_LOOK)
+                room = self.depth - len(self._under_way)
+                new = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+                if not self._under_way:
+                    self._progress = time.monotonic()
+                self._under_way += new
+            for travel in new:
+                self._step(travel)
+            if self._under_way:
+                return True
+
+    def _advance(self) -> None:
+        exchanges = [travel.exchange for travel in self._under_way if travel.exchange is not None]
+        number = self._world.first(exchanges, self._progress + self._world.deadline)
+        if number is not None:
+            self._progress = time.monotonic()
+            self._step(self._under_way[number])
+
+    def _step(self, travel: _Travel) -> None:
+        travel.exchange = next(travel.course, None)
+        if travel.exchange is None:
+            self._under_way.remove(travel)
+            travel.carried.one_less()
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def borrow(self, elements: int, like: Tensor) -> Tensor:
+        spare = self._spare.setdefault(like.dtype, [])
+        for number, memory in enumerate(spare):
+            if memory.numel() >= elements:
+                return spare.pop(number)
+        return torch.empty(elements, dtype=like.dtype, device=like.device)
+
+    def give_back(self, memory: Tensor) -> None:
+        spare = self._spare[memory.dtype]
+        spare.append(memory)
+        if len(spare) > self.depth:
+            spare.pop(0)
+
+    def post(self, travel: _Travel, number: int, each: Round, into: Tensor, carried: Tensor | None = None) -> Exchange:
+        tag = travel.tag(number)
+        out = travel.elements[each.sent.start : each.sent.stop] if carried is None else carried
+        sends = [] if each.to is None else [(each.to, out, tag)]
+        receives = [] if each.source is None else [(each.source, into, tag)]
+        return self._world.begin_tagged(sends, receives, travel.carried.label)
+
+
+class _Travel:
+    """A chunk on its way. What was sent may be written over as soon as the exchange is done."""
+
+    def __init__(self, carrier: Carrier, chunk: Chunk, carried: Carried, serial: int, signature: int) -> None:
+        self._carrier, self.elements, self._rounds = carrier, chunk.elements, chunk.rounds
+        self.carried, self._serial, self._signature = carried, serial, signature
+        self.exchange: Exchange | None = None
+        self.course = self._course() if chunk.result is None else self._carrying_course(chunk.result)
+
+    def tag(self, number: int) -> int:
+        return (self._signature << _ROUND | number & (1 << _ROUND) - 1) << _SERIAL | self._serial & (1 << _SERIAL) - 1
+
+    def _course(self) -> Iterator[Exchange]:
+        carrier = self._carrier
+        for number, each in enumerate(self._rounds):
+            if each.idle:
+                continue
+            own = self.elements[each.received.start : each.received.stop]
+            if each.taking == "copy":
+                exchange = carrier.post(self, number, each, own)
+                yield exchange
+                exchange.wait()
+                continue
+            memory = carrier.borrow(own.numel(), own)
+            arrived = memory[: own.numel()]
+            exchange = carrier.post(self, number, each, arrived)
+            yield exchange
+            exchange.wait()
+            add(own, arrived, to_it=each.taking == "add to it")
+            carrier.give_back(memory)
+
+    def _carrying_course(self, result: Tensor) -> Iterator[Exchange]:
+        carrier, carried, memory = self._carrier, None, None
+        for number, each in enumerate(self._rounds):
+            own = self.elements[each.received.start : each.received.stop]
+            arriving = carrier.borrow(own.numel(), own) if own.numel() else None
+            into = own if arriving is None else arriving[: own.numel()]
+            if not each.idle:
+                exchange = carrier.post(self, number, each, into, carried)
+                yield exchange
+                exchange.wait()
+                add(into, own, to_it=False)
+            if memory is not None:
+                carrier.give_back(memory)
+            memory, carried = arriving, None if arriving is None else into
+        if memory is not None and carried is not None:
+            result.copy_(carried)
+            carrier.give_back(memory)
+
+    def run_dry(self) -> None:
+        for number, each in enumerate(self._rounds):
+            if not each.idle:
+                into = self.elements[each.received.start : each.received.stop]
+                self._carrier.post(self, number, each, into).wait()
+        self.carried.one_less()
+
+
+def add(own: Tensor, arrived: Tensor, to_it: bool) -> None:
+    """In place. Of 16-bit floats torch adds in float32 and rounds the sum."""
+    if own.device.type == "cpu" and own.numel() > _SERIALLY and torch.get_num_threads() > 1:
+        for mine, theirs in zip(own.split(_SERIALLY), arrived.split(_SERIALLY), strict=True):
+            add(mine, theirs, to_it)
+    elif to_it:
+        torch.add(arrived, own, out=own)
+    else:
+        own.add_(arrived)
+
+
+def _signature(label: Label, chunks: Sequence[Chunk]) -> int:
+    """Ranks that sum different things ask for tags that nobody sends."""
+    elements = sum(chunk.elements.numel() for chunk in chunks)
+    kind = f"{label.operation}|{elements}|{len(chunks)}|{chunks[0].elements.dtype}"
+    return zlib.crc32(kind.encode()) & (1 << _SIGNATURE) - 1

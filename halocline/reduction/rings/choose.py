@@ -1,0 +1,153 @@
+"""Which way a sum takes, by its size: from what the ways and the levels of the machine cost when tried.
+
+A rank's exchange at level i costs ``latency_i + bytes x per_byte_i``; a sum of n bytes over levels p1 x p2 x ... takes
+``2 (p_i - 1) (latency_i + n per_byte_i / (p1 ... p_i))`` at each of them, and in chunks little more than its slowest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from ...world import Label, World
+from ..grouping import Link
+from .carry import Carrier, Chunk
+from .levels import Levels
+from .schedule import Round, Span, Way
+
+CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
+SIZES = (1 << 10, 1 << 17, 1 << 21)  # bytes of the sums that are tried
+FLAT = "flat"
+_GO_ON = (FLAT, "levels")
+_PROBES = (1 << 10, 1 << 18)  # bytes of the exchanges that are timed on each level
+_TURNS, _REPEAT = 4, 3
+_DOUBTFUL = 0.95  # of the flat sum's time: another way is to be better by more than the noise
+_LABEL = Label("what a way costs", "backward", "control")
+
+Try = Callable[[str, int], float]  # seconds of a sum of so many bytes by the way of that name
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The same on every rank."""
+
+    tried: dict[str, tuple[float, ...]]  # seconds of sums of SIZES, as many as were tried
+    slopes: dict[str, float]  # seconds a byte of large ones, where the levels tell
+
+    def seconds(self, way: str, size: int) -> float:
+        """Between what was tried in a straight line, and on from the last."""
+        known = list(zip(SIZES, self.tried[way], strict=False))
+        (low, begin), (high, end) = known[0], known[-1]
+        for (low, begin), (high, end) in pairwise(known):  # noqa: B007
+            if size <= high:
+                break
+        slope = max(0.0, (end - begin) / (high - low)) if high > low else 0.0
+        if size > high:
+            return end + (size - high) * self.slopes.get(way, slope)
+        return begin + (size - low) * slope
+
+    def best(self, size: int) -> str:
+        """Of the ways that were tried with sums as large, and those of which is known how they go on."""
+        known = [way for way, times in self.tried.items() if way in _GO_ON or size <= SIZES[len(times) - 1]]
+        return min(known or self.tried, key=lambda way: self.seconds(way, size) * (_DOUBTFUL if way == FLAT else 1.0))
+
+
+def level_seconds(factors: Sequence[int], links: Sequence[Link], size: float) -> list[float]:
+    """That each level is busy with a sum of so many bytes.
+
+    >>> [round(each) for each in level_seconds((2, 4), (Link(1, 0), Link(0, 1)), 8)]
+    [2, 6]
+    """
+    return [
+        2 * (factor - 1) * (link.latency + size * link.per_byte / prod(factors[: level + 1]))
+        for level, (factor, link) in enumerate(zip(factors, links, strict=True))
+    ]
+
+
+def piped_seconds(factors: Sequence[int], links: Sequence[Link], size: float, chunk: float) -> float:
+    """In chunks: the slowest level is busy all the time, the others before the first and after the last."""
+    chunk = min(chunk, size)
+    busy = level_seconds(factors, links, chunk)
+    return (size / chunk - 1) * max(busy) + sum(busy) if chunk else sum(busy)
+
+
+def best_chunk(factors: Sequence[int], links: Sequence[Link], size: int) -> int:
+    """Bytes: small ones fill the pipe sooner, large ones cost fewer messages."""
+    return min(CHUNKS, key=lambda chunk: piped_seconds(factors, links, size, chunk))
+
+
+def best_factors(ranks: int, links: Callable[[tuple[int, ...]], Sequence[Link]], size: int) -> tuple[int, ...]:
+    """The cheapest factorization; ``links`` says what its levels cost."""
+    return min(factorizations(ranks), key=lambda factors: sum(level_seconds(factors, links(factors), size)))
+
+
+def factorizations(ranks: int) -> list[tuple[int, ...]]:
+    """In all orders.
+
+    >>> factorizations(8)
+    [(8,), (2, 4), (2, 2, 2), (4, 2)]
+    """
+    found: list[tuple[int, ...]] = [(ranks,)]
+    for first in range(2, ranks // 2 + 1):
+        if ranks % first == 0:
+            found += [(first, *rest) for rest in factorizations(ranks // first)]
+    return found
+
+
+# ---- measuring ----
+
+
+def measured_links(carrier: Carrier, world: World, levels: Levels) -> tuple[Link, ...]:
+    """What an exchange costs at each level, all its rings at once as in a sum. By all ranks together."""
+    return tuple(_measured_link(carrier, world, levels, level) for level in range(len(levels.factors)))
+
+
+def _measured_link(carrier: Carrier, world: World, levels: Levels, level: int) -> Link:
+    small, large = (agreed(_timed(carrier, levels, world.rank, level, size), world) for size in _PROBES)
+    per_byte = max(1e-12, (large - small) / (_PROBES[1] - _PROBES[0]))
+    return Link(max(1e-7, small - per_byte * _PROBES[0]), per_byte)
+
+
+def _timed(carrier: Carrier, levels: Levels, rank: int, level: int, size: int) -> float:
+    """Seconds of one turn of a ring, the least of several tries: what waits for a processor is not the wire's."""
+    stride, place = prod(levels.factors[:level]), levels.ranks.index(rank)
+    count = levels.factors[level]
+    own = place // stride % count
+    after, before = (place + ((own + turn) % count - own) * stride for turn in (1, -1))
+    each = Round(levels.ranks[after], Span(0, size), levels.ranks[before], Span(size, 2 * size))
+    chunk = Chunk(torch.zeros(2 * size, dtype=torch.uint8), [each] * _TURNS)
+    return min(timed(lambda: carrier.begin([chunk], _LABEL).wait()) for _ in range(_REPEAT)) / _TURNS
+
+
+def tried(names: Sequence[str], attempt: Try, world: World) -> dict[str, tuple[float, ...]]:
+    """Seconds of each way at SIZES: as many as make sense for it. Once more than is counted, for connections."""
+    found = {}
+    for name in names:
+        sizes = SIZES[:2] if name == "doubling" else SIZES
+        attempt(name, sizes[0])
+        found[name] = tuple(agreed(min(attempt(name, size) for _ in range(_REPEAT)), world) for size in sizes)
+    return found
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def agreed(seconds: float, world: World) -> float:
+    """The slowest rank's, on all."""
+    everyone = tuple(range(world.size))
+    mine = torch.tensor([seconds], dtype=torch.float64, device="cpu")
+    return float(world.maximum(mine, everyone, _LABEL).item())
+
+
+def slope(way: Way, links: Sequence[Link]) -> float:
+    """Seconds a byte of large sums in chunks."""
+    size = 1 << 26
+    return max(level_seconds(way.factors, [Link(0.0, link.per_byte) for link in links], size)) / size

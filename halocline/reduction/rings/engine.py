@@ -1,0 +1,213 @@
+"""``Rings``: sums over all ranks by ways that fit the machine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import MeshError, Refused
+from ...world import DryWorld, Label, LocalWorld, World
+from ...world.wire import cards
+from ..grouping import Link
+from .carry import Carrier, Chunk
+from .choose import FLAT, Costs, best_chunk, measured_links, slope, timed, tried
+from .levels import Levels, levels_of
+from .schedule import Round, Span, Way, gather_rounds, scatter_rounds, split
+
+CHUNK = 1 << 21  # bytes, where nothing was measured
+_WORTH_TWO_CARDS = 1 << 17  # bytes
+_PIECE = 1 << 19  # bytes of a message of a reduce-scatter or an all-gather
+Rounds = Callable[[int, tuple[int, ...], int, int, int], Sequence[Round]]
+_LABEL = Label("a sum over ranks", "Rings", "gradients")
+#: What was measured in a world, by how.
+_known: weakref.WeakKeyDictionary[World, dict[str | tuple[int, ...], tuple[tuple[Link, ...], Costs]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Pending(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None: ...
+
+
+class Rings:
+    """Sums over all ranks of ``world``, by ``how``; made, used and closed by all ranks alike.
+
+    ``flat`` is the world's own sum; ``levels`` goes over the levels of the machine, factors such as ``(2, 4)`` over
+    those given; ``doubling`` exchanges all with one partner after the other; in ``leaders:2`` two ranks of a node each
+    carry half to the other nodes; ``auto`` tries them and takes the fastest for each size. Tensors on GPUs go flat.
+    """
+
+    def __init__(self, world: World, how: str | Sequence[int] = "auto") -> None:
+        self.world, self.how = world, how if isinstance(how, str) else tuple(how)
+        self._everyone = tuple(range(world.size))
+        self.levels = levels_of(world)
+        self._ways = ways_of(how, self.levels, world.rank)
+        self._measures = world.size > 1 and not isinstance(world, LocalWorld | DryWorld)
+        if how == "auto" and (not self._measures or torch.cuda.is_available()):
+            self._ways = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
+        self._alone = world.size == 1 or isinstance(world, DryWorld)
+        self._own = world if self._alone else world.beside()
+        if not self._alone:
+            self._own.widen()
+        self._carrier = Carrier(self._own)
+        self.links: tuple[Link, ...] = ()
+        self.costs: Costs | None = None
+        if self._measures and list(self._ways) != [FLAT]:
+            self.links, self.costs = self._known_or_measured()
+        weakref.finalize(self, self._carrier.end).atexit = False
+
+    def begin(self, tensor: Tensor, label: Label) -> Pending:
+        """Sum in place over all ranks, which begin their sums in one order; the same bits on every rank.
+
+        16-bit floats travel as they are: each rank on the way adds in float32 and rounds for the next.
+        """
+        flat = _flat(tensor)
+        size = flat.numel() * flat.element_size()
+        name = FLAT if tensor.is_cuda or self.world.size == 1 else self.way(size)
+        return _Returned(self._begin(name, flat, label), flat, tensor)
+
+    def way(self, size: int) -> str:
+        """The name of the way that a sum of so many bytes takes."""
+        return self.costs.best(size) if self.costs is not None else next(iter(self._ways))
+
+    def seconds(self, size: int) -> float:
+        """That a sum of so many bytes is expected to take; where nothing was measured, a guess."""
+        if self.costs is None:
+            return Link().seconds(size)
+        return self.costs.seconds(self.costs.best(size), size)
+
+    def _begin(self, name: str, flat: Tensor, label: Label) -> Pending:
+        way = self._ways.get(name)
+        if way is None:
+            return self.world.begin_sum(flat, self._everyone, label)
+        chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
+        return self._carrier.begin(chunks, label)
+
+    def _pieces(self, flat: Tensor, way: Way) -> list[Tensor]:
+        """Of one size, and an even number of them where there are several, for two network cards."""
+        size = flat.numel() * flat.element_size()
+        if way.kind == "doubling":
+            return [flat]
+        chunk = best_chunk(way.factors, self.links, size) if len(self.links) == len(way.factors) else CHUNK
+        if len(cards()) > 1 and size >= _WORTH_TWO_CARDS:
+            chunk = min(chunk, -(-size // 2))
+        return [flat[span.start : span.stop] for span in split(Span(0, flat.numel()), _count(size, chunk))]
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """This rank's share of the sum: of the elements in a row, the part that bears its number. Each rank sends all
+        shares but its own, once.
+        """
+        _flat(tensor)  # refuses what has no sum
+        given = tensor.detach().resolve_conj().reshape(-1)
+        own = split(Span(0, given.numel()), self.world.size)[self.world.rank]
+        if self._alone or tensor.is_cuda:
+            given = given.clone()
+            self.world.begin_sum(_flat(given), self._everyone, _LABEL).wait()
+            return given[own.start : own.stop].clone()
+        share = torch.empty(own.size, dtype=given.dtype)
+        self._carry(given, scatter_rounds, share)
+        return share
+
+    def all_gather(self, share: Tensor, elements: int) -> Tensor:
+        """All ranks' shares in a row, which are those of a :meth:`reduce_scatter` of so many elements."""
+        own = split(Span(0, elements), self.world.size)[self.world.rank]
+        if share.numel() != own.size:
+            raise MeshError(f"a share of {share.numel()} elements: this rank's of {elements} has {own.size}")
+        gathered = torch.zeros(elements, dtype=share.dtype, device=share.device)
+        gathered[own.start : own.stop] = share.detach().reshape(-1)
+        if self._alone or share.is_cuda:
+            self.world.begin_sum(_flat(gathered), self._everyone, _LABEL).wait()
+        else:
+            self._carry(gathered, gather_rounds)
+        return gathered
+
+    def _carry(self, elements: Tensor, rounds: Rounds, result: Tensor | None = None) -> None:
+        """Round one ring of all ranks, neighbours of a node first; each message a piece of a share."""
+        ranks, count = self.levels.ranks, elements.numel()
+        place = ranks.index(self.world.rank)
+        pieces = _count(count * elements.element_size(), _PIECE * len(ranks))
+        parts = split(Span(0, 0 if result is None else result.numel()), pieces)
+        results = [None if result is None else result[part.start : part.stop] for part in parts]
+        chunks = [Chunk(elements, rounds(count, ranks, place, at, pieces), results[at]) for at in range(pieces)]
+        self._carrier.begin(chunks, _LABEL).wait()
+
+    def close(self) -> None:
+        """When all that was begun is done. By all ranks together."""
+        self._carrier.stop()
+        if not self._alone:
+            self._own.close()
+
+    def _known_or_measured(self) -> tuple[tuple[Link, ...], Costs]:
+        """Once in a world: all ranks make their rings in one order, and know or measure alike."""
+        known = _known.setdefault(self.world, {})
+        if self.how not in known:
+            known[self.how] = self._measured()
+        return known[self.how]
+
+    def _measured(self) -> tuple[tuple[Link, ...], Costs]:
+        """By all ranks together, in one order."""
+        way = self._ways.get("levels")
+        levels = self.levels if way is None else Levels(way.ranks, way.factors)
+        self.links = links = measured_links(self._carrier, self.world, levels)
+
+        def attempt(name: str, size: int) -> float:
+            probe = torch.zeros(size // 4, device="cpu")
+            return timed(lambda: self._begin(name, probe, _LABEL).wait())
+
+        found = tried(list(self._ways), attempt, self.world)
+        return links, Costs(found, {} if way is None else {"levels": slope(way, links)})
+
+
+class _Returned:
+    """A sum that was made in other memory, if the tensor's own does not lie in a row."""
+
+    def __init__(self, pending: Pending, flat: Tensor, tensor: Tensor) -> None:
+        self._pending, self._flat, self._tensor = pending, flat, tensor
+
+    def wait(self) -> None:
+        self._pending.wait()
+        own = _real(self._tensor.detach())
+        if own.data_ptr() != self._flat.data_ptr():
+            own.copy_(self._flat.view(own.shape))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.bool:
+        raise Refused("a sum over ranks", "Rings", "truth values have no sum", "give integers")
+    return _real(tensor.detach().resolve_conj()).reshape(-1)
+
+
+def _count(size: int, chunk: int) -> int:
+    """Chunks, an even number where there are several."""
+    count = max(1, -(-size // chunk))
+    return count + (count % 2 if count > 1 else 0)
+
+
+def ways_of(how: str | Sequence[int], levels: Levels, rank: int) -> dict[str, Way | None]:
+    """By name, those that are to be chosen from; None is the world's own sum."""
+    make = partial(Way, ranks=levels.ranks, place=levels.ranks.index(rank))
+    if not isinstance(how, str):
+        return {"levels": make("levels", factors=tuple(how))}
+    kind, _, count = how.partition(":")
+    if kind == "leaders" and count.isdigit():
+        factors = levels.factors if len(levels.factors) == 2 else (len(levels.ranks), 1)
+        return {how: make("leaders", factors=factors, leaders=int(count))}
+    known = {FLAT: None, "levels": make("levels", factors=levels.factors), "doubling": make("doubling")}
+    if how == "auto" and len(levels.factors) == 2:
+        known["leaders:1"] = make("leaders", factors=levels.factors, leaders=1)
+    if how == "auto":
+        return known
+    if how in known:
+        return {how: known[how]}
+    raise MeshError(f"how={how!r}: give auto, flat, levels, doubling, leaders:2 or factors such as (2, 4)")

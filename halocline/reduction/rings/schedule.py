@@ -1,0 +1,287 @@
+"""How a sum travels, on paper: for one rank, the rounds in which it sends one span of elements and takes in another.
+
+Nothing communicates here. Both ends of a message work out the same span, so empty ones are left out on both, and every
+rank counts the rounds alike, idle ones too. In all ways but doubling an element is added up along one chain of ranks,
+the last of which hands its result to all others; in doubling both partners add the same two numbers in the same order.
+Either way all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import Literal, NamedTuple
+
+from ...errors import MeshError
+
+
+class Span(NamedTuple):
+    """Elements from ``start`` up to ``stop``."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+#: What becomes of what arrives: put in place, added to what is there, or what is there added to it; or it goes on in
+#: the next round with what is there added, which itself stays as it is.
+Taking = Literal["copy", "add", "add to it", "carry"]
+NOTHING = Span(0, 0)
+
+
+class Round(NamedTuple):
+    """One message out and one in, or less."""
+
+    to: int | None = None
+    sent: Span = NOTHING
+    source: int | None = None
+    received: Span = NOTHING
+    taking: Taking = "copy"
+
+    @property
+    def idle(self) -> bool:
+        return self.to is None and self.source is None
+
+
+IDLE = Round()
+
+
+def split(span: Span, parts: int) -> list[Span]:
+    """In parts whose sizes differ by one at most.
+
+    >>> split(Span(0, 5), 3)
+    [Span(start=0, stop=1), Span(start=1, stop=3), Span(start=3, stop=5)]
+    """
+    edges = [span.start + span.size * part // parts for part in range(parts + 1)]
+    return [Span(*edge) for edge in pairwise(edges)]
+
+
+# ---- along one ring ----
+
+
+def ring_scatter(shares: Sequence[Span], ring: Sequence[int], place: int, taking: Taking = "add") -> Iterator[Round]:
+    """Share i ends, summed, with the i-th of the ring. It starts with the next of the ring and goes all round."""
+    count = len(ring)
+    for step in range(count - 1):
+        sent, received = shares[(place - step - 1) % count], shares[(place - step - 2) % count]
+        yield _round(ring[(place + 1) % count], sent, ring[(place - 1) % count], received, taking)
+
+
+def ring_gather(shares: Sequence[Span], ring: Sequence[int], place: int) -> Iterator[Round]:
+    """From the i-th of the ring, share i goes to all."""
+    count = len(ring)
+    for step in range(count - 1):
+        sent, received = shares[(place - step) % count], shares[(place - step - 1) % count]
+        yield _round(ring[(place + 1) % count], sent, ring[(place - 1) % count], received, "copy")
+
+
+def _round(to: int, sent: Span, source: int, received: Span, taking: Taking) -> Round:
+    out = Round(to, sent) if sent.size else IDLE
+    return out._replace(source=source, received=received, taking=taking) if received.size else out
+
+
+# ---- over levels ----
+
+
+def coordinates(place: int, factors: Sequence[int]) -> list[int]:
+    """Of the ``place``-th rank; neighbours differ in the first.
+
+    >>> coordinates(7, (2, 4))
+    [1, 3]
+    """
+    found = []
+    for factor in factors:
+        found.append(place % factor)
+        place //= factor
+    return found
+
+
+def _ring_of(level: int, ranks: Sequence[int], factors: Sequence[int], place: int) -> list[int]:
+    """The ranks that differ from this one in the coordinate of that level alone."""
+    stride = prod(factors[:level])
+    first = place - coordinates(place, factors)[level] * stride
+    return [ranks[first + number * stride] for number in range(factors[level])]
+
+
+def level_sum(span: Span, ranks: Sequence[int], factors: Sequence[int], place: int) -> Iterator[Round]:
+    """Reduce-scatter over each level in turn, on what is left of the level before; then all-gathers, the way back."""
+    own, way_back = coordinates(place, factors), []
+    for level, factor in enumerate(factors):
+        shares, ring = split(span, factor), _ring_of(level, ranks, factors, place)
+        yield from ring_scatter(shares, ring, own[level])
+        way_back.append((shares, ring, own[level]))
+        span = shares[own[level]]
+    for shares, ring, at in reversed(way_back):
+        yield from ring_gather(shares, ring, at)
+
+
+# ---- leaders ----
+
+
+def leader_sum(span: Span, ranks: Sequence[int], factors: Sequence[int], place: int, leaders: int) -> Iterator[Round]:
+    """The first ``leaders`` of each node each collect a share from all of it, sum it over nodes, and hand it out."""
+    (on_node, nodes), (local, _) = factors, coordinates(place, factors)
+    shares, node = split(span, leaders), _ring_of(0, ranks, factors, place)
+    shares += [NOTHING] * (on_node - leaders)
+    for step in range(1, on_node):
+        after, before = (local + step) % on_node, (local - step) % on_node
+        yield _round(node[after], shares[after], node[before], shares[local], "add")
+    if local < leaders:
+        pieces, ring = split(shares[local], nodes), _ring_of(1, ranks, factors, place)
+        yield from ring_scatter(pieces, ring, place // on_node)
+        yield from ring_gather(pieces, ring, place // on_node)
+    else:
+        yield from [IDLE] * (2 * (nodes - 1))
+    for step in range(1, on_node):
+        after, before = (local + step) % on_node, (local - step) % on_node
+        yield _round(node[after], shares[local], node[before], shares[before], "copy")
+
+
+# ---- doubling ----
+
+
+def doubling_sum(span: Span, ranks: Sequence[int], place: int) -> Iterator[Round]:
+    """Partners at distance 1, 2, 4, ... exchange all they have. Ranks beyond a power of two have one of the others
+    stand in for them."""
+    power = 1 << (len(ranks).bit_length() - 1)
+    stands_in, guest = place + power < len(ranks), place >= power
+    if not span.size:
+        return
+    if power < len(ranks):
+        yield (
+            _one_way(span, ranks, place - power, None)
+            if guest
+            else (_one_way(span, ranks, None, place + power) if stands_in else IDLE)
+        )
+    step = 1
+    while step < power:
+        partner = place ^ step
+        taking: Taking = "add" if place < partner else "add to it"
+        yield IDLE if guest else Round(ranks[partner], span, ranks[partner], span, taking)
+        step *= 2
+    if power < len(ranks):
+        yield (
+            _one_way(span, ranks, None, place - power, "copy")
+            if guest
+            else (_one_way(span, ranks, place + power, None) if stands_in else IDLE)
+        )
+
+
+def _one_way(span: Span, ranks: Sequence[int], to: int | None, source: int | None, taking: Taking = "add") -> Round:
+    if to is not None:
+        return Round(ranks[to], span)
+    assert source is not None
+    return Round(source=ranks[source], received=span, taking=taking)
+
+
+# ---- a way, chosen ----
+
+Kind = Literal["levels", "leaders", "doubling"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a sum over ``ranks`` travels, as the ``place``-th of them sees it. One factor is a flat ring."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    place: int
+    factors: tuple[int, ...] = ()
+    leaders: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind != "doubling":
+            check_factors(self.factors, len(self.ranks))
+        if self.kind == "leaders" and not (len(self.factors) == 2 and 1 <= self.leaders <= self.factors[0]):
+            raise MeshError(
+                f"{self.leaders} leaders on nodes of {self.factors[0]} ranks: give from 1 to {self.factors[0]}, and "
+                "two levels"
+            )
+
+    @property
+    def name(self) -> str:
+        """
+        >>> Way("levels", tuple(range(8)), 0, (2, 4)).name
+        'levels 2x4'
+        """
+        shown = "x".join(str(factor) for factor in self.factors)
+        if self.kind == "leaders":
+            return f"{self.leaders} leaders of {shown}"
+        return self.kind if self.kind == "doubling" else f"levels {shown}"
+
+    def rounds(self, elements: int) -> tuple[Round, ...]:
+        return _rounds(self, elements)
+
+
+@lru_cache(maxsize=256)
+def _rounds(way: Way, elements: int) -> tuple[Round, ...]:
+    span = Span(0, elements)
+    if way.kind == "doubling":
+        return tuple(doubling_sum(span, way.ranks, way.place))
+    if way.kind == "leaders":
+        return tuple(leader_sum(span, way.ranks, way.factors, way.place, way.leaders))
+    return tuple(level_sum(span, way.ranks, way.factors, way.place))
+
+
+@lru_cache(maxsize=256)
+def scatter_rounds(elements: int, ranks: tuple[int, ...], place: int, piece: int, pieces: int) -> tuple[Round, ...]:
+    """Of a reduce-scatter after which rank r has the r-th share: a piece of every share."""
+    return tuple(ring_scatter(_shares(elements, ranks, piece, pieces), ranks, place, "carry"))
+
+
+@lru_cache(maxsize=256)
+def gather_rounds(elements: int, ranks: tuple[int, ...], place: int, piece: int, pieces: int) -> tuple[Round, ...]:
+    """Of an all-gather of such shares."""
+    return tuple(ring_gather(_shares(elements, ranks, piece, pieces), ranks, place))
+
+
+def _shares(elements: int, ranks: tuple[int, ...], piece: int, pieces: int) -> list[Span]:
+    shares = split(Span(0, elements), len(ranks))
+    return [split(shares[rank], pieces)[piece] for rank in ranks]
+
+
+def check_factors(factors: Sequence[int], ranks: int) -> None:
+    if prod(factors) != ranks or any(factor < 1 for factor in factors):
+        shown = " x ".join(str(factor) for factor in factors)
+        raise MeshError(f"levels of {shown} are {prod(factors)} ranks, and there are {ranks}; give factors of {ranks}")
+
+
+# ---- counting ----
+
+
+def messages(rounds: Iterable[Round]) -> int:
+    """That the rank sends."""
+    return sum(each.to is not None for each in rounds)
+
+
+def elements_sent(rounds: Iterable[Round]) -> int:
+    return sum(each.sent.size for each in rounds)
+
+
+def level_messages(factors: Sequence[int]) -> int:
+    """A rank's, in one chunk.
+
+    >>> [level_messages(factors) for factors in ((256,), (4, 64), (4, 8, 8))]
+    [510, 132, 34]
+    """
+    return sum(2 * (factor - 1) for factor in factors)
+
+
+def level_bytes(factors: Sequence[int], size: int) -> list[float]:
+    """That a rank sends on each level, of a sum of so many bytes.
+
+    >>> level_bytes((4, 64), 1024)
+    [1536.0, 504.0]
+    """
+    return [2 * (factor - 1) * size / prod(factors[: level + 1]) for level, factor in enumerate(factors)]
+
+
+def leader_bytes(nodes: int, leaders: int, size: int) -> float:
+    """That a leader sends to other nodes."""
+    return 2 * (nodes - 1) / nodes * size / leaders

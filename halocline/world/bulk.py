@@ -1,0 +1,299 @@
+"""Messages of any size on sockets of our own, over every network card, for a thread that does nothing but communicate.
+
+gloo cannot say which of several messages has come, so that a thread that drives many would wait for the wrong one; and
+its threads take more of the processor than the copying does. Between ranks of one node large messages lie in memory
+that both have mapped (``shared.py``), and the socket carries a word about each.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from .shared import Copied, Mailbox, offered
+from .wire import HEADER, Arrival, Departure, Pipe, Wire, cards
+
+_WORTH_SHARING = 1 << 14  # bytes
+_LOW = 1 << 18  # bytes that are to lie in the kernel's buffer before it wakes us in the middle of a message
+_OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of words about shared memory
+_OTHER = "a message of another size came: do the ranks sum different things?"
+
+Job = tuple[Any, ...]  # the peer, the Arrival, Departure or Copied, and whatever the caller needs to know of it
+
+
+class Lane(Pipe):
+    """A pipe that stops reading after each message, since the next may be asked for before it is read."""
+
+    def __init__(self, connection: socket.socket, peer: int, same_node: bool) -> None:
+        super().__init__(connection)
+        self.peer = peer
+        self._low = 1
+        self._outgoing: Mailbox | None = None
+        self._incoming: Mailbox | None = None
+        self._may_share, self._accepted = same_node, False
+        self._unshared: deque[tuple[int, memoryview, Copied]] = deque()
+
+    def send(self, tag: int, payload: memoryview) -> Departure | Copied:  # type: ignore[override]
+        if self._may_share and payload.nbytes >= _WORTH_SHARING:
+            if self._outgoing is None:
+                self._outgoing = Mailbox.new()
+                super().send(_OFFER, memoryview(self._outgoing.offer()))
+            elif self._accepted and payload.nbytes <= self._outgoing.size:
+                copied = Copied()
+                self._unshared.append((tag, payload, copied))
+                self._share()
+                return copied
+        return super().send(tag, payload)
+
+    def _share(self) -> None:
+        """Put into the mailbox what there is room for."""
+        assert self._outgoing is not None
+        while self._unshared:
+            tag, payload, copied = self._unshared[0]
+            place = self._outgoing.put(payload)
+            if place is None:
+                break
+            self._say(tag | place << 32, ~payload.nbytes)
+            copied.done = True
+            self._unshared.popleft()
+        self.flush()
+
+    def _say(self, tag: int, size: int) -> None:
+        self.outbox.append(memoryview(HEADER.pack(tag, size)))
+        self.queued += HEADER.size
+
+    def pump(self) -> None:
+        """Read up to the end of the next message."""
+        while not self.closed:
+            room = memoryview(self._header) if self._tag is None else self._target
+            if self._filled < room.nbytes:
+                self._filled += self._read(room[self._filled :])
+            if self._filled < room.nbytes:  # there is no more for now
+                self._wake_at(room.nbytes - self._filled)
+                return
+            if self._next_part():
+                self._wake_at(HEADER.size)
+                return
+
+    def _read(self, room: memoryview) -> int:
+        try:
+            count = self.socket.recv_into(room)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            count = 0
+        self.closed = not count  # the peer is gone; what it sent before is here
+        return count
+
+    def flush(self) -> None:
+        """As much as the kernel takes at once."""
+        while self.outbox and not self.closed:
+            parts = [self.outbox[at] for at in range(min(8, len(self.outbox)))]
+            try:
+                sent = self.socket.sendmsg(parts)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.closed = True
+                return
+            self.written += sent
+            if not self._drop(sent, len(parts)):
+                return
+
+    def _drop(self, sent: int, parts: int) -> bool:
+        """What went is off the list; True if all parts did."""
+        for _ in range(parts):
+            first = self.outbox[0]
+            if sent < first.nbytes:
+                self.outbox[0] = first[sent:]
+                return False
+            sent -= first.nbytes
+            self.outbox.popleft()
+        return True
+
+    def _wake_at(self, left: int) -> None:
+        low = min(left, _LOW) if self._tag is not None else 1
+        if low != self._low:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
+            self._low = low
+
+    def _next_part(self) -> bool:
+        """A header or a payload is complete; True if it was the end of a message."""
+        if self._tag is not None:
+            offer = bytes(self._target) if self._tag == _OFFER else None
+            if offer is None:
+                self._advance()
+            else:
+                self._tag, self._filled = None, 0
+                self._accept(offer)
+            return offer is None
+        tag, size = HEADER.unpack(self._header)
+        if (size >= 0 and tag >= 0) or tag == _OFFER:
+            self._check_size(tag, size)
+            self._advance()
+            return False
+        self._filled = 0
+        if tag == _ACCEPTED:
+            self._accepted = True
+        elif tag == _FREED:
+            assert self._outgoing is not None
+            self._outgoing.free()
+            self._share()
+        else:
+            self._take(tag & 0xFFFFFFFF, tag >> 32, ~size)
+        return True
+
+    def receive(self, tag: int, target: memoryview) -> Arrival:
+        for early in list(self._early.get(tag, ()))[:1]:
+            if len(early) != target.nbytes:
+                raise BulkError(self.peer, _OTHER)
+        return super().receive(tag, target)
+
+    def _check_size(self, tag: int, size: int) -> None:
+        """Ranks that sum different things are to hear of it."""
+        for arrival in list(self._awaited.get(tag, ()))[:1]:
+            if arrival.target.nbytes != size:
+                raise BulkError(self.peer, _OTHER)
+
+    def _accept(self, offer: bytes) -> None:
+        self._incoming = offered(offer)
+        if self._incoming is not None:
+            self._say(_ACCEPTED, 0)
+            self.flush()
+
+    def _take(self, tag: int, place: int, size: int) -> None:
+        """A message lies in the mailbox."""
+        assert self._incoming is not None
+        self._check_size(tag, size)
+        awaited = self._awaited.get(tag)
+        if awaited:
+            arrival = awaited.popleft()
+            self._incoming.read(place, arrival.target)
+            arrival.done = True
+        else:
+            early = bytearray(size)
+            self._incoming.read(place, memoryview(early))
+            self._early.setdefault(tag, deque()).append(early)
+        self._say(_FREED, 0)
+        self.flush()
+
+
+class _Lanes(Wire):
+    """The lanes over one network card."""
+
+    def __init__(self, bulk: Bulk, rank: int, deadline: float, card: str) -> None:
+        super().__init__(rank, deadline, card)
+        self._bulk = bulk
+
+    def pipe(self, peer: int) -> Pipe:
+        if peer not in self.pipes:
+            connection = self._call(peer) if self.rank < peer else self._answer(peer)
+            same_node = connection.getpeername()[0] == connection.getsockname()[0]
+            self.pipes[peer] = self._bulk.watch(Lane(connection, peer, same_node))
+        return self.pipes[peer]
+
+    def progress(self) -> None:
+        self._bulk.look(0.0)
+
+
+class Bulk:
+    """Lanes over every card; a message takes the card that its tag says."""
+
+    def __init__(self, rank: int, deadline: float) -> None:
+        self._deadline = deadline
+        self._poll = select.epoll()
+        self._lanes: dict[int, Lane] = {}
+        self._writing: set[int] = set()
+        self._gone: set[int] = set()  # peers
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poll.register(self._bell, select.EPOLLIN)
+        self._wires = [_Lanes(self, rank, deadline, card) for card in cards() or [""]]
+
+    def pipe(self, peer: int, tag: int) -> Pipe:
+        return self._wires[tag % len(self._wires)].pipe(peer)
+
+    def watch(self, lane: Lane) -> Lane:
+        self._lanes[lane.socket.fileno()] = lane
+        self._poll.register(lane.socket, select.EPOLLIN)
+        return lane
+
+    def ring(self) -> None:
+        """From another thread: whoever waits is to return."""
+        os.eventfd_write(self._bell, 1)
+
+    def first(self, under_way: Sequence[Sequence[Job]], end: float) -> int | None:
+        """Which of these has come and gone in full; None when the bell rang."""
+        while True:
+            for number, jobs in enumerate(under_way):
+                for job in jobs:
+                    if not job[1].done:
+                        break
+                else:
+                    return number
+            now = time.monotonic()
+            if self._gone or now > end:
+                self._check(under_way, now > end)
+            if self.look(min(1.0, max(0.001, end - now))):
+                return None
+
+    def wait(self, jobs: Sequence[Job], end: float) -> None:
+        while self.first([jobs], end) is None:
+            pass
+
+    def _check(self, under_way: Sequence[Sequence[Job]], late: bool) -> None:
+        for jobs in under_way:
+            for peer, job, *_ in jobs:
+                if not job.done and peer in self._gone:
+                    raise BulkError(peer, "connection closed by the peer")
+                if not job.done and late:
+                    raise BulkError(peer, f"nothing within {self._deadline:g} s")
+
+    def look(self, seconds: float) -> bool:
+        """Read and write what can be, after some sleep if nothing can; True if the bell rang."""
+        self._watch_for_room()
+        rung = False
+        for descriptor, events in self._poll.poll(seconds):
+            if descriptor == self._bell:
+                os.eventfd_read(self._bell)
+                rung = True
+                continue
+            lane = self._lanes[descriptor]
+            if events & select.EPOLLOUT:
+                lane.flush()
+            if events & ~select.EPOLLOUT:
+                lane.pump()
+            if lane.closed:
+                self._poll.unregister(descriptor)
+                del self._lanes[descriptor]
+                self._gone.add(lane.peer)
+        return rung
+
+    def _watch_for_room(self) -> None:
+        for descriptor, lane in self._lanes.items():
+            if bool(lane.outbox) != (descriptor in self._writing):
+                self._writing ^= {descriptor}
+                self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if lane.outbox else 0))
+
+    def close(self) -> None:
+        self._gone.update(lane.peer for lane in self._lanes.values())
+        self._lanes.clear()
+        for wire in self._wires:
+            wire.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_bell"):
+            os.close(self._bell)
+            self._poll.close()
+
+
+class BulkError(OSError):
+    """With the peer that it is about."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer

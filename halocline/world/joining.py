@@ -1,0 +1,59 @@
+"""Which ranks this process joins, and how they talk: the one place where that is decided."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from ..errors import MeshError
+from . import mpi, process
+from .joined import JoinedWorld
+
+TRANSPORTS = ("torch", "mpi")
+#: By which the launchers of MPICH, of PMIx and of Open MPI tell a process that it is a rank; and how many there are.
+_RANK_BY_MPI = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_SIZE_BY_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+
+_joined_by_mpi: list[bool] = []  # from then on torch.distributed runs too, and its variables are set
+
+
+def connect(deadline: float = 600.0, transport: str | None = None) -> JoinedWorld | None:
+    """Join the ranks that a launcher started; None where this process stands alone."""
+    chosen = transport or os.environ.get("HALOCLINE_TRANSPORT") or _found()
+    _check_name(chosen)
+    if chosen == "torch":
+        return process.connect(deadline)
+    world = mpi.join_by_mpi(deadline)
+    _joined_by_mpi.append(True)
+    return world
+
+
+def _found() -> str:
+    """Variables of torchrun and Slurm come first, since MPI's may be inherited from a shell on a cluster."""
+    if _joined_by_mpi:
+        return "mpi"
+    if dist.is_initialized() or process.adopt_environment():
+        return "torch"
+    return "mpi" if started_by_mpiexec() else "torch"
+
+
+def started_by_mpiexec() -> bool:
+    """As one of several ranks."""
+    sizes = [os.environ[name] for name in _SIZE_BY_MPI if name in os.environ]
+    return any(name in os.environ for name in _RANK_BY_MPI) and sizes[:1] != ["1"]
+
+
+def check_transport(joined: JoinedWorld, transport: str | None) -> None:
+    """Ranks that have joined one way do not join another."""
+    if transport is None:
+        return
+    _check_name(transport)
+    by = "torch" if isinstance(joined, process.ProcessWorld) else "mpi"
+    if by != transport:
+        raise MeshError(f"the ranks have joined over {by!r} already; say hc.init(transport={transport!r}) before that")
+
+
+def _check_name(transport: str) -> None:
+    if transport not in TRANSPORTS:
+        raise MeshError(f"no transport {transport!r}; it is {' or '.join(TRANSPORTS)}")

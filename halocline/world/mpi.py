@@ -1,0 +1,380 @@
+"""Ranks over MPI, through mpi4py: messages of every size, and sums that go on while a rank computes.
+
+torch.distributed is started beside it: checkpoints and the doctor talk over gloo, and failing ranks say where they
+stopped in its store. What mpiexec does when a rank dies is in docs/mpi.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from threading import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import MeshError, RankFailure, Refused
+from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
+from .joined import JoinedWorld
+from .mpi_library import at_the_end, library, poll, progress
+from .process import start_torch
+
+_PARTING = "parting"  # a communicator on which a rank that leaves says so
+_LAST = 0.1  # seconds for what a rank sent before it left
+_SOON = 5.0  # seconds that the others have to end, where something has failed
+_LONG = 1 << 14  # bytes from which a message may need the receiver before it goes
+_TAG_BITS = 31
+#: What MPI adds as torch does, by dtype; truth values are or-ed, as torch adds them.
+_TYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int16: "INT16_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+    torch.bool: "UINT8_T",
+}
+_HALVES = (torch.float16, torch.bfloat16)  # MPI knows none: torch adds them
+
+
+@dataclass(eq=False)
+class _Posted:
+    """Requests with what they are about; kept by the world till they are done, since MPI writes into their memory."""
+
+    requests: list[Any] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)  # bytes of the receives, which are the first of the requests
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to a tensor that MPI could not write
+    memory: list[Tensor] = field(default_factory=list)
+    statuses: list[Any] = field(default_factory=list)
+    is_sum: bool = False
+    long: bool = False  # the progress thread looks after it
+    done: bool = False
+
+
+class MpiWorld(JoinedWorld):
+    """A communicator for each channel, and one more on which ranks say that they leave."""
+
+    def __init__(self, deadline: float = 600.0, comm: Any = None) -> None:
+        self._mpi = library()
+        self._home = self._mpi.COMM_WORLD if comm is None else comm
+        super().__init__(self._home.Get_rank(), self._home.Get_size(), deadline)
+        highest = self._home.Get_attr(self._mpi.TAG_UB) or 32767  # the least that MPI promises
+        self._bits = min(_TAG_BITS, (highest + 1).bit_length() - 1)
+        self._comms = {name: self._duplicate(name) for name in (*CHANNELS, _PARTING)}
+        self._rings: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._under_way: set[_Posted] = set()
+        self._left: dict[int, float] = {}  # who has said so, and when it was heard
+        self._told: list[Any] = []
+        self._interrupted = Event()
+        self._progress = progress()
+        at_the_end(self)
+        weakref.finalize(self, _keep_for_good, self._under_way).atexit = False
+
+    def _duplicate(self, name: str) -> Any:
+        made, request = self._home.Idup()
+        if not poll(request.Test, time.monotonic() + self.deadline):
+            raise RankFailure(
+                f"rank {self.rank}, joining over MPI: not all {self.size} ranks came to make channel {name!r} within "
+                f"{self.deadline:g} s. Look at the other ranks' own output first"
+            )
+        return made
+
+    # ---- messages ----
+
+    def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
+        self._refuse_after_failure()
+        comm, posted = self._comms[label.channel], _Posted()
+        self._under_way.add(posted)
+        for peer, buffer, tag in receives:
+            host = self._host(buffer)
+            posted.awaited.append(host.nbytes)
+            posted.copies += [] if host is buffer else [(buffer, host)]
+            self._start(posted, comm.Irecv, host, peer, tag)
+        for peer, message, tag in sends:
+            host = self._host(message.resolve_conj().resolve_neg(), fill=True)
+            self.traffic.transport_bytes += host.nbytes
+            self._start(posted, comm.Isend, host, peer, tag)
+        if any(host.nbytes >= _LONG for host in posted.memory):
+            self._carry_on(posted)
+        return posted
+
+    def _start(self, posted: _Posted, start: Callable[..., Any], host: Tensor, peer: int, tag: int) -> None:
+        posted.memory.append(host)
+        posted.peers.append(peer)
+        posted.requests.append(start([self._memory(host), self._mpi.BYTE], peer, self._folded(tag)))
+
+    def _memory(self, host: Tensor) -> Any:
+        return self._mpi.buffer.fromaddress(host.data_ptr(), host.nbytes)
+
+    def _folded(self, tag: int) -> int:
+        """A tag in the bits that this MPI has: what is cut off above is not lost below."""
+        while tag >> self._bits:
+            tag = (tag & ((1 << self._bits) - 1)) ^ (tag >> self._bits)
+        return tag
+
+    def _carry_on(self, posted: _Posted) -> None:
+        """It needs calls of MPI before anybody waits for it."""
+        posted.long = True
+        self._progress.begun()
+
+    def complete(self, posted: Any, label: Label) -> None:
+        self._await([posted], time.monotonic() + self.deadline, label)
+
+    def _await(self, several: Sequence[_Posted], end: float, label: Label, interrupted: Event | None = None) -> bool:
+        """Until one of them is done, or the interruption (False); what goes wrong is a RankFailure."""
+
+        def one_done() -> bool:
+            return any(map(self._is_done, several)) or (interrupted is not None and interrupted.is_set())
+
+        first = several[0]
+        try:
+            if not poll(one_done, end, lambda: self._look_for(first.peers)):
+                raise TimeoutError(f"nothing within {self.deadline:g} s")
+        except _PeerError as error:
+            raise self._failure(None if first.is_sum else error.peer, error, label) from error
+        except (self._mpi.Exception, TimeoutError) as error:
+            raise self._failure(None if first.is_sum else self._late(first), error, label) from error
+        return any(posted.done for posted in several)
+
+    def _is_done(self, posted: _Posted) -> bool:
+        """What came is where it belongs once this says so."""
+        if posted.done:
+            return True
+        if not posted.statuses:
+            posted.statuses = [self._mpi.Status() for _ in posted.requests]
+        if not self._mpi.Request.Testall(posted.requests, posted.statuses):
+            return False
+        for peer, size, status in zip(posted.peers, posted.awaited, posted.statuses, strict=False):
+            if (found := status.Get_count(self._mpi.BYTE)) != size:
+                raise _PeerError(peer, f"{found} bytes came where {size} were awaited")
+        for tensor, host in posted.copies:
+            tensor.copy_(host)
+        self._under_way.discard(posted)
+        self._rest(posted)
+        posted.done = True
+        return True
+
+    def _rest(self, posted: _Posted) -> None:
+        if posted.long:
+            posted.long = False
+            self._progress.ended()
+
+    def _late(self, posted: _Posted) -> int:
+        """The first peer that something is awaited from, or else that has not taken what was sent."""
+        for peer, request in zip(posted.peers, posted.requests, strict=False):
+            with suppress(self._mpi.Exception):
+                if request != self._mpi.REQUEST_NULL and not request.Test():
+                    return peer
+        return posted.peers[0]
+
+    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+        several = [exchange.posted for exchange in under_way]
+        if not self._await(several, end, under_way[0].label, self._interrupted):
+            self._interrupted.clear()
+            return None
+        return next(number for number, posted in enumerate(several) if posted.done)
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    # ---- sums ----
+
+    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
+        self._await([self._begun_sum(tensor, ranks, label)], time.monotonic() + self.deadline, label)
+
+    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        posted = self._begun_sum(tensor, ranks, label)
+        self._carry_on(posted)
+        return posted
+
+    def complete_sum(self, posted: Any, label: Label) -> None:
+        self._await([posted], time.monotonic() + self.deadline, label)
+
+    def _begun_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> _Posted:
+        self._refuse_after_failure()
+        host = self._host(tensor.resolve_conj().resolve_neg(), fill=True)
+        real = torch.view_as_real(host) if host.is_complex() else host
+        datatype, operation = _arithmetic(real.dtype, label)
+        comm = self._ring(ranks, label)
+        posted = _Posted(peers=[rank for rank in ranks if rank != self.rank], memory=[host], is_sum=True)
+        posted.copies += [] if host is tensor else [(tensor, host)]
+        self.traffic.transport_bytes += host.nbytes
+        self._under_way.add(posted)
+        message = [self._memory(real), real.numel(), datatype]
+        try:
+            posted.requests.append(comm.Iallreduce(self._mpi.IN_PLACE, message, operation))
+        except self._mpi.Exception as error:
+            raise self._failure(None, error, label) from error
+        return posted
+
+    def _ring(self, ranks: tuple[int, ...], label: Label) -> Any:
+        """A communicator of these ranks, made when first needed by its members alone."""
+        if label.channel in self._comms and ranks == tuple(range(self.size)):
+            return self._comms[label.channel]
+        key = (label.channel, ranks)
+        if key not in self._rings:
+            self._meet(key, label)
+            comm = self._comms["control"]
+            self._rings[key] = comm.Create_group(comm.Get_group().Incl(ranks))
+        return self._rings[key]
+
+    def _meet(self, key: tuple[str, tuple[int, ...]], label: Label) -> None:
+        """Making a communicator has no deadline of its own: it begins when all have come, which is waited for with one.
+
+        That is no exchange of the program's, and stands in no journal.
+        """
+        comm, tag, nothing = self._comms[_PARTING], 1 + zlib.crc32(repr(key).encode()) % 32767, torch.empty(0)
+        posted = _Posted()
+        self._under_way.add(posted)
+        others = [rank for rank in key[1] if rank != self.rank]
+        for peer in others:
+            posted.awaited.append(0)
+            self._start(posted, comm.Irecv, nothing, peer, tag)
+        for peer in others:
+            self._start(posted, comm.Isend, nothing, peer, tag)
+        self._await([posted], time.monotonic() + self.deadline, label)
+
+    # ---- other worlds, and the end ----
+
+    def _another(self) -> MpiWorld:
+        return MpiWorld(self.deadline, self._home)
+
+    def leave(self) -> None:
+        self._failed = self._failed or "this rank has left"
+        self._tell()
+
+    def _tell(self) -> None:
+        """An empty message to each, once: it needs nobody to take it."""
+        if self._told:
+            return
+        nothing, comm = [None, 0, self._mpi.BYTE], self._comms[_PARTING]
+        self._told = [comm.Isend(nothing, peer, 0) for peer in range(self.size) if peer != self.rank]
+        for posted in list(self._under_way):
+            self._rest(posted)
+
+    def farewell(self) -> None:
+        self._tell()
+
+    def patience(self) -> float:
+        return min(self.deadline, _SOON) if self._failed else self.deadline
+
+    def _look_for(self, peers: Sequence[int]) -> None:
+        """Has one of them left, and not just now? What it sent before may still come."""
+        comm, status, now = self._comms[_PARTING], self._mpi.Status(), time.monotonic()
+        if self._told:  # by another thread, so that this one need not wait
+            raise _PeerError(peers[0], "connection closed: this rank has left")
+        while comm.Iprobe(self._mpi.ANY_SOURCE, 0, status):
+            comm.Recv([None, 0, self._mpi.BYTE], status.Get_source(), 0)  # it is there
+            self._left[status.Get_source()] = now
+        for peer in peers:
+            if now - self._left.get(peer, now) > _LAST:
+                raise _PeerError(peer, f"connection closed: rank {peer} has left")
+
+    def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
+        self._tell()  # the others need not wait for their deadlines
+        return super()._failure(peer, error, label)
+
+    def _seen(self, peer: int | None, text: str) -> str:
+        if peer is not None and "awaited" in text:
+            return f"what came from rank {peer} was not what was asked for"
+        return super()._seen(peer, text)
+
+
+class _PeerError(OSError):
+    """With the peer that it is about."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+def _keep_for_good(under_way: set[_Posted]) -> None:
+    """MPI may still write there."""
+    _abandoned.extend(under_way)
+
+
+_abandoned: list[_Posted] = []
+
+
+@cache
+def _arithmetic_of(dtype: torch.dtype) -> tuple[Any, Any]:
+    mpi = library()
+    if dtype in _HALVES:
+        return mpi.UINT16_T, mpi.Op.Create(_adder(dtype), commute=True)
+    return getattr(mpi, _TYPES[dtype]), mpi.BOR if dtype == torch.bool else mpi.SUM
+
+
+def _arithmetic(dtype: torch.dtype, label: Label) -> tuple[Any, Any]:
+    """The type and the operation that add as torch does."""
+    if dtype not in _TYPES and dtype not in _HALVES:
+        raise Refused(label.operation, label.place, f"{dtype} cannot be summed over MPI", "convert it to another first")
+    return _arithmetic_of(dtype)
+
+
+def _adder(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    def add(theirs: Any, ours: Any, datatype: Any) -> None:
+        if len(ours):
+            total = torch.frombuffer(ours, dtype=dtype)
+            total.add_(torch.frombuffer(theirs, dtype=dtype))
+
+    return add
+
+
+# ---- joining ----
+
+
+def join_by_mpi(deadline: float) -> MpiWorld:
+    """The ranks that mpiexec started, with torch.distributed beside them for whoever uses it."""
+    world = MpiWorld(deadline)
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
+            raise MeshError(
+                f"torch.distributed has this process as rank {dist.get_rank()} of {dist.get_world_size()}, MPI as rank "
+                f"{world.rank} of {world.size}; start it once, with mpiexec or with torchrun"
+            )
+    elif world.size > 1:
+        store = _meet(world)
+        start_torch(deadline, store=store, rank=world.rank, world_size=world.size)
+    return world
+
+
+def _meet(world: MpiWorld) -> Any:
+    """torch's store at rank 0, and the variables that torchrun would have set."""
+    everyone, label = tuple(range(world.size)), Label("joining", "the world", "control")
+    hosts = torch.zeros(world.size, dtype=torch.int64)
+    hosts[world.rank] = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest())
+    hosts = world.sum(hosts, everyone, label)
+    mine = [rank for rank in everyone if hosts[rank] == hosts[world.rank]]
+    one_machine = len(mine) == world.size
+    listener = socket.create_server(("127.0.0.1" if one_machine else "", 0)) if world.rank == 0 else None
+    address = "127.0.0.1" if one_machine else socket.gethostname()
+    port = listener.getsockname()[1] if listener else 0
+    address, port = _told(world, f"{address} {port}", everyone, label).split()
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(mine.index(world.rank)),
+        LOCAL_WORLD_SIZE=str(len(mine)), MASTER_ADDR=address, MASTER_PORT=port,
+    )  # fmt: skip
+    options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
+    wait = timedelta(seconds=world.deadline)
+    store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
+    return store(address, int(port), world.size, listener is not None, wait, False, **options)
+
+
+def _told(world: MpiWorld, text: str, everyone: tuple[int, ...], label: Label) -> str:
+    """Rank 0's text."""
+    line = torch.zeros(512, dtype=torch.uint8)
+    line[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return bytes(world.broadcast(line, everyone, label).tolist()).rstrip(b"\0").decode()

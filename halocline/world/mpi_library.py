@@ -1,0 +1,163 @@
+"""The MPI library under mpi4py: started with threads, called while messages hide behind work, and ended together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+from ..errors import MeshError
+
+_SPIN = 20e-6  # seconds of asking again at once
+_YIELD = 100e-6  # and of letting others have the core in between: where ranks share cores, those we wait for
+_PAUSES = 20e-6, 500e-6  # seconds of sleep after that, from the first to the longest
+_MOVED = 10e-6  # a call of this many seconds has moved something, and there may be more
+_UNUSED = 600.0  # seconds to wait for the others' end, where no world says how long
+
+_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+@cache
+def library() -> Any:
+    """``mpi4py.MPI``, with MPI started so that several threads may call it."""
+    try:
+        import mpi4py
+
+        started_here = "mpi4py.MPI" not in sys.modules
+        if started_here:
+            mpi4py.rc.thread_level = "multiple"
+            mpi4py.rc.finalize = False  # it would wait without end for a rank that has failed
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # the second where there is no MPI for it to load
+        raise MeshError(
+            f"ranks over MPI need mpi4py and an MPI library ({error}); pip install 'halocline[mpi]', and mpich where "
+            "the machine has no MPI of its own, or start the ranks with torchrun"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise MeshError(
+            f"MPI was started with thread level {MPI.Query_thread()}, and level {MPI.THREAD_MULTIPLE} is needed: "
+            "several threads talk at once; leave mpi4py.rc.thread_level at 'multiple', or take an MPI that has it"
+        )
+    if started_here:
+        atexit.register(_end, MPI)
+    return MPI
+
+
+def poll(done: Callable[[], bool], end: float, look: Callable[[], None] | None = None) -> bool:
+    """Ask until it is done; False at ``end``. ``look`` is called between longer pauses, and may raise."""
+    began, pause = time.monotonic(), _PAUSES[0]
+    while not done():
+        now = time.monotonic()
+        if now >= end:
+            return False
+        if now - began < _SPIN:
+            continue
+        if now - began < _YIELD:
+            _yield()
+            continue
+        if look is not None:
+            look()
+        time.sleep(min(pause, end - now))
+        pause = min(1.5 * pause, _PAUSES[1])
+    return True
+
+
+class Progress:
+    """MPI moves messages only inside its calls: a thread that calls it while some are under way and nobody waits."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self._source = comm, library().ANY_SOURCE
+        self._lock, self._wanted = threading.Lock(), threading.Event()
+        self._under_way, self._stopped = 0, False
+        self._thread: threading.Thread | None = None
+
+    def begun(self) -> None:
+        with self._lock:
+            self._under_way += 1
+            self._wanted.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="halocline MPI progress")
+                self._thread.start()
+
+    def ended(self) -> None:
+        with self._lock:
+            self._under_way = max(0, self._under_way - 1)
+            if not self._under_way:
+                self._wanted.clear()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        pause = _PAUSES[0]
+        while True:
+            if not self._wanted.is_set():
+                pause = _PAUSES[0]
+                self._wanted.wait()
+            if self._stopped:
+                return
+            began = time.perf_counter()
+            self._comm.Iprobe(self._source, 0)  # any call moves everything that can be moved
+            if time.perf_counter() - began < _MOVED:
+                time.sleep(pause)
+                pause = min(1.5 * pause, _PAUSES[1])
+            else:
+                pause = _PAUSES[0]
+
+
+@cache
+def progress() -> Progress:
+    """One for the process."""
+    return Progress(library().COMM_SELF.Dup())
+
+
+# ---- the end ----
+
+
+class Leaver(Protocol):
+    """What ends with the process."""
+
+    def farewell(self) -> None:
+        """Tell the others."""
+
+    def patience(self) -> float:
+        """Seconds to wait for the others to end too."""
+
+
+_leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+
+
+def at_the_end(leaver: Leaver) -> None:
+    _leavers.add(leaver)
+
+
+def _end(mpi: Any) -> None:
+    """MPI ends on all ranks together. mpiexec kills the others of a rank that ends without, so it waits for them.
+
+    A rank that ends by an error does not wait: its status says so, and mpiexec ends the run.
+    """
+    progress().stop()
+    for leaver in _leavers:
+        leaver.farewell()
+    if getattr(sys, "last_value", None) is not None or mpi.Is_finalized():
+        return
+    patience = min((leaver.patience() for leaver in _leavers), default=_UNUSED)
+    barrier = mpi.COMM_WORLD.Ibarrier()
+    if poll(barrier.Test, time.monotonic() + patience):
+        mpi.Finalize()
+        return
+    sys.stderr.write(f"halocline: other ranks have not ended within {patience:g} s of this one; the run ends here\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(1)  # with status 0 mpiexec would end the others and report success

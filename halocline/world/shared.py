@@ -1,0 +1,94 @@
+"""Memory that two ranks of one node have mapped, for messages in one direction.
+
+It has no name in any file system: the reader opens it through the writer's process, and nothing is left when both are
+gone. A reader that may not leaves the messages to the socket.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections import deque
+
+import numpy as np
+
+_SIZE = 1 << 24  # bytes; pages are had when first written
+_TOKEN = 16  # bytes
+
+
+class Copied:
+    """A message to a mailbox: done when it lies there."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Mailbox:
+    """Messages lie in a row, begin again at the front, and are freed in the order in which they came."""
+
+    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
+        self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        self.size = self._bytes.size
+        self._descriptor = descriptor
+        self._next = 0
+        self._held: deque[tuple[int, int]] = deque()
+
+    @classmethod
+    def new(cls, size: int = _SIZE) -> Mailbox:
+        descriptor = os.memfd_create("halocline", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        return cls(mmap.mmap(descriptor, size), descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+    def offer(self) -> bytes:
+        """Where to find it, and what lies at its front to be sure that it is the one."""
+        token = secrets.token_bytes(_TOKEN)
+        self._bytes[:_TOKEN] = np.frombuffer(token, dtype=np.uint8)
+        return f"{os.getpid()} {self._descriptor} {self.size} {token.hex()}".encode()
+
+    def _place(self, size: int) -> int | None:
+        if not self._held:
+            return 0
+        oldest = self._held[0][0]
+        if self._next <= oldest:
+            return self._next if self._next + size < oldest else None
+        if self._next + size <= self.size:
+            return self._next
+        return 0 if size < oldest else None
+
+    def put(self, payload: memoryview) -> int | None:
+        """Where it lies now; None if there is no room yet."""
+        place = self._place(payload.nbytes)
+        if place is None:
+            return None
+        self._bytes[place : place + payload.nbytes] = np.frombuffer(payload, dtype=np.uint8)
+        self._next = place + payload.nbytes
+        self._held.append((place, self._next))
+        return place
+
+    def free(self) -> None:
+        """The oldest was read."""
+        self._held.popleft()
+
+    def read(self, place: int, target: memoryview) -> None:
+        np.frombuffer(target, dtype=np.uint8)[:] = self._bytes[place : place + target.nbytes]
+
+
+def offered(offer: bytes) -> Mailbox | None:
+    """The mailbox that a peer offers; None if it cannot be had."""
+    process, descriptor, size, token = offer.decode().split()
+    try:
+        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(opened, int(size), prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(opened)
+    return Mailbox(memory) if memory[:_TOKEN].hex() == token else None
