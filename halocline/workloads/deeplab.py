@@ -61,8 +61,9 @@ class DeepLab(nn.Module):
         self.refine = nn.Sequential(_plain(deep + 2 * width, deep), _plain(deep, deep))
         self.head = nn.Conv2d(deep, classes, 1)
         self.apply(initialise)
-        for block in self.encoder.blocks:
-            nn.init.zeros_(block.expand.weight)  # at first every block passes on what it gets (Goyal et al. 2017)
+        for block in self.encoder.modules():
+            if isinstance(block, Bottleneck):
+                nn.init.zeros_(block.expand.weight)  # at first it passes on what it gets (Goyal et al. 2017)
 
     def forward(self, x: Tensor) -> Tensor:
         if any(size % MULTIPLE for size in x.shape[2:]):

@@ -51,8 +51,9 @@ class ResNet(nn.Module):
                 channels = EXPANSION * inner
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
         self.apply(_initialise)
-        for block in self.groups:
-            nn.init.zeros_(block.way[-1].weight)  # at first every block passes on what it gets (Goyal et al. 2017)
+        for block in self.groups.modules():
+            if isinstance(block, Bottleneck):
+                nn.init.zeros_(block.way[-1].get_parameter("weight"))  # at first it passes on what it gets (Goyal et al. 2017)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.groups(self.stem(x)))
