@@ -272,9 +272,10 @@ def test_the_factorization_follows_the_links() -> None:
 
 
 def test_costs_are_lines_between_what_was_tried() -> None:
-    costs = Costs({"flat": (1.0, 2.0, 4.0), "levels": (1.5, 1.9, 3.9), "doubling": (0.1, 3.0)}, {"levels": 0.0})
+    costs = Costs({"flat": (1.0, 2.0, 4.0, 16.0), "levels": (1.5, 1.97, 3.97, 15.0), "doubling": (0.1, 3.0)})
     assert costs.seconds("flat", 1 << 10) == 1.0 and costs.seconds("flat", 1 << 17) == pytest.approx(2.0)
-    assert costs.seconds("levels", 1 << 26) == 3.9
+    assert costs.seconds("flat", 7 << 20) == pytest.approx(14.0)
+    assert costs.seconds("flat", 9 << 20) == pytest.approx(18.0)
     assert [costs.best(size) for size in (1, 1 << 17, 1 << 26)] == ["doubling", "flat", "levels"]
 
 
@@ -289,7 +290,7 @@ def test_all_ranks_learn_the_same_costs() -> None:
 
     found = run_local(4, measure)
     assert all(each == found[0] for each in found)
-    assert found[0][1] == {"flat": (1027.0, 131075.0, 2097155.0), "doubling": (1027.0, 131075.0)}
+    assert found[0][1] == {"flat": (1027.0, 131075.0, 2097155.0, 8388611.0), "doubling": (1027.0, 131075.0)}
 
 
 # ---- ranks as processes ----

@@ -53,7 +53,8 @@ class ResNet(nn.Module):
         self.apply(_initialise)
         for block in self.groups.modules():
             if isinstance(block, Bottleneck):
-                nn.init.zeros_(block.way[-1].get_parameter("weight"))  # at first it passes on what it gets (Goyal et al. 2017)
+                # At first it passes on what it gets (Goyal et al. 2017).
+                nn.init.zeros_(block.way[-1].get_parameter("weight"))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.groups(self.stem(x)))

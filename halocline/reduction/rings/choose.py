@@ -18,15 +18,14 @@ from ...world import Label, World
 from ..grouping import Link
 from .carry import Carrier, Chunk
 from .levels import Levels
-from .schedule import Round, Span, Way
+from .schedule import Round, Span
 
-CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
-SIZES = (1 << 10, 1 << 17, 1 << 21)  # bytes of the sums that are tried
+CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23)  # bytes
+SIZES = (1 << 10, 1 << 17, 1 << 21, 1 << 23)  # bytes of the sums that are tried
 FLAT = "flat"
-_GO_ON = (FLAT, "levels")
 _PROBES = (1 << 10, 1 << 18)  # bytes of the exchanges that are timed on each level
 _TURNS, _REPEAT = 4, 3
-_DOUBTFUL = 0.95  # of the flat sum's time: another way is to be better by more than the noise
+_DOUBTFUL = 0.97  # of the flat sum's time: another way is to be better by more than the noise
 _LABEL = Label("what a way costs", "backward", "control")
 
 Try = Callable[[str, int], float]  # seconds of a sum of so many bytes by the way of that name
@@ -37,7 +36,6 @@ class Costs:
     """The same on every rank."""
 
     tried: dict[str, tuple[float, ...]]  # seconds of sums of SIZES, as many as were tried
-    slopes: dict[str, float]  # seconds a byte of large ones, where the levels tell
 
     def seconds(self, way: str, size: int) -> float:
         """Between what was tried in a straight line, and on from the last."""
@@ -47,13 +45,11 @@ class Costs:
             if size <= high:
                 break
         slope = max(0.0, (end - begin) / (high - low)) if high > low else 0.0
-        if size > high:
-            return end + (size - high) * self.slopes.get(way, slope)
         return begin + (size - low) * slope
 
     def best(self, size: int) -> str:
-        """Of the ways that were tried with sums as large, and those of which is known how they go on."""
-        known = [way for way, times in self.tried.items() if way in _GO_ON or size <= SIZES[len(times) - 1]]
+        """Of the ways that were tried with sums as large, or with the largest."""
+        known = [way for way, times in self.tried.items() if len(times) == len(SIZES) or size <= SIZES[len(times) - 1]]
         return min(known or self.tried, key=lambda way: self.seconds(way, size) * (_DOUBTFUL if way == FLAT else 1.0))
 
 
@@ -145,9 +141,3 @@ def agreed(seconds: float, world: World) -> float:
     everyone = tuple(range(world.size))
     mine = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     return float(world.maximum(mine, everyone, _LABEL).item())
-
-
-def slope(way: Way, links: Sequence[Link]) -> float:
-    """Seconds a byte of large sums in chunks."""
-    size = 1 << 26
-    return max(level_seconds(way.factors, [Link(0.0, link.per_byte) for link in links], size)) / size

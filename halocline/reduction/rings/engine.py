@@ -15,7 +15,7 @@ from ...world import DryWorld, Label, LocalWorld, World
 from ...world.wire import cards
 from ..grouping import Link
 from .carry import Carrier, Chunk
-from .choose import FLAT, Costs, best_chunk, measured_links, slope, timed, tried
+from .choose import FLAT, Costs, best_chunk, measured_links, timed, tried
 from .levels import Levels, levels_of
 from .schedule import Round, Span, Way, gather_rounds, scatter_rounds, split
 
@@ -161,8 +161,7 @@ class Rings:
             probe = torch.zeros(size // 4, device="cpu")
             return timed(lambda: self._begin(name, probe, _LABEL).wait())
 
-        found = tried(list(self._ways), attempt, self.world)
-        return links, Costs(found, {} if way is None else {"levels": slope(way, links)})
+        return links, Costs(tried(list(self._ways), attempt, self.world))
 
 
 class _Returned:
