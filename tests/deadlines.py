@@ -14,6 +14,7 @@ from halocline.world import Mesh, run_local
 
 STEPS = 6
 Train = Callable[[nn.Module, Any, Callable[[Tensor], Tensor]], Any]
+Place = Callable[[Tensor], Tensor]
 MakeOptimizer = Callable[[nn.Module], Any]
 
 
@@ -51,3 +52,27 @@ def plain(model: nn.Module, optimizer: Any, place: Callable[[Tensor], Tensor]) -
         optimizer.zero_grad()
         model(place(batch(step))).square().mean().backward()
         optimizer.step()
+
+
+def step_of(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def weights(*models: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def ahead(mesh: Mesh) -> Callable[[nn.Module, Any], nn.Module]:
+    return lambda model, optimizer: hc.distribute(model, mesh, overlap="next-forward", optimizer=optimizer)
+
+
+def alike(steps: Callable[[Place, Callable[[nn.Module, Any], Any]], list[Tensor]]) -> None:
+    """Loops that make their models and optimizers themselves, on two ranks and on one."""
+
+    def run() -> list[Tensor]:
+        mesh = Mesh(data=2)
+        return steps(lambda x: part(x, mesh), ahead(mesh))
+
+    check_equal(run_local(2, run), steps(lambda x: x, lambda model, optimizer: model))

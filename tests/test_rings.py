@@ -29,7 +29,7 @@ from halocline.testing import shared_pool
 from halocline.world import Began, DryWorld, Label, World, run_local
 from halocline.world.local import current_local_world
 
-LABEL = Label("sum", "a test", "gradients")
+LABEL = Label("sum", "a test", "gradients 7")  # as the seventh engine of a world has it
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64)
 HOWS: tuple[str | tuple[int, ...], ...] = ("flat", "levels", "doubling", "leaders:1", "auto")
 

@@ -24,6 +24,7 @@ from ..errors import MeshError
 from ..world import AVERAGED, Label, Route, Sum, World
 from .control import Control, Doubling
 from .grouping import Link
+from .line import Line
 from .link import Clock, measured_link
 from .passes import Pass
 from .plan import Facts, Goal, Plan
@@ -99,6 +100,7 @@ class GradientAverage:
         self.active = True
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
+        self.line: Line | None = None  # where sums wait for their turn
         self.after: After | None = None  # who takes over when a backward has ended; None: all is waited for there
         #: Of each group of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None

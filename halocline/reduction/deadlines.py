@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch_private import no_torch_functions, step_hooks, transforming, unseen
+from .._torch_private import no_torch_functions, step_hooks, tracing, transforming, unseen
 from ..errors import MeshError
 from .late import can_be_due, is_late, late, make_due, no_longer_due, no_longer_late
+from .line import Line
 from .plan import Goal
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Deadlines:
 
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
+        engine.line = Line(engine.world.deadline)
         self._optimizers = list(optimizers)
         self._under_way: Pass | None = None
         self._left: set[int] = set()  # groups that nobody has waited for yet
@@ -79,11 +81,13 @@ class Deadlines:
             arrival = _Arrival(self, ended.pending(number))
             for index in group.indices:
                 parameter = engine.parameters[index]
+                # The very object, which somebody may have kept from an earlier pass, if it lies where the mean will.
+                same = type(parameter.grad) is Tensor and group.holds(index, parameter.grad)
+                found: Any = parameter.grad if same else group.given(index)
                 if index not in came and parameter.grad is not None:
-                    inside = group.holds(index, parameter.grad)
-                    self._old[index] = group.given(index) if inside else parameter.grad
+                    self._old[index] = parameter.grad
                 # Of those that did not come here too: another rank may have had one.
-                self._late[index] = parameter.grad = late(group.given(index), arrival)
+                self._late[index] = parameter.grad = late(found, arrival)
 
     def take_means(self) -> None:
         """Nothing is late: the optimizer may step as ever."""
@@ -93,14 +97,15 @@ class Deadlines:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for all that is left. No rank needs another for it: the sums have begun."""
+        """Wait for all that is left: the sums go on by themselves, whatever the other ranks are at."""
         for number in sorted(self._left):
             self._settle(number)
-        if self._under_way is not None:
-            self._under_way = None
+        ended, self._under_way = self._under_way, None
+        if ended is not None:
             for parameter in self._engine.parameters:
                 no_longer_due(parameter)  # they are as they should be, and nobody has looked yet
             self._engine.clock.learn_needs(self._needs)
+            ended.learn_link()
             self._late, self._orders, self._old = {}, {}, {}
 
     def look_back(self) -> None:
@@ -173,6 +178,8 @@ class Deadlines:
             number = plan.home[index]
             if number in self._left:
                 make_due(self._engine.parameters[index], partial(self._touched, index, number))
+        # A graph that was made with them before the step has not been for them since, as after any step.
+        torch.autograd.graph.increment_version([self._engine.parameters[index] for index in self._orders])
         self._began = self._stalled = 0.0
 
     # What a parameter's first user asks -------------------------------------------------------------------------------
@@ -187,7 +194,7 @@ class Deadlines:
 
     def _settle(self, number: int) -> None:
         """Wait for a group, and make the steps that were asked for."""
-        if transforming():  # torch.func looks at all that its thread does
+        if transforming() or tracing() is not None:  # they look at all that their thread does
             with ThreadPoolExecutor(1) as other:
                 other.submit(self._settle, number).result()
             return

@@ -96,7 +96,8 @@ def settle(value: Any) -> None:
     """All due parameters in it are what they should be."""
     if type(value) is DueParameter:
         update = no_longer_due(value)
-        assert update is not None
+        if update is None:  # another thread was first
+            return
         try:
             update()
         except BaseException:  # it is not yet what it should be, and nobody may take it for that
@@ -135,10 +136,11 @@ class LateGradient(Tensor):
 
 
 def late(gradient: Tensor, arrive: Callable[[], None]) -> LateGradient:
-    """``arrive()`` is called when somebody wants its values."""
-    shell = gradient.as_subclass(LateGradient)
-    shell._arrive = arrive
-    return shell
+    """The same object; ``arrive()`` is called when somebody wants its values."""
+    gradient.__class__ = LateGradient
+    assert isinstance(gradient, LateGradient)
+    gradient._arrive = arrive
+    return gradient
 
 
 def no_longer_late(gradient: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..world import Label, World
 from .buffer import Group, by_kind
+from .line import Waiting
 from .negotiate import Negotiation
 from .plan import Plan
 from .sparse import sparse_mean
@@ -81,18 +83,24 @@ class Pass:
             number += 1
 
     def _begin_sum(self, number: int) -> Pending:
-        return self._sum_of(number, self.engine.world)
+        begin = self._sum_of(number, self.engine.world)
+        return begin() if self.engine.line is None else self.engine.line.add(begin)
 
     def _begin_beside(self, number: int) -> Pending:
-        return self._sum_of(number, self.engine.beside)
+        return self._sum_of(number, self.engine.beside)()
 
-    def _sum_of(self, number: int, world: World) -> Pending:
+    def _sum_of(self, number: int, world: World) -> Callable[[], Pending]:
+        """Begins it. It does not keep the engine: a gradient that is under way keeps its sum."""
         assert self.plan is not None
-        engine = self.engine
-        self._sent[number] = time.perf_counter()
-        label = Label(engine.name, "backward", engine.channel)
-        last = number == len(self.plan.groups) - 1
-        return engine.wire.begin(self.plan.groups[number], engine.carrier(world, label), last and self._anew)
+        engine, sent, group = self.engine, self._sent, self.plan.groups[number]
+        anew = self._anew and number == len(self.plan.groups) - 1
+        wire, carry = engine.wire, engine.carrier(world, Label(engine.name, "backward", engine.channel))
+
+        def begin() -> Pending:
+            sent[number] = time.perf_counter()
+            return wire.begin(group, carry, anew)
+
+        return begin
 
     # When it has ended ------------------------------------------------------------------------------------------------
 
@@ -174,9 +182,9 @@ class Pass:
     def take(self, number: int) -> set[int]:
         """Wait for a group's sum. Its memory holds means then, of all parameters that any rank had a gradient of."""
         assert self.plan is not None
-        group, ranks = self.plan.groups[number], self.engine.world.size
-        self.pending(number).wait()
-        self._done[number] = time.perf_counter()
+        group, ranks, pending = self.plan.groups[number], self.engine.world.size, self.pending(number)
+        pending.wait()
+        self._done[number] = pending.done if isinstance(pending, Waiting) else time.perf_counter()
         self._write(number, self._done[number])
         counts, anew = group.told(ranks)
         self.uneven |= any(0 < count < ranks for count in counts)
@@ -184,6 +192,15 @@ class Pass:
         had = {index for index, count in zip(group.indices, counts, strict=True) if count}
         self.absent |= set(group.indices) - had
         return had
+
+    def learn_link(self) -> None:
+        """From those that began before the one ahead of them was done: they followed each other on the wire."""
+        assert self.plan is not None
+        order = sorted(self._done)
+        followed = [(a, b) for a, b in pairwise(order) if self._sent[b] < self._done[a]]
+        size = sum(self.plan.groups[b].bytes for _, b in followed)
+        seconds = sum(self._done[b] - self._done[a] for a, b in followed)
+        self.engine.clock.learn_link(len(followed), size, seconds)
 
     def _give(self, group: Group, had: set[int]) -> None:
         for index in group.indices:

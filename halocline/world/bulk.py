@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +68,7 @@ class Lane(Pipe):
         self.outbox.append(memoryview(HEADER.pack(tag, size)))
         self.queued += HEADER.size
 
-    def pump(self) -> None:
+    def pump(self, job: Arrival | None = None) -> None:
         """Read up to the end of the next message."""
         while not self.closed:
             room = memoryview(self._header) if self._tag is None else self._target
@@ -188,17 +189,22 @@ class _Lanes(Wire):
 
     def __init__(self, bulk: Bulk, rank: int, deadline: float, card: str) -> None:
         super().__init__(rank, deadline, card)
-        self._bulk = bulk
+        self._bulk = weakref.proxy(bulk)  # no circle: sockets close when the last who uses them is gone
 
     def pipe(self, peer: int) -> Pipe:
         if peer not in self.pipes:
             connection = self._call(peer) if self.rank < peer else self._answer(peer)
             same_node = connection.getpeername()[0] == connection.getsockname()[0]
-            self.pipes[peer] = self._bulk.watch(Lane(connection, peer, same_node))
+            lane = Lane(connection, peer, same_node)
+            self._bulk.watch(lane)
+            self.pipes[peer] = lane
         return self.pipes[peer]
 
     def progress(self) -> None:
         self._bulk.look(0.0)
+
+
+POSSIBLE = all(hasattr(os, name) for name in ("eventfd", "memfd_create")) and hasattr(select, "epoll")  # on Linux
 
 
 class Bulk:
@@ -217,10 +223,9 @@ class Bulk:
     def pipe(self, peer: int, tag: int) -> Pipe:
         return self._wires[tag % len(self._wires)].pipe(peer)
 
-    def watch(self, lane: Lane) -> Lane:
+    def watch(self, lane: Lane) -> None:
         self._lanes[lane.socket.fileno()] = lane
         self._poll.register(lane.socket, select.EPOLLIN)
-        return lane
 
     def ring(self) -> None:
         """From another thread: whoever waits is to return."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch_private import default_store
 from ..errors import MeshError
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
-from .bulk import Bulk, BulkError
+from .bulk import POSSIBLE, Bulk, BulkError
 from .joined import JoinedWorld
 from .shared import Copied
 from .wire import LARGEST, Arrival, Departure, Wire, memory_of
@@ -90,7 +90,7 @@ class ProcessWorld(JoinedWorld):
 
     def widen(self) -> None:
         self._wide = True
-        if self._bulk is None and self._wire is not None:
+        if self._bulk is None and self._wire is not None and POSSIBLE:
             self._bulk = Bulk(self.rank, self.deadline)
 
     def first(self, under_way: Sequence[Exchange], end: float) -> int | None:

@@ -82,7 +82,7 @@ def offered(offer: bytes) -> Mailbox | None:
     """The mailbox that a peer offers; None if it cannot be had."""
     process, descriptor, size, token = offer.decode().split()
     try:
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY)
+        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:

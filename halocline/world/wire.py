@@ -102,8 +102,8 @@ class Pipe:
             self._awaited.setdefault(tag, deque()).append(arrival)
         return arrival
 
-    def pump(self) -> None:
-        """Read whatever has arrived."""
+    def pump(self, job: Arrival | None = None) -> None:
+        """Read whatever has arrived, or up to the end of that message."""
         while True:
             room = memoryview(self._header) if self._tag is None else self._target
             if self._filled < room.nbytes:
@@ -119,6 +119,8 @@ class Pipe:
                 self._filled += count
             if self._filled == room.nbytes:
                 self._advance()
+                if job is not None and job.done:
+                    return
 
     def _advance(self) -> None:
         """A header or a payload is complete."""
@@ -220,7 +222,7 @@ class Wire:
             if now > asleep_from:
                 self._sleep(min(1.0, end - now))
             pipe.flush()
-            pipe.pump()
+            pipe.pump(job)
 
     def _sleep(self, seconds: float) -> None:
         """Until a pipe can be read or written; others than the one that is waited for are looked after meanwhile."""

@@ -20,7 +20,7 @@ from .carry import Carrier, Chunk
 from .levels import Levels
 from .schedule import Round, Span
 
-CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23)  # bytes
+CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
 SIZES = (1 << 10, 1 << 17, 1 << 21, 1 << 23)  # bytes of the sums that are tried
 FLAT = "flat"
 _PROBES = (1 << 10, 1 << 18)  # bytes of the exchanges that are timed on each level

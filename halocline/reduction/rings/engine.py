@@ -88,7 +88,7 @@ class Rings:
         if way is None:
             return self.world.begin_sum(flat, self._everyone, label)
         chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
-        return self._carrier.begin(chunks, label)
+        return self._carrier.begin(chunks, label._replace(channel=_LABEL.channel))  # the only one in this world
 
     def _pieces(self, flat: Tensor, way: Way) -> list[Tensor]:
         """Of one size, and an even number of them where there are several, for two network cards."""

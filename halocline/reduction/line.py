@@ -1,0 +1,96 @@
+"""Sums that stand in line: a few are under way, and the next begins when one is done.
+
+Whatever has begun is ahead of all that has not. So where one that is needed soon may come late, little should be begun
+before it is its turn. A thread waits for those under way, while the rank computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import RankFailure
+from .wire import Pending
+
+WIDTH = 2  # under way at once: the transport is busy with one while another starts
+
+
+class Waiting:
+    """A sum in line."""
+
+    def __init__(self, begin: Callable[[], Pending], deadline: float) -> None:
+        self.begin, self._deadline = begin, deadline
+        self.pending: Pending | None = None
+        self.error: BaseException | None = None
+        self.over = threading.Event()
+        self.done = 0.0  # when, by ``time.perf_counter``
+
+    def wait(self) -> None:
+        # Those before it in line each have the deadline too; the thread that waits for them says so first.
+        while not self.over.wait(self._deadline + 5):
+            if self.pending is not None:
+                raise RankFailure(f"a sum of gradients did not end within {self._deadline:g} s")
+        if self.error is not None:
+            raise self.error
+
+
+class Line:
+    """Of one engine. It is empty between steps, and its thread then sleeps, and ends with the engine."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._waiting: deque[Waiting] = deque()
+        self._under_way: deque[Waiting] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def add(self, begin: Callable[[], Pending]) -> Waiting:
+        """The next in line, which ``begin()`` begins: here, or in the thread."""
+        added = Waiting(begin, self._deadline)
+        with self._changed:
+            self._waiting.append(added)
+            self._advance()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="halocline sums in line")
+                self._thread.start()
+            self._changed.notify_all()
+        return added
+
+    def _advance(self) -> None:
+        """Under the lock, so that all begin in one order."""
+        while self._waiting and len(self._under_way) < WIDTH:
+            first = self._waiting.popleft()
+            if self._error is None:
+                try:
+                    first.pending = first.begin()
+                except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                    self._error = error
+            self._under_way.append(first)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._under_way, IDLE):
+                    self._thread = None
+                    return
+                first = self._under_way[0]
+            self._bring_to_its_end(first)
+            with self._changed:
+                self._under_way.popleft()
+                self._advance()
+            first.over.set()
+            del first  # it knows its engine, which must be able to go
+
+    def _bring_to_its_end(self, first: Waiting) -> None:
+        try:
+            if self._error is None and first.pending is not None:
+                first.pending.wait()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+        first.error, first.done = self._error, time.perf_counter()
+
+
+IDLE = 60.0  # seconds after which the thread ends; the next sum starts another

@@ -1,0 +1,101 @@
+"""Lanes: messages of any size between two ends, through shared memory once both have it; and what does not fit."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch
+
+from halocline.world.bulk import BulkError, Lane
+from halocline.world.shared import Mailbox, offered
+from halocline.world.wire import memory_of
+
+
+def lanes(same_node: bool) -> tuple[Lane, Lane]:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    return Lane(one, 1, same_node), Lane(other, 0, same_node)
+
+
+def drive(*ends: Lane) -> None:
+    """Until nothing moves any more."""
+    for _ in range(200):
+        for lane in ends:
+            lane.flush()
+            lane.pump()
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+def test_messages_of_all_sizes_arrive_by_tag(same_node: bool) -> None:
+    here, there = lanes(same_node)
+    sizes = (1, 100, 1 << 14, 1 << 18, 1 << 14, 3)
+    sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    rooms = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    departures = []
+    for first, last in ((0, 3), (3, 6)):  # between them the other end has learned of the memory
+        departures += [here.send(tag, memory_of(sent[tag])) for tag in range(first, last)]
+        drive(here, there)
+    arrivals = [there.receive(tag, memory_of(rooms[tag])) for tag in reversed(range(len(sizes)))]
+    drive(here, there)
+    assert all(job.done for job in (*departures, *arrivals))
+    assert all(torch.equal(room, message) for room, message in zip(rooms, sent, strict=True))
+    assert (there._incoming is not None) == same_node
+
+
+def test_more_than_the_memory_holds_waits_for_room() -> None:
+    here, there = lanes(True)
+    here.send(0, memory_of(torch.zeros(1 << 14, dtype=torch.uint8)))
+    drive(here, there)
+    message = torch.randint(0, 256, (5 << 20,), dtype=torch.uint8)
+    departures = [here.send(tag, memory_of(message)) for tag in range(1, 6)]
+    assert [job.done for job in departures] == [True] * 3 + [False] * 2
+    rooms = [torch.zeros_like(message) for _ in departures]
+    arrivals = [there.receive(tag, memory_of(room)) for tag, room in enumerate(rooms, 1)]
+    drive(here, there)
+    assert all(job.done for job in (*departures, *arrivals))
+    assert all(torch.equal(room, message) for room in rooms)
+
+
+def test_a_mailbox_begins_again_at_its_front() -> None:
+    box = Mailbox.new(100)
+    places = [box.put(memoryview(bytes(size))) for size in (40, 40, 40)]
+    assert places == [0, 40, None]
+    box.free()
+    assert box.put(memoryview(bytes(40))) is None  # the oldest begins where it would end: full and empty look alike
+    assert box.put(memoryview(bytes(39))) == 0
+    box.free()
+    box.free()
+    assert box.put(memoryview(bytes(100))) == 0
+
+
+def test_memory_that_is_not_the_one_offered_is_left_alone() -> None:
+    box = Mailbox.new(100)
+    process, descriptor, size, token = box.offer().decode().split()
+    assert offered(box.offer()) is not None
+    for wrong in (("1", "999999", size, token), (process, descriptor, size, "00" * 16), (process, "0", size, token)):
+        assert offered(" ".join(wrong).encode()) is None
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_message_of_another_size_is_an_error(early: bool) -> None:
+    here, there = lanes(False)
+    here.send(7, memory_of(torch.zeros(8, dtype=torch.uint8)))
+    if early:
+        drive(there)
+
+    def receive() -> None:
+        there.receive(7, memory_of(torch.zeros(9, dtype=torch.uint8)))
+        drive(there)
+
+    with pytest.raises(BulkError, match="another size"):
+        receive()
+
+
+def test_an_end_that_closes_is_noticed() -> None:
+    here, there = lanes(False)
+    here.socket.close()
+    end = time.monotonic() + 5
+    while not there.closed and time.monotonic() < end:
+        there.pump()
+    assert there.closed
