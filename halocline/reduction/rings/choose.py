@@ -24,7 +24,7 @@ CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
 SIZES = (1 << 10, 1 << 17, 1 << 21, 1 << 23)  # bytes of the sums that are tried
 FLAT = "flat"
 _PROBES = (1 << 10, 1 << 18)  # bytes of the exchanges that are timed on each level
-_TURNS, _REPEAT = 4, 3
+_TURNS, _REPEAT = 4, 4
 _DOUBTFUL = 0.97  # of the flat sum's time: another way is to be better by more than the noise
 _LABEL = Label("what a way costs", "backward", "control")
 
@@ -121,12 +121,15 @@ def _timed(carrier: Carrier, levels: Levels, rank: int, level: int, size: int) -
 
 
 def tried(names: Sequence[str], attempt: Try, world: World) -> dict[str, tuple[float, ...]]:
-    """Seconds of each way at SIZES: as many as make sense for it. Once more than is counted, for connections."""
-    found = {}
+    """Seconds of each way at SIZES: as many as make sense for it. In turns, so that noise hits all alike."""
+    found: dict[str, tuple[float, ...]] = {name: () for name in names}
     for name in names:
-        sizes = SIZES[:2] if name == "doubling" else SIZES
-        attempt(name, sizes[0])
-        found[name] = tuple(agreed(min(attempt(name, size) for _ in range(_REPEAT)), world) for size in sizes)
+        attempt(name, SIZES[0])  # for connections
+    for number, size in enumerate(SIZES):
+        taking_part = [name for name in names if name != "doubling" or number < 2]
+        rounds = [[attempt(name, size) for name in taking_part] for _ in range(_REPEAT)]
+        for name, times in zip(taking_part, zip(*rounds, strict=True), strict=True):
+            found[name] += (agreed(min(times), world),)
     return found
 
 
