@@ -17,7 +17,7 @@ import numpy as np
 _CLOSE = 1.05  # what a message costs is known no better
 _MESSAGES = 16
 _LEAST = 1 << 21  # bytes
-_FINE, _SMALL = 24, 1 << 20  # messages, and bytes of the smallest, where each is needed at a time of its own
+_SMALL = 1 << 18  # bytes of the smallest message, where each is needed at a time of its own
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,25 @@ def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int]
     return done
 
 
-def fine_cut(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list[int]:
-    """Small messages, so that one which is needed soon does not wait long for another that is under way."""
-    return best_cut(ready, sizes, link, max(_SMALL, sum(sizes) / _FINE))
+def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list[list[int]]:
+    """Cuts into messages of several sizes, the larger first: small ones cost more, and keep none waiting for long that
+    is needed soon. Those that come last are needed first: of them, smaller messages still."""
+    total = sum(sizes)
+    caps = [max(_SMALL, total / count) for count in (12, 24, 48, 96)]
+    even = [best_cut(ready, sizes, link, cap) for cap in caps]
+    return even + [_tapered(sizes, cap) for cap in caps]
+
+
+def _tapered(sizes: Sequence[int], most: float) -> list[int]:
+    """Each of at most a quarter of what comes after it."""
+    cut, filled, left = [0], 0, sum(sizes)
+    for place, size in enumerate(sizes):
+        if filled and filled + size > max(_SMALL / 4, min(most, left / 4)):
+            cut.append(place)
+            filled = 0
+        filled += size
+        left -= size
+    return cut
 
 
 @dataclass(frozen=True)

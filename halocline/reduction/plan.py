@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..world import Label, World
 from .buffer import Group, by_kind
-from .grouping import Link, Message, deadline_order, fine_cut, lateness, robust_cut
+from .grouping import Link, Message, deadline_order, finer_cuts, lateness, robust_cut
 
 Goal = Literal["end of backward", "next forward", "step after"]  # by when sums are to be done
 _NOTICED = 1e-4  # seconds
@@ -130,8 +130,17 @@ def _known(run: Sequence[int], dense: list[int]) -> list[int]:
 
 def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[list[int]]:
     ready, sizes = [facts.ready[index] for index in kind], [_bytes(parameters[index]) for index in kind]
-    cut = fine_cut(ready, sizes, facts.link) if goal == "next forward" else robust_cut(ready, sizes, facts.link)
-    return [kind[begin:end] for begin, end in zip(cut, [*cut[1:], len(kind)], strict=True)]
+
+    def runs(cut: Sequence[int]) -> list[list[int]]:
+        return [kind[begin:end] for begin, end in zip(cut, [*cut[1:], len(kind)], strict=True)]
+
+    if goal != "next forward":
+        return runs(robust_cut(ready, sizes, facts.link))
+
+    def late(cut: list[list[int]]) -> float:
+        return _late_by([cut[place] for place in _order(cut, facts, parameters, goal)], facts, parameters, goal)
+
+    return min((runs(cut) for cut in finer_cuts(ready, sizes, facts.link)), key=late)
 
 
 def _order(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:

@@ -24,6 +24,7 @@ CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
 SIZES = (1 << 10, 1 << 17, 1 << 21, 1 << 23)  # bytes of the sums that are tried
 FLAT = "flat"
 _PROBES = (1 << 10, 1 << 18)  # bytes of the exchanges that are timed on each level
+_SMALL = 1 << 20  # bytes of a chunk
 _TURNS, _REPEAT = 4, 4
 _DOUBTFUL = 0.97  # of the flat sum's time: another way is to be better by more than the noise
 _LABEL = Label("what a way costs", "backward", "control")
@@ -73,8 +74,9 @@ def piped_seconds(factors: Sequence[int], links: Sequence[Link], size: float, ch
 
 
 def best_chunk(factors: Sequence[int], links: Sequence[Link], size: int) -> int:
-    """Bytes: small ones fill the pipe sooner, large ones cost fewer messages."""
-    return min(CHUNKS, key=lambda chunk: piped_seconds(factors, links, size, chunk))
+    """Bytes: small ones fill the pipe sooner, large ones cost fewer messages. Eight or more bear it if one is late."""
+    few = [chunk for chunk in CHUNKS if chunk <= max(_SMALL, size // 8)]
+    return min(few, key=lambda chunk: piped_seconds(factors, links, size, chunk))
 
 
 def best_factors(ranks: int, links: Callable[[tuple[int, ...]], Sequence[Link]], size: int) -> tuple[int, ...]:
@@ -122,7 +124,7 @@ def _timed(carrier: Carrier, levels: Levels, rank: int, level: int, size: int) -
 
 def tried(names: Sequence[str], attempt: Try, world: World) -> dict[str, tuple[float, ...]]:
     """Seconds of each way at SIZES: as many as make sense for it. In turns, so that noise hits all alike."""
-    found: dict[str, tuple[float, ...]] = {name: () for name in names}
+    found: dict[str, tuple[float, ...]] = dict.fromkeys(names, ())
     for name in names:
         attempt(name, SIZES[0])  # for connections
     for number, size in enumerate(SIZES):
