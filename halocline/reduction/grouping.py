@@ -128,10 +128,13 @@ def deadline_order(messages: Sequence[Message], link: Link) -> list[int]:
     return order
 
 
-def lateness(messages: Sequence[Message], link: Link) -> float:
-    """How long, in all, these keep waiting whoever needs them, if they go in this order."""
+def lateness(messages: Sequence[Message], link: Link, shared: bool = False) -> float:
+    """How long, in all, these keep waiting whoever needs them, if they go in this order.
+
+    ``shared``: with one more always under way, so that each takes twice as long, and begins as much earlier.
+    """
     done = late = 0.0
     for message in messages:
         done = max(done, message.ready) + link.seconds(message.size)
-        late = max(late, done - message.needed)
+        late = max(late, done + shared * link.per_byte * message.size - message.needed)
     return late

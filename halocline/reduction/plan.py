@@ -15,6 +15,7 @@ from .grouping import Link, Message, deadline_order, finer_cuts, lateness, robus
 
 Goal = Literal["end of backward", "next forward", "step after"]  # by when sums are to be done
 _NOTICED = 1e-4  # seconds
+_HANDLING = 4e-3  # seconds that a message costs where each is waited for, and stepped by, by itself
 _GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
 
 
@@ -140,6 +141,7 @@ def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor], goal: Goal
     def late(cut: list[list[int]]) -> float:
         return _late_by([cut[place] for place in _order(cut, facts, parameters, goal)], facts, parameters, goal)
 
+    facts = replace(facts, link=Link(_HANDLING, facts.link.per_byte))
     return min((runs(cut) for cut in finer_cuts(ready, sizes, facts.link)), key=late)
 
 
@@ -155,7 +157,7 @@ def _late_by(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[T
     messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
     if goal != "next forward":  # all are waited for when backward has ended
         messages = [replace(message, needed=max(m.ready for m in messages)) for message in messages]
-    return lateness(messages, facts.link)
+    return lateness(messages, facts.link, shared=goal == "next forward")
 
 
 def _messages(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor]) -> list[Message]:
