@@ -37,6 +37,7 @@ class Turns(nn.Module):
 
 
 turns = drawn(lambda: Turns().double())
+judge = drawn(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double())
 
 
 @pytest.mark.parametrize("zero", [True, False], ids=["zeros", "never zeroed"])
@@ -219,10 +220,7 @@ def test_one_optimizer_of_two_models() -> None:
 
 def test_models_trained_in_turn_one_frozen_in_the_other_s_step() -> None:
     def steps(place: Place, wrap: Any) -> list[Tensor]:
-        maker, critic = (
-            small_model(),
-            drawn(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double())(),
-        )
+        maker, critic = small_model(), judge()
         ours, theirs = adam(maker), sgd(critic)
         wrap(maker, ours)
         wrap(critic, theirs)
