@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 
+from halocline.reduction.rings import Rings
+from halocline.testing import shared_pool
+from halocline.world import Label, Mesh
 from halocline.world.bulk import BulkError, Lane
 from halocline.world.shared import Mailbox, offered
 from halocline.world.wire import memory_of
@@ -99,3 +102,21 @@ def test_an_end_that_closes_is_noticed() -> None:
     while not there.closed and time.monotonic() < end:
         there.pump()
     assert there.closed
+
+
+def _after_rings() -> list[float]:
+    """A world that rings have used, and somebody else uses next."""
+    mesh = Mesh(data=-1)
+    rings = Rings(mesh.world, "levels")
+    rings.begin(torch.ones(100), Label("sum", "a test", "gradients")).wait()
+    rings.close()
+    again = mesh.world.beside()
+    everyone = tuple(range(mesh.size))
+    found = [float(again.sum(torch.ones(size), everyone, Label("sum", "a test")).sum()) for size in (1, 30_000)]
+    again.close()
+    return found
+
+
+def test_a_world_is_as_before_when_rings_are_done_with_it() -> None:
+    for found in shared_pool(3).run(_after_rings, deadline=30):
+        assert found == [3.0, 90_000.0]

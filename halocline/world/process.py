@@ -77,7 +77,7 @@ class ProcessWorld(JoinedWorld):
         end = time.monotonic() + self.deadline
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
-                if self._bulk is not None and isinstance(work, Arrival | Departure | Copied):
+                if self._wide and self._bulk is not None and isinstance(work, Arrival | Departure | Copied):
                     self._bulk.wait([(peer, work)], end)
                 elif work is None or isinstance(work, Arrival):
                     self._wire.wait(peer, work, end)  # type: ignore[union-attr]
