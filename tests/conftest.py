@@ -1,6 +1,7 @@
 """Shared by all tests: one thread a process, GPU tests only where there is one, the sweep's counts at the end."""
 
 import gc
+import signal
 import sys
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 
 
 def pytest_configure() -> None:
+    # In the background of a shell Ctrl-C is ignored; here it is tested.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     gc.freeze()  # torch stays: full collections, of which every measurement of memory makes some, pass it over
 
