@@ -153,7 +153,7 @@ class Cluster:
 class Nodes(Place):
     """Ranks in the namespaces of their nodes; the store that they meet at is on node 0."""
 
-    forked = False  # QUIET is read at import
+    forked = False  # whatever others have: QUIET is read at import
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology

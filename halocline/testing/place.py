@@ -27,7 +27,9 @@ class Place:
     """Loopback. A rank process gets a pickled copy; the parent keeps the store that the ranks meet at."""
 
     address = "127.0.0.1"
-    forked = True  # False where ranks need variables that are read when torch is imported
+    #: Start ranks by a fork of a process that has imported torch. Not where they need variables that are read at that
+    #: import; and if the one that started them is killed, a folder of multiprocessing's is left in the temporary one.
+    forked = False
 
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
         """Variables that a rank process starts with."""
