@@ -29,7 +29,7 @@ from .plan import Goal
 if TYPE_CHECKING:
     from .average import GradientAverage
     from .passes import Pass
-    from .wire import Pending
+    from .rings import Pending
 
 Settings = dict[str, Any]  # of a param_group, without its parameters
 
@@ -56,7 +56,6 @@ class Deadlines:
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
         engine.line = Line(engine.world.deadline)
-        self._optimizers = list(optimizers)
         self._under_way: Pass | None = None
         self._left: set[int] = set()  # groups that nobody has waited for yet
         self._late: dict[int, Tensor] = {}
@@ -65,7 +64,7 @@ class Deadlines:
         self._needs: dict[int, float] = {}
         self._began, self._stalled = 0.0, 0.0
         self._looked_at: tuple[Pass, set[int]] | None = None
-        for optimizer in self._optimizers:
+        for optimizer in optimizers:
             _check(optimizer)
             self._stand_before(optimizer)
 

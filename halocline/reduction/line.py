@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import RankFailure
-from .wire import Pending
+from .rings import Pending
 
 WIDTH = 2  # under way at once: the transport is busy with one while another starts
+IDLE = 60.0  # seconds after which the thread ends; the next sum starts another
 
 
 class Waiting:
@@ -37,7 +38,7 @@ class Waiting:
 
 
 class Line:
-    """Of one engine. It is empty between steps, and its thread then sleeps, and ends with the engine."""
+    """Of one engine. Its thread sleeps while nothing is under way, and ends when that lasts."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -82,7 +83,7 @@ class Line:
                 self._under_way.popleft()
                 self._advance()
             first.over.set()
-            del first  # it knows its engine, which must be able to go
+            del first  # it holds its gradients, which must be able to go
 
     def _bring_to_its_end(self, first: Waiting) -> None:
         try:
@@ -91,6 +92,3 @@ class Line:
         except BaseException as error:  # noqa: BLE001
             self._error = error
         first.error, first.done = self._error, time.perf_counter()
-
-
-IDLE = 60.0  # seconds after which the thread ends; the next sum starts another

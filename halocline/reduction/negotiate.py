@@ -14,7 +14,7 @@ import torch
 
 from ..errors import RankFailure
 from .control import Control, packed, unpacked
-from .wire import Pending
+from .rings import Pending
 
 
 class Negotiation:

@@ -14,8 +14,8 @@ from .buffer import Group, by_kind
 from .line import Waiting
 from .negotiate import Negotiation
 from .plan import Plan
+from .rings import Pending
 from .sparse import sparse_mean
-from .wire import Pending
 
 if TYPE_CHECKING:
     from .average import GradientAverage

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import MeshError
 from .buffer import Group
+from .rings import Pending
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AIM = 6  # the largest of a mean is brought to 2 to this, with 2^10 above it for what single ranks may have
 _FAR = 120  # and scaled by no more than 2 to this
-
-
-class Pending(Protocol):
-    """A sum under way."""
-
-    def wait(self) -> None: ...
 
 
 Begin = Callable[[Tensor], Pending]
