@@ -26,6 +26,7 @@ from .reduction import (
     is_dtensor,
     leave_to_owners,
     mark,
+    rings_for,
     same_weights,
     settle_own,
 )
@@ -58,7 +59,7 @@ def distribute(
     optimizer: Any = None,
     lag: int = 0,
     wire: str | None = None,
-    rings: str | Sequence[int] = "flat",
+    rings: str | Sequence[int] = "usual",
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -79,7 +80,8 @@ def distribute(
 
     ``wire``: "bf16" or "fp16" (scaled) rounds gradients on the way, to half the bytes, "fp32" those of float64; None
     sends them as they are. ``rings``: how a sum travels: "flat" as torch does it; "levels" over nodes and the ranks of
-    each, or factors such as (2, 4); "auto" what was measured to be fastest for its size.
+    each, or factors such as (2, 4); "auto" what was measured to be fastest for its size. As is "usual", sums go flat;
+    those that go on after backward over levels, between CPUs, where the most urgent can go first.
 
     A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
@@ -109,7 +111,8 @@ def distribute(
             setattr(module, STATISTICS, batch_statistics)
     averaged = _to_average(model, mesh, averaging)
     indices = _as_indices(groups, [name for name, _ in averaged])
-    engine = GradientAverage(averaged, mesh.world, indices, wire=Wire(wire), rings=rings)
+    travels = rings_for(mesh.world, rings, [p for _, p in averaged], goes_on=bool(lag) or overlap == "next-forward")
+    engine = GradientAverage(averaged, mesh.world, indices, wire=Wire(wire), rings=travels)
     model.__dict__[ENGINE] = engine
     if lag:
         engine.after = Lag(engine)

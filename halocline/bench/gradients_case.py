@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from ..reduction.grouping import done_by_need
 from .gradients_ranks import Step
 
 SMALL = 25.0  # megabytes; DDP puts models below in a bucket or two, and hides next to nothing
@@ -165,32 +166,8 @@ def bound_ahead(rounds: Sequence[Round], sizes: Sequence[int], bytes_per_second:
 
     compute = worst_rank([[step.seconds for step in steps] for steps in rounds])
     ready, needed = typical_of("ready"), typical_of("needed")
-    done = earliest_by_need(ready, needed, [size / bytes_per_second for size in sizes])
+    done = done_by_need(ready, needed, [size / bytes_per_second for size in sizes])
     return max(compute, *(end - need for end, need in zip(done, needed, strict=True)))
-
-
-def earliest_by_need(ready: Sequence[float], needed: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """When each is done, if what is needed first goes first and breaks into what does not.
-
-    >>> earliest_by_need([0.0, 1.0], [5.0, 1.0], [3.0, 1.0])
-    [4.0, 2.0]
-    """
-    left, done, now = list(seconds), [0.0] * len(ready), 0.0
-    waiting = set(range(len(ready)))
-    while waiting:
-        there = [index for index in waiting if ready[index] <= now]
-        coming = [ready[index] for index in waiting if ready[index] > now]
-        if not there:
-            now = min(coming)
-            continue
-        first = min(there, key=lambda index: (needed[index], index))
-        until = min([now + left[first], *coming])
-        left[first] -= until - now
-        now = until
-        if left[first] <= 1e-12:
-            done[first] = now
-            waiting.remove(first)
-    return done
 
 
 def worst_rank(rounds: Sequence[Sequence[float]]) -> float:

@@ -6,6 +6,7 @@ from .deadlines import Deadlines
 from .lag import Lag
 from .late import DueParameter, settle, settle_own
 from .owners import is_dtensor, leave_to_owners, mark
+from .rings import rings_for
 from .weights import same_weights
 from .wire import Wire
 
@@ -23,6 +24,7 @@ __all__ = [
     "is_dtensor",
     "leave_to_owners",
     "mark",
+    "rings_for",
     "same_weights",
     "settle",
     "settle_own",

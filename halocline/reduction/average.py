@@ -22,14 +22,15 @@ from torch.autograd.graph import get_gradient_edge
 from .._torch_private import after_backward, backward_number, is_captured, passes_inside_each_other
 from ..errors import MeshError
 from ..world import AVERAGED, Label, Route, Sum, World
+from .clerk import Clerk
 from .control import Control, Doubling
 from .grouping import Link
-from .line import Line
+from .line import Line, Tell
 from .link import Clock, measured_link
 from .passes import Pass
 from .plan import Facts, Goal, Plan
-from .rings import Rings
-from .wire import Begin, Wire
+from .rings import Pending, Rings
+from .wire import Wire
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
@@ -90,17 +91,16 @@ class GradientAverage:
         groups: Sequence[Sequence[int]] | None = None,
         control: Callable[[World, str], Control] = Doubling,
         wire: Wire | None = None,
-        rings: str | Sequence[int] = "flat",
+        rings: Rings | None = None,
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
-        self.wire = wire or Wire()
-        self.rings = Rings(world, rings) if rings != "flat" and world.size > 1 and parameters else None
+        self.wire, self.rings = wire or Wire(), rings
         self.active = True
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
-        self.line: Line | None = None  # where sums wait for their turn
+        self.line: Line | Clerk | None = None  # where sums wait for their turn
         self.after: After | None = None  # who takes over when a backward has ended; None: all is waited for there
         #: Of each group of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None
@@ -193,13 +193,13 @@ class GradientAverage:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def carrier(self, world: World, label: Label) -> Begin:
+    def carrier(self, world: World, label: Label) -> Callable[[Tensor, Tell | None], Pending]:
         """Who carries a sum: the rings, if there are any, or else ``world`` itself. It does not keep the engine."""
         everyone = self.everyone
         if self.rings is not None:
             rings = self.rings
-            return lambda tensor: rings.begin(tensor, label)
-        return lambda tensor: world.begin_sum(tensor, everyone, label)
+            return lambda tensor, tell: rings.begin(tensor, label, tell)
+        return lambda tensor, tell: world.begin_sum(tensor, everyone, label)
 
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
@@ -255,8 +255,8 @@ class GradientAverage:
                 f"the gradient of {self.names[gone[0]]} is gone before the ranks averaged it: an optimizer that steps "
                 "while backward runs would step by this rank's gradient alone"
             )
-        self._look_for_others()
         ended.end(pile)
+        self._look_for_others()  # the others wait for what has begun here, whatever is found
         return ended.touched | pile
 
     def _look_for_others(self) -> None:
@@ -326,6 +326,8 @@ class GradientAverage:
 
     def _planned(self, facts: Facts) -> Plan:
         goal: Goal = "end of backward" if self.after is None else self.after.goal
+        if self.rings is not None:
+            self.rings.expect(facts.link.per_byte)
         return Plan.of(facts, self.parameters, self.explicit, goal)
 
     def facts(self, came: set[int]) -> Facts:

@@ -42,6 +42,7 @@ class Group:
         self.views: list[Tensor] = []
         self.missing: set[int] = set()
         self._came: set[int] = set()
+        self._unfilled: list[tuple[int, Tensor | None, bool]] = []  # places, what is to stand there, does it already
 
     @property
     def elements(self) -> int:
@@ -53,7 +54,7 @@ class Group:
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """A new step: nobody has come. Memory that somebody else still looks into is left to them."""
-        self.missing, self._came = set(self.indices), set()
+        self.missing, self._came, self._unfilled = set(self.indices), set(), []
         if self._memory is None or self._looked_into(self._memory, parameters):
             self._allocate()
 
@@ -93,22 +94,31 @@ class Group:
             return torch.view_as_complex(flat).as_strided(shape, self._strides[place])
         return memory[start : start + prod(shape)].as_strided(shape, self._strides[place], start)
 
-    def put(self, index: int, gradient: Tensor | None, share: float, came: bool = True) -> None:
-        """This rank's part of a parameter's mean; without a gradient, nothing."""
-        view = self.views[self._place[index]]
-        with torch.no_grad():
-            if gradient is None:
-                view.zero_()
-            elif self.holds(index, gradient):
-                view.mul_(share)
-            else:
-                torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, share, out=view)
+    def put(self, index: int, gradient: Tensor | None, came: bool = True) -> bool:
+        """This rank's part of a parameter's mean; without a gradient, nothing. Was it in its place already?"""
+        held = self.holds(index, gradient)
+        self._unfilled.append((self._place[index], gradient, held))
         self.missing.discard(index)
         if came:
             self._came.add(index)
+        return held
+
+    def fill(self, share: float) -> None:
+        """What was put in is there now, as a share of the mean."""
+        with torch.no_grad():
+            for place, gradient, held in self._unfilled:
+                view = self.views[place]
+                if gradient is None:
+                    view.zero_()
+                elif held:
+                    view.mul_(share)
+                else:
+                    torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, share, out=view)
+        self._unfilled = []
 
     def take_back(self, share: float, parameters: Sequence[Tensor]) -> None:
         """What was put in as it was before, since it is not going to be summed."""
+        self.fill(share)
         for index, view in zip(self.indices, self.views, strict=True):
             if index not in self.missing and self.holds(index, parameters[index].grad):
                 view.div_(share)

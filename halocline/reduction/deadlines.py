@@ -2,7 +2,8 @@
 
 When backward ends, gradients are still under way (late). ``optimizer.step()`` writes down what is to be done: which
 gradient, with which hyper-parameters. The parameters are due from then on, and the first to touch one waits for the
-group it is in and makes the step of that group. What is computed is what a synchronous step computes, bit by bit.
+group it is in and makes the step of that group; or the clerk has made it before. What is computed is what a synchronous
+step computes, bit by bit.
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .._torch_private import no_torch_functions, step_hooks, tracing, transforming, unseen
-from ..errors import MeshError
+from .._torch_private import step_hooks, tracing, transforming
+from .clerk import Beside, Clerk
 from .late import can_be_due, is_late, late, make_due, no_longer_due, no_longer_late
-from .line import Line
+from .line import Line, Waiting
+from .part_step import (
+    Order,
+    apart,
+    can_step_beside,
+    check_optimizer,
+    copied,
+    inner_of,
+    make_step,
+    make_step_beside,
+)
 from .plan import Goal
 
 if TYPE_CHECKING:
@@ -31,41 +40,27 @@ if TYPE_CHECKING:
     from .passes import Pass
     from .rings import Pending
 
-Settings = dict[str, Any]  # of a param_group, without its parameters
-
-#: Those that treat parameters one by one, so that a step in parts is a step. Others may say so: ``one_by_one = True``.
-ONE_BY_ONE = frozenset(
-    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-
-
-@dataclass(frozen=True)
-class Order:
-    """A step that was asked for: of one parameter, as the optimizer was set at that moment."""
-
-    optimizer: Any
-    settings: Settings
-    gradient: Tensor
+_LEARN_AGAIN = 4  # steps: when parameters are needed is looked at in every such, after the first
 
 
 class Deadlines:
     """Between the end of a backward and the parameters' next use. ``optimizers`` are those whose steps may wait."""
 
-    goal: Goal = "next forward"
-
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
-        engine.line = Line(engine.world.deadline)
+        engine.line = Clerk(engine.world.deadline) if engine.rings is not None else Line(engine.world.deadline)
+        self.goal: Goal = "next forward, one by one" if engine.rings is None else "next forward"
         self._under_way: Pass | None = None
         self._left: set[int] = set()  # groups that nobody has waited for yet
         self._late: dict[int, Tensor] = {}
         self._old: dict[int, Tensor] = {}  # gradients of earlier passes, which this one did not add to
         self._orders: dict[int, Order] = {}
+        self._beside: dict[int, list[Beside]] = {}  # by group: steps that the clerk makes
         self._needs: dict[int, float] = {}
         self._began, self._stalled = 0.0, 0.0
         self._looked_at: tuple[Pass, set[int]] | None = None
         for optimizer in optimizers:
-            _check(optimizer)
+            check_optimizer(optimizer)
             self._stand_before(optimizer)
 
     # What the engine asks ---------------------------------------------------------------------------------------------
@@ -75,7 +70,8 @@ class Deadlines:
         engine = self._engine
         assert ended.plan is not None
         self._under_way, self._left, self._looked_at = ended, set(range(len(ended.plan.groups))), (ended, came)
-        self._orders, self._needs, self._began = {}, {}, 0.0
+        self._orders, self._beside, self._needs, self._began = {}, {}, {}, 0.0
+        self._learns = engine.clock.passes < 2 * _LEARN_AGAIN or engine.clock.passes % _LEARN_AGAIN == 0
         for number, group in enumerate(ended.plan.groups):
             arrival = _Arrival(self, ended.pending(number))
             for index in group.indices:
@@ -97,15 +93,16 @@ class Deadlines:
 
     def finish(self) -> None:
         """Wait for all that is left: the sums go on by themselves, whatever the other ranks are at."""
+        if self._under_way is None:
+            return
         for number in sorted(self._left):
             self._settle(number)
         ended, self._under_way = self._under_way, None
-        if ended is not None:
-            for parameter in self._engine.parameters:
-                no_longer_due(parameter)  # they are as they should be, and nobody has looked yet
-            self._engine.clock.learn_needs(self._needs)
-            ended.learn_link()
-            self._late, self._orders, self._old = {}, {}, {}
+        for parameter in self._engine.parameters:
+            no_longer_due(parameter)  # they are as they should be, and nobody has looked yet
+        self._engine.clock.learn_needs(self._needs)
+        ended.learn_link()
+        self._late, self._orders, self._old = {}, {}, {}
 
     def look_back(self) -> None:
         """What the last sums told of plans, at a point that all ranks come to."""
@@ -135,22 +132,22 @@ class Deadlines:
 
         step._halocline = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)
-        inner = _inner(optimizer)
+        inner = inner_of(optimizer)
         inner.__reduce_ex__ = types.MethodType(reduce, inner)
         inner.register_state_dict_pre_hook(lambda _: self.finish())
         inner.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         numbers = {id(parameter): index for index, parameter in enumerate(self._engine.parameters)}
-        theirs = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
+        theirs = [parameter for group in inner_of(optimizer).param_groups for parameter in group["params"]]
         asked_before = any(numbers.get(id(parameter)) in self._orders for parameter in theirs)
-        if self._under_way is None or closure is not None or asked_before or step_hooks(_inner(optimizer)):
+        if self._under_way is None or closure is not None or asked_before or step_hooks(inner_of(optimizer)):
             self.finish()
             return type(optimizer).step(optimizer, closure)
         now: list[Order] = []
         whose: list[Tensor] = []
-        for group in _inner(optimizer).param_groups:
-            settings = _copied(group)
+        for group in inner_of(optimizer).param_groups:
+            settings = copied(group)
             for parameter in group["params"]:
                 index, gradient = numbers.get(id(parameter), -1), parameter.grad
                 if gradient is None:
@@ -165,21 +162,46 @@ class Deadlines:
             self._orders = {i: order for i, order in self._orders.items() if order.optimizer is not optimizer}
             self.finish()
             return type(optimizer).step(optimizer)
-        _make_step(whose, now)
-        self._make_due()
+        make_step(whose, now)
+        self._make_due(optimizer)
         return None
 
-    def _make_due(self) -> None:
+    def _make_due(self, optimizer: Any) -> None:
         assert self._under_way is not None
         plan = self._under_way.plan
         assert plan is not None
-        for index in self._orders:
+        waiting: dict[int, list[int]] = {}
+        for index, order in self._orders.items():
             number = plan.home[index]
-            if number in self._left:
+            if number in self._left and order.optimizer is optimizer:
+                waiting.setdefault(number, []).append(index)
                 make_due(self._engine.parameters[index], partial(self._touched, index, number))
+        if isinstance(self._engine.line, Clerk) and can_step_beside(optimizer):
+            for number, indices in waiting.items():
+                self._have_stepped(self._engine.line, number, indices)
         # A graph that was made with them before the step has not been for them since, as after any step.
         torch.autograd.graph.increment_version([self._engine.parameters[index] for index in self._orders])
         self._began = self._stalled = 0.0
+
+    def _have_stepped(self, clerk: Clerk, number: int, indices: list[int]) -> None:
+        """By the clerk, as soon as the group's sum is there."""
+        ended, engine, old, orders = self._under_way, self._engine, self._old, self._orders
+        assert ended is not None
+        pending = ended.pending(number)
+        assert isinstance(pending, Waiting)
+
+        def step() -> None:
+            means = ended.means(number, old)
+            those = [index for index in indices if index in means]
+            with apart():
+                make_step_beside(
+                    [engine.parameters[index] for index in those],
+                    [Order(orders[index].optimizer, orders[index].settings, means[index]) for index in those],
+                )
+
+        assert ended.plan is not None
+        job = clerk.after(pending, ended.plan.urgency(number), step, set(indices))
+        self._beside.setdefault(number, []).append(job)
 
     # What a parameter's first user asks -------------------------------------------------------------------------------
 
@@ -200,26 +222,37 @@ class Deadlines:
         ended, engine = self._under_way, self._engine
         assert ended is not None
         assert ended.plan is not None
-        group = ended.plan.groups[number]
-        with _apart():
-            had = ended.take(number)
-            self._left.discard(number)
-            whose, orders = [], []
-            for index in group.indices:
-                parameter, order = engine.parameters[index], self._orders.get(index)
-                shell = no_longer_late(self._late[index])
-                mean = shell if index in had else self._old.get(index)
-                if order is not None and mean is not None:
-                    no_longer_due(parameter)
+        group, beside = ended.plan.groups[number], self._beside.get(number, ())
+        had = ended.take(number)
+        for job in beside:
+            job.wait()
+        self._left.discard(number)
+        stepped = set().union(*(job.indices for job in beside))
+        whose, orders = [], []
+        for index in group.indices:
+            parameter, order = engine.parameters[index], self._orders.get(index)
+            shell = no_longer_late(self._late[index])
+            mean = shell if index in had else self._old.get(index)
+            if order is not None and mean is not None:
+                no_longer_due(parameter)
+                if index not in stepped:
                     whose.append(parameter)
                     orders.append(Order(order.optimizer, order.settings, mean))
-                # A gradient that was let go of meanwhile, or replaced, is none of ours.
-                if mean is not shell and parameter.grad is shell:
-                    parameter.grad = mean
-            _make_step(whose, orders)
-        for index in group.indices:  # to learn when they are needed; there is nothing left to do
+            # A gradient that was let go of meanwhile, or replaced, is none of ours.
+            if mean is not shell and parameter.grad is shell:
+                parameter.grad = mean
+        if whose:
+            with apart():
+                make_step(whose, orders)
+        self._watch_for_needs(number)
+
+    def _watch_for_needs(self, number: int) -> None:
+        """To learn when the others of a group are needed; there is nothing left to do."""
+        assert self._under_way is not None
+        assert self._under_way.plan is not None
+        for index in self._under_way.plan.groups[number].indices if self._learns else ():
             if index in self._orders and index not in self._needs:
-                make_due(engine.parameters[index], partial(self._touched, index, number))
+                make_due(self._engine.parameters[index], partial(self._touched, index, number))
 
 
 class _Arrival:
@@ -235,68 +268,3 @@ class _Arrival:
             deadlines.finish()
         elif self._pending:
             self._pending.pop().wait()
-
-
-def _make_step(parameters: Sequence[Tensor], orders: Sequence[Order]) -> None:
-    """The optimizers' steps for these parameters alone."""
-    for optimizer in {id(order.optimizer): order.optimizer for order in orders}.values():
-        inner = _inner(optimizer)
-        groups: dict[int, Settings] = {}
-        for parameter, order in zip(parameters, orders, strict=True):
-            if order.optimizer is optimizer:
-                group = groups.setdefault(id(order.settings), {**order.settings, "params": []})
-                group["params"].append(parameter)
-        kept, gradients = inner.param_groups, [parameter.grad for parameter in parameters]
-        try:
-            inner.param_groups = list(groups.values())
-            for parameter, order in zip(parameters, orders, strict=True):
-                parameter.grad = order.gradient
-            type(optimizer).step(optimizer)
-        finally:
-            inner.param_groups = kept
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-
-
-def _apart() -> ExitStack:
-    """A step in the middle of somebody's forward: none of what holds there holds here."""
-    stack = ExitStack()
-    for context in (no_torch_functions(), unseen(), torch.inference_mode(False), torch.no_grad()):
-        stack.enter_context(context)
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
-
-
-def _copied(group: Settings) -> Settings:
-    """As it is set now: schedulers change it in place."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
-
-
-def _inner(optimizer: Any) -> Any:
-    """Whose param_groups count: an optimizer may be wrapped round a ``base``."""
-    return getattr(optimizer, "base", optimizer)
-
-
-def _check(optimizer: Any) -> None:
-    name, inner = type(optimizer).__name__, _inner(optimizer)
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise MeshError(f"overlap='next-forward' wants an optimizer of torch.optim, not {name}")
-    theirs = type(inner).__module__.startswith("torch.optim") and type(inner).__name__ in ONE_BY_ONE
-    if not (_says_so(optimizer) or (theirs and optimizer is inner)):
-        raise MeshError(
-            f"overlap='next-forward' makes the optimizer's step in parts, which {name} may not bear: it takes "
-            f"{', '.join(sorted(ONE_BY_ONE))}, and classes that say `one_by_one = True`"
-        )
-    own = vars(optimizer).get("step")
-    if own is not None and not (getattr(own, "_wrapped_by_lr_sched", False) or hasattr(own, "_halocline")):
-        raise MeshError(f"overlap='next-forward': somebody has replaced this {name}'s step, which would go past that")
-    if any(group.get("differentiable") or group.get("capturable") for group in inner.param_groups):
-        raise MeshError(f"overlap='next-forward': {name} is set to be differentiable or capturable, which it cannot be")
-
-
-def _says_so(optimizer: Any) -> bool:
-    return getattr(optimizer, "one_by_one", False) is True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -126,6 +127,37 @@ def deadline_order(messages: Sequence[Message], link: Link) -> list[int]:
         left.remove(order[-1])
         now += link.seconds(messages[order[-1]].size)
     return order
+
+
+def done_by_need(ready: Sequence[float], needed: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """When each is done, if what is needed first goes first and breaks into what does not.
+
+    >>> done_by_need([0.0, 1.0], [5.0, 1.0], [3.0, 1.0])
+    [4.0, 2.0]
+    """
+    left, done, now = list(seconds), [0.0] * len(ready), 0.0
+    coming = sorted(range(len(ready)), key=ready.__getitem__, reverse=True)
+    there: list[tuple[float, int]] = []  # a heap: by need
+    while coming or there:
+        if not there:
+            now = max(now, ready[coming[-1]])
+        while coming and ready[coming[-1]] <= now:
+            heappush(there, (needed[coming[-1]], coming.pop()))
+        first = there[0][1]
+        until = min(now + left[first], ready[coming[-1]] if coming else math.inf)
+        left[first] -= until - now
+        now = until
+        if left[first] <= 1e-12:
+            done[first] = now
+            heappop(there)
+    return done
+
+
+def urgent_lateness(messages: Sequence[Message], link: Link) -> float:
+    """As :func:`lateness`, where the most urgent breaks into the others."""
+    needed = [message.needed for message in messages]
+    done = done_by_need([message.ready for message in messages], needed, [link.seconds(m.size) for m in messages])
+    return max((end - need for end, need in zip(done, needed, strict=True)), default=0.0)
 
 
 def lateness(messages: Sequence[Message], link: Link, shared: bool = False) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..errors import MeshError
+from .clerk import Clerk
 from .plan import Goal
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Lag:
 
     def __init__(self, engine: GradientAverage) -> None:
         self._engine = engine
+        if engine.rings is not None and not engine.wire.may_go_again:
+            engine.line = Clerk(engine.world.deadline)
         self._under_way: tuple[Pass, set[int]] | None = None
         self._held: dict[int, Tensor] = {}  # means of the last step, where they are there already
         self._given: dict[int, Tensor] = {}  # to the parameters, for this step

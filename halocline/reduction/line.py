@@ -14,6 +14,8 @@ from collections.abc import Callable
 from ..errors import RankFailure
 from .rings import Pending
 
+Tell = Callable[[], None]
+Begin = Callable[[Tell | None], Pending]  # who is told when it is done, if anybody
 WIDTH = 2  # under way at once: the transport is busy with one while another starts
 IDLE = 60.0  # seconds after which the thread ends; the next sum starts another
 
@@ -21,20 +23,26 @@ IDLE = 60.0  # seconds after which the thread ends; the next sum starts another
 class Waiting:
     """A sum in line."""
 
-    def __init__(self, begin: Callable[[], Pending], deadline: float) -> None:
-        self.begin, self._deadline = begin, deadline
+    def __init__(self, begin: Begin, deadline: float) -> None:
+        self.begin, self.deadline = begin, deadline
         self.pending: Pending | None = None
         self.error: BaseException | None = None
         self.over = threading.Event()
         self.done = 0.0  # when, by ``time.perf_counter``
+        self.then: list[Tell] = []
 
     def wait(self) -> None:
         # Those before it in line each have the deadline too; the thread that waits for them says so first.
-        while not self.over.wait(self._deadline + 5):
+        while not self.over.wait(self.deadline + 5):
             if self.pending is not None:
-                raise RankFailure(f"a sum of gradients did not end within {self._deadline:g} s")
+                raise RankFailure(f"a sum of gradients did not end within {self.deadline:g} s")
         if self.error is not None:
             raise self.error
+
+    def end(self, error: BaseException | None) -> None:
+        self.error, self.done = error, time.perf_counter()
+        self.pending = None  # it holds the memory, which the next pass wants
+        self.over.set()
 
 
 class Line:
@@ -48,8 +56,8 @@ class Line:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def add(self, begin: Callable[[], Pending]) -> Waiting:
-        """The next in line, which ``begin()`` begins: here, or in the thread."""
+    def add(self, begin: Begin) -> Waiting:
+        """The next in line, which ``begin`` begins: here, or in the thread."""
         added = Waiting(begin, self._deadline)
         with self._changed:
             self._waiting.append(added)
@@ -66,7 +74,7 @@ class Line:
             first = self._waiting.popleft()
             if self._error is None:
                 try:
-                    first.pending = first.begin()
+                    first.pending = first.begin(None)
                 except BaseException as error:  # noqa: BLE001  raised where it is waited for
                     self._error = error
             self._under_way.append(first)
@@ -82,7 +90,7 @@ class Line:
             with self._changed:
                 self._under_way.popleft()
                 self._advance()
-            first.over.set()
+            first.end(self._error)
             del first  # it holds its gradients, which must be able to go
 
     def _bring_to_its_end(self, first: Waiting) -> None:
@@ -91,4 +99,3 @@ class Line:
                 first.pending.wait()
         except BaseException as error:  # noqa: BLE001
             self._error = error
-        first.error, first.done = self._error, time.perf_counter()

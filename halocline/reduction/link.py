@@ -12,8 +12,8 @@ from .grouping import Link
 _PROBE, _PIECES, _REPEAT = 1 << 19, 8, 3  # elements of float32, in how many messages, how often
 _DEAREST = 32  # more than this part of the probe's time a message costs only where processes wait for a processor
 _OLD = 0.7  # weight of what was known before
-_LOOK = (2, 4, 8)  # steps after which the plan is looked at; then every sixteenth
-_EVERY = 16
+_LOOK = (2, 4, 8)  # steps after which the plan is looked at; then every thirty-second
+_EVERY = 32
 
 
 class Clock:

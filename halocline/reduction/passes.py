@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..world import Label, World
 from .buffer import Group, by_kind
-from .line import Waiting
+from .clerk import Clerk
+from .line import Begin, Tell, Waiting
 from .negotiate import Negotiation
 from .plan import Plan
 from .rings import Pending
@@ -40,6 +41,8 @@ class Pass:
         self._done: dict[int, float] = {}
         self._negotiation: Negotiation | None = None
         self._valid = plan is None or all(group.fits(engine.parameters) for group in plan.groups)
+        #: Gradients are left to the clerk to copy.
+        self._leaves_copying = isinstance(engine.line, Clerk) and plan is not None and not plan.dynamic
         if plan is not None and task >= 0:
             self._prepare(plan)
 
@@ -64,8 +67,10 @@ class Pass:
                 self.unplanned.add(index)
             return
         group, parameter = self.plan.groups[number], self.engine.parameters[index]
-        group.put(index, parameter.grad, self._share)
-        if not group.holds(index, parameter.grad):
+        held = group.put(index, parameter.grad)
+        if not self._leaves_copying:
+            group.fill(self._share)
+        if not held:
             parameter.grad = group.given(index)
         if group.missing:
             return
@@ -84,21 +89,23 @@ class Pass:
 
     def _begin_sum(self, number: int) -> Pending:
         begin = self._sum_of(number, self.engine.world)
-        return begin() if self.engine.line is None else self.engine.line.add(begin)
+        return begin(None) if self.engine.line is None else self.engine.line.add(begin)
 
     def _begin_beside(self, number: int) -> Pending:
-        return self._sum_of(number, self.engine.beside)()
+        return self._sum_of(number, self.engine.beside)(None)
 
-    def _sum_of(self, number: int, world: World) -> Callable[[], Pending]:
+    def _sum_of(self, number: int, world: World) -> Begin:
         """Begins it. It does not keep the engine: a gradient that is under way keeps its sum."""
         assert self.plan is not None
-        engine, sent, group = self.engine, self._sent, self.plan.groups[number]
+        engine, sent, group, share = self.engine, self._sent, self.plan.groups[number], self._share
         anew = self._anew and number == len(self.plan.groups) - 1
-        wire, carry = engine.wire, engine.carrier(world, Label(engine.name, "backward", engine.channel))
+        label = Label(engine.name, "backward", engine.channel, self.plan.urgency(number))
+        wire, carry = engine.wire, engine.carrier(world, label)
 
-        def begin() -> Pending:
+        def begin(tell: Tell | None) -> Pending:
             sent[number] = time.perf_counter()
-            return wire.begin(group, carry, anew)
+            group.fill(share)
+            return wire.begin(group, lambda tensor: carry(tensor, tell), anew)
 
         return begin
 
@@ -146,7 +153,7 @@ class Pass:
             return
         for group in self.plan.groups:
             for index in list(group.missing):
-                group.put(index, self.engine.parameters[index].grad, self._share, came=index in pile)
+                group.put(index, self.engine.parameters[index].grad, came=index in pile)
 
     def _wish(self) -> bool:
         """For other groups: where one came that none was planned for, or the times have moved."""
@@ -193,14 +200,23 @@ class Pass:
         self.absent |= set(group.indices) - had
         return had
 
-    def learn_link(self) -> None:
-        """From those that began before the one ahead of them was done: they followed each other on the wire."""
+    def means(self, number: int, old: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Of a group whose sum is there, by parameter: as ``take`` tells, and where no rank had one, the ``old``."""
         assert self.plan is not None
-        order = sorted(self._done)
-        followed = [(a, b) for a, b in pairwise(order) if self._sent[b] < self._done[a]]
-        size = sum(self.plan.groups[b].bytes for _, b in followed)
-        seconds = sum(self._done[b] - self._done[a] for a, b in followed)
-        self.engine.clock.learn_link(len(followed), size, seconds)
+        group = self.plan.groups[number]
+        counts = group.told(self.engine.world.size).counts
+        had = {index for index, count in zip(group.indices, counts, strict=True) if count}
+        return {i: group.given(i) if i in had else old[i] for i in group.indices if i in had or i in old}
+
+    def learn_link(self) -> None:
+        """From how long there was something on the wire, and how much in all."""
+        assert self.plan is not None
+        busy = until = 0.0
+        for number in sorted(self._done, key=self._sent.__getitem__):
+            busy += max(0.0, self._done[number] - max(until, self._sent[number]))
+            until = max(until, self._done[number])
+        size = sum(self.plan.groups[number].bytes for number in self._done)
+        self.engine.clock.learn_link(len(self._done), size, busy)
 
     def _give(self, group: Group, had: set[int]) -> None:
         for index in group.indices:
@@ -289,7 +305,8 @@ class Pass:
         group = Group(bucket, parameters)
         group.begin(engine.parameters)
         for index, parameter in zip(bucket, parameters, strict=True):
-            group.put(index, parameter.grad, self._share)
+            group.put(index, parameter.grad)
+        group.fill(self._share)
         label = Label(engine.name, "backward", engine.channel)
         engine.world.begin_sum(group.seal(), engine.everyone, label).wait()
         for index, parameter in zip(bucket, parameters, strict=True):

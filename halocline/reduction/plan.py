@@ -11,11 +11,14 @@ from torch import Tensor
 
 from ..world import Label, World
 from .buffer import Group, by_kind
-from .grouping import Link, Message, deadline_order, finer_cuts, lateness, robust_cut
+from .grouping import Link, Message, deadline_order, finer_cuts, lateness, robust_cut, urgent_lateness
 
-Goal = Literal["end of backward", "next forward", "step after"]  # by when sums are to be done
+#: By when sums are to be done; "one by one": none breaks into another.
+Goal = Literal["end of backward", "next forward", "next forward, one by one", "step after"]
+FORWARD = ("next forward", "next forward, one by one")
 _NOTICED = 1e-4  # seconds
-_HANDLING = 4e-3  # seconds that a message costs where each is waited for, and stepped by, by itself
+#: Seconds that a message costs where each is waited for, and stepped by, by itself.
+_HANDLING = {"next forward": 1e-3, "next forward, one by one": 4e-3}
 _GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
 
 
@@ -75,6 +78,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.home = {index: number for number, group in enumerate(self.groups) for index in group.indices}
+        self._urgency = [0.0] * len(self.groups)
+        if self.goal in FORWARD:
+            needs = [_need(self.facts, index) for index in range(len(self.facts.ready))]
+            self._urgency = [min(needs[index] for index in group.indices) for group in self.groups]
 
     @classmethod
     def of(
@@ -99,6 +106,10 @@ class Plan:
             runs += by_kind(absent, parameters)
         groups = [Group(run, [parameters[index] for index in run]) for run in runs if run]
         return cls(groups, sparse, facts, dynamic, goal)
+
+    def urgency(self, number: int) -> float:
+        """The smaller, the sooner it is needed."""
+        return self._urgency[number]
 
     @property
     def complete(self) -> bool:
@@ -135,19 +146,19 @@ def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor], goal: Goal
     def runs(cut: Sequence[int]) -> list[list[int]]:
         return [kind[begin:end] for begin, end in zip(cut, [*cut[1:], len(kind)], strict=True)]
 
-    if goal != "next forward":
+    if goal not in FORWARD:
         return runs(robust_cut(ready, sizes, facts.link))
 
     def late(cut: list[list[int]]) -> float:
         return _late_by([cut[place] for place in _order(cut, facts, parameters, goal)], facts, parameters, goal)
 
-    facts = replace(facts, link=Link(_HANDLING, facts.link.per_byte))
+    facts = replace(facts, link=Link(_HANDLING[goal], facts.link.per_byte))
     return min((runs(cut) for cut in finer_cuts(ready, sizes, facts.link)), key=late)
 
 
 def _order(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:
     messages = _messages(runs, facts, parameters)
-    if goal == "next forward":
+    if goal == "next forward, one by one":
         return deadline_order(messages, facts.link)
     return sorted(range(len(runs)), key=lambda place: messages[place].ready)
 
@@ -155,27 +166,28 @@ def _order(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Ten
 def _late_by(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> float:
     """Seconds that these, in this order, keep waiting whoever waits for them."""
     messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
-    if goal != "next forward":  # all are waited for when backward has ended
+    if goal == "next forward":
+        return urgent_lateness(messages, facts.link)
+    if goal not in FORWARD:  # all are waited for when backward has ended
         messages = [replace(message, needed=max(m.ready for m in messages)) for message in messages]
-    return lateness(messages, facts.link, shared=goal == "next forward")
+    return lateness(messages, facts.link, shared=goal in FORWARD)
 
 
 def _messages(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor]) -> list[Message]:
-    end = max(facts.ready, default=0.0)
-
-    def needed(index: int) -> float:
-        """Where it is not known: forward takes half as long as backward, the other way round."""
-        need = facts.needs[index]
-        return end + (need if need >= 0 else (end - facts.ready[index]) / 2)
-
     return [
         Message(
             max(facts.ready[index] for index in run),
-            min(needed(index) for index in run),
+            min(_need(facts, index) for index in run),
             sum(_bytes(parameters[index]) for index in run),
         )
         for run in runs
     ]
+
+
+def _need(facts: Facts, index: int) -> float:
+    """Where it is not known: forward takes half as long as backward, the other way round."""
+    end, need = max(facts.ready, default=0.0), facts.needs[index]
+    return end + (need if need >= 0 else (end - facts.ready[index]) / 2)
 
 
 def _bytes(parameter: Tensor) -> int:

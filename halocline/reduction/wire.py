@@ -22,7 +22,7 @@ _AIM = 6  # the largest of a mean is brought to 2 to this, with 2^10 above it fo
 _FAR = 120  # and scaled by no more than 2 to this
 
 
-Begin = Callable[[Tensor], Pending]
+Carry = Callable[[Tensor], Pending]
 
 
 class Wire:
@@ -33,11 +33,16 @@ class Wire:
             raise MeshError(f"wire is {', '.join(WIRES)} or None (as gradients are), not {name!r}")
         self._dtype = None if name is None else WIRES[name]
 
+    @property
+    def may_go_again(self) -> bool:
+        """What leaves the range is summed once more, which all ranks are to begin at the same point."""
+        return self._dtype == torch.float16
+
     def dtype_for(self, group: Group) -> torch.dtype:
         """Never one of more bits than the gradients have."""
         return self._dtype if self._dtype is not None and self._dtype.itemsize < group.dtype.itemsize else group.dtype
 
-    def begin(self, group: Group, begin: Begin, anew: bool = False) -> Pending:
+    def begin(self, group: Group, begin: Carry, anew: bool = False) -> Pending:
         """Begin a group's sum."""
         dtype, memory = self.dtype_for(group), group.seal(anew)
         if dtype == group.dtype or (dtype == torch.float16 and group.largest is None):
@@ -60,7 +65,7 @@ class _Whole:
 class _Narrow:
     """What is said of the gradients, behind them, is small numbers and goes unscaled."""
 
-    def __init__(self, group: Group, memory: Tensor, dtype: torch.dtype, begin: Begin) -> None:
+    def __init__(self, group: Group, memory: Tensor, dtype: torch.dtype, begin: Carry) -> None:
         self._group, self._memory, self._begin = group, memory, begin
         self._scale = 1.0 if group.largest is None or dtype != torch.float16 else _scale(group.largest)
         if self._scale == 1.0:

@@ -100,15 +100,15 @@ class GradientSettings:
     overlap: Literal["backward", "next-forward"] = "backward"  # how far sums may go on; the result is the same
     lag: Literal[0, 1] = 0  # 1: applied one step late, which is another algorithm
     wire: Literal["same", "fp32", "bf16", "fp16"] = "same"  # rounded on the way
-    rings: str = "flat"  # how a sum travels: flat, auto, levels
+    rings: str = "usual"  # how a sum travels: usual, flat, auto, levels
 
     def check(self) -> None:
         if self.lag and self.overlap == "next-forward":
             raise ConfigError("gradients.lag = 1 hides all sums already; leave gradients.overlap = 'backward'")
         if self.overlap == "next-forward" and self.wire == "fp16":
             raise ConfigError("gradients.wire = 'fp16' goes with overlap = 'backward'; with next-forward use 'bf16'")
-        if self.rings not in ("flat", "auto", "levels", "doubling") and not self.rings.startswith("leaders:"):
-            raise ConfigError(f"gradients.rings = {self.rings!r}: flat, auto, levels, doubling or leaders:K")
+        if self.rings not in ("usual", "flat", "auto", "levels", "doubling") and not self.rings.startswith("leaders:"):
+            raise ConfigError(f"gradients.rings = {self.rings!r}: usual, flat, auto, levels, doubling or leaders:K")
 
     def arguments(self, optimizer: Any) -> dict[str, Any]:
         """Of hc.distribute."""

@@ -20,11 +20,15 @@ from torch import Tensor
 
 
 class Label(NamedTuple):
-    """What a communication is for: named in errors, and part of the tag. Channels never wait for each other."""
+    """What a communication is for: named in errors, and part of the tag. Channels never wait for each other.
+
+    Of messages that wait for the same link, those of the least ``urgency`` go first, where the world can choose.
+    """
 
     operation: str
     place: str
     channel: str = "moves"
+    urgency: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.operation} in {self.place}"
@@ -104,6 +108,7 @@ class World(ABC):
 
     rank: int
     size: int
+    puts_urgent_first = False  # once it is wide
 
     def __init__(self, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
@@ -161,6 +166,9 @@ class World(ABC):
         """From here on one thread does nothing but communicate in this world, many messages at a time, of any size,
         and over all network cards by turns of their tags. By all ranks together.
         """
+
+    def keep_short(self, size: int) -> None:  # noqa: B027
+        """Let no more than some ``size`` bytes to a peer be in hands that know nothing of urgency."""
 
     def interrupt(self) -> None:  # noqa: B027
         """From another thread: whoever waits in :meth:`first` is to return."""

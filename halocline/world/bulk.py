@@ -7,6 +7,8 @@ that both have mapped (``shared.py``), and the socket carries a word about each.
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
 import select
 import socket
@@ -20,6 +22,9 @@ from .shared import Copied, Mailbox, offered
 from .wire import HEADER, Arrival, Departure, Pipe, Wire, cards
 
 _WORTH_SHARING = 1 << 14  # bytes
+_AHEAD = 1 << 17  # bytes that the kernel may hold and has not sent
+_SMALL = 1 << 16  # bytes
+_SHORTEST, _SLOW = 1 << 16, 1 << 17  # bytes of its buffer, at least; beyond which it is not shortened
 _LOW = 1 << 18  # bytes that are to lie in the kernel's buffer before it wakes us in the middle of a message
 _OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of words about shared memory
 _OTHER = "a message of another size came: do the ranks sum different things?"
@@ -28,28 +33,51 @@ Job = tuple[Any, ...]  # the peer, the Arrival, Departure or Copied, and whateve
 
 
 class Lane(Pipe):
-    """A pipe that stops reading after each message, since the next may be asked for before it is read."""
+    """A pipe that stops reading after each message, since the next may be asked for before it is read.
+
+    Messages wait here, and not in the kernel, for their turn: the most urgent goes first.
+    """
 
     def __init__(self, connection: socket.socket, peer: int, same_node: bool) -> None:
         super().__init__(connection)
         self.peer = peer
         self._low = 1
+        self._later: list[tuple[float, int, int, memoryview, Departure]] = []  # a heap: by urgency, then by age
+        self._sent = 0  # messages
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _AHEAD)
         self._outgoing: Mailbox | None = None
         self._incoming: Mailbox | None = None
         self._may_share, self._accepted = same_node, False
         self._unshared: deque[tuple[int, memoryview, Copied]] = deque()
 
-    def send(self, tag: int, payload: memoryview) -> Departure | Copied:  # type: ignore[override]
+    def send(self, tag: int, payload: memoryview, urgency: float = 0.0) -> Departure | Copied:  # type: ignore[override]
         if self._may_share and payload.nbytes >= _WORTH_SHARING:
             if self._outgoing is None:
                 self._outgoing = Mailbox.new()
-                super().send(_OFFER, memoryview(self._outgoing.offer()))
+                self._put_in_line(_OFFER, memoryview(self._outgoing.offer()), urgency)
             elif self._accepted and payload.nbytes <= self._outgoing.size:
                 copied = Copied()
                 self._unshared.append((tag, payload, copied))
                 self._share()
                 return copied
-        return super().send(tag, payload)
+        return self._put_in_line(tag, payload, urgency)
+
+    def _put_in_line(self, tag: int, payload: memoryview, urgency: float) -> Departure:
+        departure = Departure(self, math.inf)
+        self._sent += 1
+        heapq.heappush(self._later, (urgency, self._sent, tag, payload, departure))
+        self.flush()
+        return departure
+
+    def _first_in_line(self) -> None:
+        """Goes to the kernel next, whatever comes."""
+        _, _, tag, payload, departure = heapq.heappop(self._later)
+        self.outbox.append(memoryview(HEADER.pack(tag, payload.nbytes)))
+        if payload.nbytes:
+            self.outbox.append(payload)
+        self.queued += HEADER.size + payload.nbytes
+        departure.mark = self.queued
 
     def _share(self) -> None:
         """Put into the mailbox what there is room for."""
@@ -93,7 +121,9 @@ class Lane(Pipe):
 
     def flush(self) -> None:
         """As much as the kernel takes at once."""
-        while self.outbox and not self.closed:
+        while (self.outbox or self._later) and not self.closed:
+            if not self.outbox:
+                self._first_in_line()
             parts = [self.outbox[at] for at in range(min(8, len(self.outbox)))]
             try:
                 sent = self.socket.sendmsg(parts)
@@ -191,14 +221,16 @@ class _Lanes(Wire):
         super().__init__(rank, deadline, card)
         self._bulk = weakref.proxy(bulk)  # no circle: sockets close when the last who uses them is gone
 
-    def pipe(self, peer: int) -> Pipe:
+    def pipe(self, peer: int) -> Lane:
         if peer not in self.pipes:
             connection = self._call(peer) if self.rank < peer else self._answer(peer)
             same_node = connection.getpeername()[0] == connection.getsockname()[0]
             lane = Lane(connection, peer, same_node)
             self._bulk.watch(lane)
             self.pipes[peer] = lane
-        return self.pipes[peer]
+        found = self.pipes[peer]
+        assert isinstance(found, Lane)
+        return found
 
     def progress(self) -> None:
         self._bulk.look(0.0)
@@ -215,17 +247,32 @@ class Bulk:
         self._poll = select.epoll()
         self._lanes: dict[int, Lane] = {}
         self._writing: set[int] = set()
+        self._most = _SLOW + 1  # bytes
         self._gone: set[int] = set()  # peers
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll.register(self._bell, select.EPOLLIN)
         self._wires = [_Lanes(self, rank, deadline, card) for card in cards() or [""]]
+        self._express = [_Lanes(self, rank, deadline, card) for card in cards() or [""]]
 
-    def pipe(self, peer: int, tag: int) -> Pipe:
-        return self._wires[tag % len(self._wires)].pipe(peer)
+    def lane(self, peer: int, tag: int, size: int) -> Lane:
+        """Small messages have lanes of their own: they wait for none that is half sent."""
+        wires = self._express if size <= _SMALL else self._wires
+        return wires[tag % len(wires)].pipe(peer)
 
     def watch(self, lane: Lane) -> None:
+        self._limit(lane)
         self._lanes[lane.socket.fileno()] = lane
         self._poll.register(lane.socket, select.EPOLLIN)
+
+    def keep_short(self, size: int) -> None:
+        """The kernel's buffers of all lanes. On fast networks they are left as they are: it knows better."""
+        self._most = size
+        for lane in list(self._lanes.values()):
+            self._limit(lane)
+
+    def _limit(self, lane: Lane) -> None:
+        if self._most <= _SLOW and not lane.closed:
+            lane.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_SHORTEST, self._most))
 
     def ring(self) -> None:
         """From another thread: whoever waits is to return."""
@@ -287,7 +334,7 @@ class Bulk:
     def close(self) -> None:
         self._gone.update(lane.peer for lane in self._lanes.values())
         self._lanes.clear()
-        for wire in self._wires:
+        for wire in (*self._wires, *self._express):
             wire.close()
 
     def __del__(self) -> None:

@@ -39,6 +39,7 @@ class ProcessWorld(JoinedWorld):
         self._wire = _wire(self.rank, self.size, deadline)
         self._bulk: Bulk | None = None
         self._wide = False
+        self.puts_urgent_first = self._wire is not None and POSSIBLE
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self._refuse_after_failure()
@@ -49,25 +50,27 @@ class ProcessWorld(JoinedWorld):
         jobs: list[tuple[int, Any, Tensor, Tensor]] = []
         for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
             try:
-                jobs.append(start(peer, tensor, tag, group))
+                jobs.append(start(peer, tensor, tag, group, label.urgency))
             except (RuntimeError, OSError) as error:  # a connection known to be closed refuses at once
                 raise self._failure(peer, error, label) from error
         return jobs
 
     def _receive(
-        self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
+        self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup, _: float
     ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(buffer)
         if self._wide and self._bulk is not None:
-            return peer, self._bulk.pipe(peer, tag).receive(tag, _memory(host)), buffer, host
+            return peer, self._bulk.lane(peer, tag, host.nbytes).receive(tag, _memory(host)), buffer, host
         if self._wire is not None and host.nbytes <= LARGEST:
             return peer, self._wire.pipe(peer).receive(tag, _memory(host)), buffer, host
         return peer, group.recv([_bytes(host)], peer, tag), buffer, host
 
-    def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
+    def _send(
+        self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup, urgency: float
+    ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(message, fill=True)
         if self._wide and self._bulk is not None:
-            return peer, self._bulk.pipe(peer, tag).send(tag, _memory(host)), host, host
+            return peer, self._bulk.lane(peer, tag, host.nbytes).send(tag, _memory(host), urgency), host, host
         if self._wire is not None and host.nbytes <= LARGEST:
             self._wire.pipe(peer).send(tag, _memory(host))
             return peer, None, host, host
@@ -90,7 +93,7 @@ class ProcessWorld(JoinedWorld):
 
     def widen(self) -> None:
         self._wide = True
-        if self._bulk is None and self._wire is not None and POSSIBLE:
+        if self._bulk is None and self.puts_urgent_first:
             self._bulk = Bulk(self.rank, self.deadline)
 
     def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
@@ -100,6 +103,10 @@ class ProcessWorld(JoinedWorld):
             return self._bulk.first([exchange.posted for exchange in under_way], end)
         except BulkError as error:
             raise self._failure(error.peer, error, under_way[0].label) from error
+
+    def keep_short(self, size: int) -> None:
+        if self._bulk is not None:
+            self._bulk.keep_short(size)
 
     def interrupt(self) -> None:
         if self._bulk is not None:

@@ -38,12 +38,12 @@ class Arrival:
 class Departure:
     """A message on its way out: done when its last byte is in the kernel's hands."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe, self._mark = pipe, pipe.queued
+    def __init__(self, pipe: Pipe, mark: float) -> None:
+        self._pipe, self.mark = pipe, mark  # of the pipe's bytes, where it ends; infinity while nobody knows
 
     @property
     def done(self) -> bool:
-        return self._pipe.written >= self._mark
+        return self._pipe.written >= self.mark
 
 
 class Pipe:
@@ -72,7 +72,7 @@ class Pipe:
             self.outbox.append(payload)
         self.queued += HEADER.size + payload.nbytes
         self.flush()
-        return Departure(self)
+        return Departure(self, self.queued)
 
     def flush(self) -> None:
         while self.outbox:

@@ -1,5 +1,5 @@
 """Sums over ranks by ways that fit the machine."""
 
-from .engine import Pending, Rings
+from .engine import Pending, Rings, rings_for
 
-__all__ = ["Pending", "Rings"]
+__all__ = ["Pending", "Rings", "rings_for"]

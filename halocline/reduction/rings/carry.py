@@ -7,11 +7,11 @@ different levels work at once, and none is idle while something waits for it.
 from __future__ import annotations
 
 import atexit
+import heapq
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,14 +39,14 @@ class Chunk(NamedTuple):
 
 
 class Carried:
-    """A sum under way."""
+    """A sum under way; ``tell`` is called when it is done, or has failed, by the thread that sums."""
 
-    def __init__(self, carrier: Carrier, chunks: int, label: Label) -> None:
-        self._carrier, self.left, self.label = carrier, chunks, label
+    def __init__(self, carrier: Carrier, chunks: int, label: Label, tell: Callable[[], None] | None = None) -> None:
+        self._carrier, self.left, self.label, self._tell = carrier, chunks, label, tell
         self.error: BaseException | None = None
         self.done = threading.Event()
         if not chunks:
-            self.done.set()
+            self._end()
 
     def wait(self) -> None:
         while not self.done.wait(_LOOK):
@@ -58,21 +58,30 @@ class Carried:
     def one_less(self) -> None:
         self.left -= 1
         if not self.left:
-            self.done.set()
+            self._end()
 
     def fail(self, error: BaseException) -> None:
         self.error = error
+        self._end()
+
+    def _end(self) -> None:
         self.done.set()
+        if self._tell is not None:
+            self._tell()
 
 
 class Carrier:
-    """Of one engine, in a world of its own. ``depth`` chunks are under way at a time."""
+    """Of one engine, in a world of its own. ``depth`` chunks are under way at a time, the most urgent first.
 
-    def __init__(self, world: World, depth: int = 12) -> None:
+    Ranks may hurry with different ones. So that each has one which all others carry too, the oldest is always under
+    way: of all that are not done, it is the oldest on every rank that has begun it.
+    """
+
+    def __init__(self, world: World, depth: int) -> None:
         self._world, self.depth = world, depth
         self._dry = isinstance(world, DryWorld)
         self._changed = threading.Condition()
-        self._queue: deque[_Travel] = deque()
+        self._queue: list[tuple[float, int, _Travel]] = []  # a heap: by urgency, then by age
         self._under_way: list[_Travel] = []
         self._serial = 0
         self._spare: dict[torch.dtype, list[Tensor]] = {}
@@ -85,17 +94,18 @@ class Carrier:
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, chunks: Sequence[Chunk], label: Label) -> Carried:
+    def begin(self, chunks: Sequence[Chunk], label: Label, tell: Callable[[], None] | None = None) -> Carried:
         """All ranks begin in one order."""
         signature = _signature(label, chunks)
-        carried = Carried(self, len(chunks), label)
+        carried = Carried(self, len(chunks), label, tell)
         with self._changed:
             if self._error is not None:
                 raise self._error
             first, self._serial = self._serial, self._serial + len(chunks)
             travels = [_Travel(self, chunk, carried, first + at, signature) for at, chunk in enumerate(chunks)]
             if not self._dry:
-                self._queue.extend(travels)
+                for travel in travels:
+                    heapq.heappush(self._queue, (label.urgency, travel.serial, travel))
                 self._start()
                 self._changed.notify()
         if self._dry:
@@ -147,7 +157,8 @@ class Carrier:
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = error
-            waiting = {id(travel.carried): travel.carried for travel in (*self._under_way, *self._queue)}
+            queued = [travel for _, _, travel in self._queue]
+            waiting = {id(travel.carried): travel.carried for travel in (*self._under_way, *queued)}
             self._under_way.clear()
             self._queue.clear()
         for carried in waiting.values():
@@ -161,15 +172,25 @@ class Carrier:
                     if self._ended:
                         return False
                     self._changed.wait(_LOOK)
-                room = self.depth - len(self._under_way)
-                new = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
                 if not self._under_way:
                     self._progress = time.monotonic()
+                new = self._next()
                 self._under_way += new
             for travel in new:
                 self._step(travel)
             if self._under_way:
                 return True
+
+    def _next(self) -> list[_Travel]:
+        """Off the queue: what there is room for, and the oldest in any case."""
+        room = min(self.depth - len(self._under_way), len(self._queue))
+        new = [heapq.heappop(self._queue)[2] for _ in range(room)]
+        oldest = min(self._queue, key=lambda entry: entry[1], default=None)
+        if oldest is not None and all(oldest[1] < travel.serial for travel in (*self._under_way, *new)):
+            self._queue.remove(oldest)
+            heapq.heapify(self._queue)
+            new.append(oldest[2])
+        return new
 
     def _advance(self) -> None:
         exchanges = [travel.exchange for travel in self._under_way if travel.exchange is not None]
@@ -212,12 +233,12 @@ class _Travel:
 
     def __init__(self, carrier: Carrier, chunk: Chunk, carried: Carried, serial: int, signature: int) -> None:
         self._carrier, self.elements, self._rounds = carrier, chunk.elements, chunk.rounds
-        self.carried, self._serial, self._signature = carried, serial, signature
+        self.carried, self.serial, self._signature = carried, serial, signature
         self.exchange: Exchange | None = None
         self.course = self._course() if chunk.result is None else self._carrying_course(chunk.result)
 
     def tag(self, number: int) -> int:
-        return (self._signature << _ROUND | number & (1 << _ROUND) - 1) << _SERIAL | self._serial & (1 << _SERIAL) - 1
+        return (self._signature << _ROUND | number & (1 << _ROUND) - 1) << _SERIAL | self.serial & (1 << _SERIAL) - 1
 
     def _course(self) -> Iterator[Exchange]:
         carrier = self._carrier

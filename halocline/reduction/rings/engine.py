@@ -20,6 +20,11 @@ from .levels import Levels, levels_of
 from .schedule import Round, Span, Way, gather_rounds, scatter_rounds, split
 
 CHUNK = 1 << 21  # bytes, where nothing was measured
+DEPTH = 12  # chunks under way
+#: Where urgent ones are to break in: what is under way already is ahead of them.
+URGENT_CHUNK, URGENT_DEPTH = 1 << 21, 256
+_AHEAD = 1e-3  # seconds by which what has left us may be ahead of something urgent
+_LITTLE = 1 << 16  # bytes of a sum whose rounds cost more than its bytes
 _WORTH_TWO_CARDS = 1 << 17  # bytes
 _PIECE = 1 << 19  # bytes of a message of a reduce-scatter or an all-gather
 Rounds = Callable[[int, tuple[int, ...], int, int, int], Sequence[Round]]
@@ -44,11 +49,13 @@ class Rings:
     carry half to the other nodes; ``auto`` tries them and takes the fastest for each size. Tensors on GPUs go flat.
     """
 
-    def __init__(self, world: World, how: str | Sequence[int] = "auto") -> None:
+    def __init__(self, world: World, how: str | Sequence[int] = "auto", urgent: bool = False) -> None:
         self.world, self.how = world, how if isinstance(how, str) else tuple(how)
         self._everyone = tuple(range(world.size))
         self.levels = levels_of(world)
         self._ways = ways_of(how, self.levels, world.rank)
+        if urgent and how == "levels":
+            self._ways |= ways_of("doubling", self.levels, world.rank)
         self._measures = world.size > 1 and not isinstance(world, LocalWorld | DryWorld)
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
             self._ways = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
@@ -56,25 +63,29 @@ class Rings:
         self._own = world if self._alone else world.beside()
         if not self._alone:
             self._own.widen()
-        self._carrier = Carrier(self._own)
+        self._carrier = Carrier(self._own, URGENT_DEPTH if urgent else DEPTH)
+        self._urgent = urgent
         self.links: tuple[Link, ...] = ()
         self.costs: Costs | None = None
-        if self._measures and list(self._ways) != [FLAT]:
+        if self._measures and list(self._ways) != [FLAT] and not (urgent and how != "auto"):
             self.links, self.costs = self._known_or_measured()
         weakref.finalize(self, self._carrier.end).atexit = False
 
-    def begin(self, tensor: Tensor, label: Label) -> Pending:
+    def begin(self, tensor: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
         """Sum in place over all ranks, which begin their sums in one order; the same bits on every rank.
 
-        16-bit floats travel as they are: each rank on the way adds in float32 and rounds for the next.
+        16-bit floats travel as they are: each rank on the way adds in float32 and rounds for the next. ``tell`` is
+        called when it is done, from another thread, or here if that is the only way to know.
         """
         flat = _flat(tensor)
         size = flat.numel() * flat.element_size()
         name = FLAT if tensor.is_cuda or self.world.size == 1 else self.way(size)
-        return _Returned(self._begin(name, flat, label), flat, tensor)
+        return _Returned(self._begin(name, flat, label, tell), flat, tensor)
 
     def way(self, size: int) -> str:
         """The name of the way that a sum of so many bytes takes."""
+        if self._urgent and size <= _LITTLE and "doubling" in self._ways:
+            return "doubling"
         return self.costs.best(size) if self.costs is not None else next(iter(self._ways))
 
     def seconds(self, size: int) -> float:
@@ -83,22 +94,32 @@ class Rings:
             return Link().seconds(size)
         return self.costs.seconds(self.costs.best(size), size)
 
-    def _begin(self, name: str, flat: Tensor, label: Label) -> Pending:
+    def _begin(self, name: str, flat: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
         way = self._ways.get(name)
         if way is None:
-            return self.world.begin_sum(flat, self._everyone, label)
+            pending = self.world.begin_sum(flat, self._everyone, label)
+            if tell is not None:
+                tell()
+            return pending
         chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
-        return self._carrier.begin(chunks, label._replace(channel=_LABEL.channel))  # the only one in this world
+        return self._carrier.begin(chunks, label._replace(channel=_LABEL.channel), tell)  # the only one in this world
 
     def _pieces(self, flat: Tensor, way: Way) -> list[Tensor]:
         """Of one size, and an even number of them where there are several, for two network cards."""
         size = flat.numel() * flat.element_size()
         if way.kind == "doubling":
             return [flat]
+        if self._urgent:
+            return [flat[span.start : span.stop] for span in split(Span(0, flat.numel()), _count(size, URGENT_CHUNK))]
         chunk = best_chunk(way.factors, self.links, size) if len(self.links) == len(way.factors) else CHUNK
         if len(cards()) > 1 and size >= _WORTH_TWO_CARDS:
             chunk = min(chunk, -(-size // 2))
         return [flat[span.start : span.stop] for span in split(Span(0, flat.numel()), _count(size, chunk))]
+
+    def expect(self, per_byte: float) -> None:
+        """A sum takes so many seconds a byte: what is to wait for its turn must not lie in the kernel by then."""
+        if self._urgent and not self._alone:
+            self._own.keep_short(int(_AHEAD / per_byte))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """This rank's share of the sum: of the elements in a row, the part that bears its number. Each rank sends all
@@ -162,6 +183,17 @@ class Rings:
             return timed(lambda: self._begin(name, probe, _LABEL).wait())
 
         return links, Costs(tried(list(self._ways), attempt, self.world))
+
+
+def rings_for(world: World, how: str | Sequence[int], tensors: Sequence[Tensor], goes_on: bool = False) -> Rings | None:
+    """For sums of such tensors; None where the world's own do. Made by all ranks together.
+
+    ``goes_on``: each is needed at a time of its own, so that the most urgent are to go first, if the world can.
+    """
+    if how == "usual":
+        on_cpus = all(tensor.device.type == "cpu" for tensor in tensors)
+        how = "levels" if goes_on and on_cpus and world.puts_urgent_first else FLAT
+    return Rings(world, how, urgent=goes_on) if how != FLAT and world.size > 1 and tensors else None
 
 
 class _Returned:

@@ -1,0 +1,113 @@
+"""A thread beside backward and forward: it fills messages, begins their sums, and takes in what comes back.
+
+All of it takes time that the rank's own thread has better use for. Sums are carried by rings, which say when one is
+done; whichever is done first is taken in first.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+from itertools import count
+
+from ..errors import RankFailure
+from .line import Begin, Waiting
+
+IDLE = 60.0  # seconds after which the thread ends; the next job starts another
+
+
+class Beside:
+    """Something that the clerk does for these parameters, once a sum is there."""
+
+    def __init__(self, do: Callable[[], None], indices: set[int], sum_of_it: Waiting) -> None:
+        self._do, self.indices, self._sum = do, indices, sum_of_it
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            if self._sum.error is None:
+                self._do()
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            self._error = error
+        self._do = _nothing  # what it holds must be able to go
+        self._done.set()
+
+    def wait(self) -> None:
+        """When the sum is there."""
+        if not self._done.wait(self._sum.deadline + 5):
+            raise RankFailure(f"a step of the optimizer did not end within {self._sum.deadline:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+def _nothing() -> None:
+    pass
+
+
+class Clerk:
+    """Of one engine."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._number = count()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def add(self, begin: Begin) -> Waiting:
+        """A sum that is to begin after those added before."""
+        added = Waiting(begin, self._deadline)
+        self.ask(lambda: self._begin(added))
+        return added
+
+    def after(self, waiting: Waiting, urgency: float, do: Callable[[], None], indices: set[int]) -> Beside:
+        """As soon as that sum is there; all sums come first, and then the urgent."""
+        job = Beside(do, indices, waiting)
+        self.ask(lambda: job.run() if waiting.over.is_set() else waiting.then.append(job.run), urgency)
+        return job
+
+    def ask(self, job: Callable[[], None], urgency: float = -math.inf) -> None:
+        with self._lock:
+            self._jobs.put((urgency, next(self._number), job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="halocline clerk")
+                self._thread.start()
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                _, _, job = self._jobs.get(timeout=IDLE)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
+            job()
+            del job  # it holds its gradients, which must be able to go
+
+    def _begin(self, added: Waiting) -> None:
+        if self._error is None:
+            try:
+                added.pending = added.begin(lambda: self.ask(lambda: self._take_in(added)))
+                return
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                self._error = error
+        added.end(self._error)
+
+    def _take_in(self, added: Waiting) -> None:
+        assert added.pending is not None
+        try:
+            added.pending.wait()
+        except BaseException as error:  # noqa: BLE001
+            self._error = self._error or error
+        added.end(self._error)
+        for job in added.then:
+            job()
+        added.then = []
