@@ -16,12 +16,12 @@ RESIZED = (1, 90)
 FACTORS = (0.3, 0.5, 1 / 3, 1, 1.1, 1.5, 2, 2.1, 2.5, 3)
 
 #: Which share of the random set-ups is drawn: `make long` draws 0.8, and 2 is for a thorough run.
-_OFTEN = float(os.environ.get("HALOCLINE_SWEEP", "0.4"))
+OFTEN = float(os.environ.get("HALOCLINE_SWEEP", "0.4"))
 
 
 def often(count: int) -> int:
     """Of ``count`` random set-ups, those that this run draws."""
-    return max(1, round(count * _OFTEN))
+    return max(1, round(count * OFTEN))
 
 
 #: Set-ups of each family; half in float64, half in float32.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distribute import distribute
-from ..reduction import engine_of
+from ..reduction import Lag, engine_of
 from ..world import Mesh
 from .gradients_models import SUBJECTS, Layer, emulated, layers_of, sleep_until
 
@@ -126,10 +126,19 @@ class Trainer:
             return self._step(begun)
         self._step(begun)
         taken = [self._step(time.perf_counter()) for _ in range(self.row)]
+        self._come_to_rest()
         forward, backward, optimizer = (
             sum(getattr(one, part) for one in taken) / self.row for part in ("forward", "backward", "optimizer")
         )
         return Step(forward, backward, optimizer, begun=begun)
+
+    def _come_to_rest(self) -> None:
+        """What is measured next is to have the wire for itself."""
+        after = getattr(engine_of(self.model), "after", None)
+        if isinstance(after, Lag):
+            after.state()
+        elif after is not None:
+            after.finish()
 
     def _step(self, begun: float) -> Step:
         """From before the gradients are dropped to after the weights have moved."""

@@ -49,7 +49,8 @@ class Deadlines:
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
         engine.line = Clerk(engine.world.deadline) if engine.rings is not None else Line(engine.world.deadline)
-        self.goal: Goal = "next forward, one by one" if engine.rings is None else "next forward"
+        urgent_first = engine.rings is not None and engine.rings.urgent
+        self.goal: Goal = "next forward" if urgent_first else "next forward, one by one"
         self._under_way: Pass | None = None
         self._left: set[int] = set()  # groups that nobody has waited for yet
         self._late: dict[int, Tensor] = {}

@@ -153,11 +153,16 @@ def done_by_need(ready: Sequence[float], needed: Sequence[float], seconds: Seque
     return done
 
 
-def urgent_lateness(messages: Sequence[Message], link: Link) -> float:
-    """As :func:`lateness`, where the most urgent breaks into the others."""
+def urgent_lateness(messages: Sequence[Message], link: Link, express: int, chunk: int) -> float:
+    """As :func:`lateness`, where the most urgent breaks into the others.
+
+    Those of more than ``express`` bytes go round rings, and wait in every round for what is under way: about as long,
+    in all, as a ``chunk`` takes.
+    """
     needed = [message.needed for message in messages]
     done = done_by_need([message.ready for message in messages], needed, [link.seconds(m.size) for m in messages])
-    return max((end - need for end, need in zip(done, needed, strict=True)), default=0.0)
+    waits = [link.per_byte * chunk * (message.size > express) for message in messages]
+    return max((end + wait - need for end, wait, need in zip(done, waits, needed, strict=True)), default=0.0)
 
 
 def lateness(messages: Sequence[Message], link: Link, shared: bool = False) -> float:

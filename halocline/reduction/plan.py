@@ -12,6 +12,7 @@ from torch import Tensor
 from ..world import Label, World
 from .buffer import Group, by_kind
 from .grouping import Link, Message, deadline_order, finer_cuts, lateness, robust_cut, urgent_lateness
+from .rings import EXPRESS, URGENT_CHUNK
 
 #: By when sums are to be done; "one by one": none breaks into another.
 Goal = Literal["end of backward", "next forward", "next forward, one by one", "step after"]
@@ -167,7 +168,7 @@ def _late_by(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[T
     """Seconds that these, in this order, keep waiting whoever waits for them."""
     messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
     if goal == "next forward":
-        return urgent_lateness(messages, facts.link)
+        return urgent_lateness(messages, facts.link, EXPRESS, URGENT_CHUNK)
     if goal not in FORWARD:  # all are waited for when backward has ended
         messages = [replace(message, needed=max(m.ready for m in messages)) for message in messages]
     return lateness(messages, facts.link, shared=goal in FORWARD)

@@ -1,5 +1,5 @@
 """Sums over ranks by ways that fit the machine."""
 
-from .engine import Pending, Rings, rings_for
+from .engine import EXPRESS, URGENT_CHUNK, Pending, Rings, rings_for
 
-__all__ = ["Pending", "Rings", "rings_for"]
+__all__ = ["EXPRESS", "URGENT_CHUNK", "Pending", "Rings", "rings_for"]

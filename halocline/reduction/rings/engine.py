@@ -24,7 +24,7 @@ DEPTH = 12  # chunks under way
 #: Where urgent ones are to break in: what is under way already is ahead of them.
 URGENT_CHUNK, URGENT_DEPTH = 1 << 21, 256
 _AHEAD = 1e-3  # seconds by which what has left us may be ahead of something urgent
-_LITTLE = 1 << 16  # bytes of a sum whose rounds cost more than its bytes
+EXPRESS = 1 << 16  # bytes of a sum whose rounds cost more than its bytes
 _WORTH_TWO_CARDS = 1 << 17  # bytes
 _PIECE = 1 << 19  # bytes of a message of a reduce-scatter or an all-gather
 Rounds = Callable[[int, tuple[int, ...], int, int, int], Sequence[Round]]
@@ -53,6 +53,7 @@ class Rings:
         self.world, self.how = world, how if isinstance(how, str) else tuple(how)
         self._everyone = tuple(range(world.size))
         self.levels = levels_of(world)
+        self.urgent = urgent = urgent and world.puts_urgent_first
         self._ways = ways_of(how, self.levels, world.rank)
         if urgent and how == "levels":
             self._ways |= ways_of("doubling", self.levels, world.rank)
@@ -64,7 +65,6 @@ class Rings:
         if not self._alone:
             self._own.widen()
         self._carrier = Carrier(self._own, URGENT_DEPTH if urgent else DEPTH)
-        self._urgent = urgent
         self.links: tuple[Link, ...] = ()
         self.costs: Costs | None = None
         if self._measures and list(self._ways) != [FLAT] and not (urgent and how != "auto"):
@@ -84,7 +84,7 @@ class Rings:
 
     def way(self, size: int) -> str:
         """The name of the way that a sum of so many bytes takes."""
-        if self._urgent and size <= _LITTLE and "doubling" in self._ways:
+        if self.urgent and size <= EXPRESS and "doubling" in self._ways:
             return "doubling"
         return self.costs.best(size) if self.costs is not None else next(iter(self._ways))
 
@@ -102,14 +102,16 @@ class Rings:
                 tell()
             return pending
         chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
-        return self._carrier.begin(chunks, label._replace(channel=_LABEL.channel), tell)  # the only one in this world
+        # In a world of its own, which has one channel; and in one order, where none can go before another.
+        label = label._replace(channel=_LABEL.channel, urgency=label.urgency if self.urgent else 0.0)
+        return self._carrier.begin(chunks, label, tell)
 
     def _pieces(self, flat: Tensor, way: Way) -> list[Tensor]:
         """Of one size, and an even number of them where there are several, for two network cards."""
         size = flat.numel() * flat.element_size()
         if way.kind == "doubling":
             return [flat]
-        if self._urgent:
+        if self.urgent:
             return [flat[span.start : span.stop] for span in split(Span(0, flat.numel()), _count(size, URGENT_CHUNK))]
         chunk = best_chunk(way.factors, self.links, size) if len(self.links) == len(way.factors) else CHUNK
         if len(cards()) > 1 and size >= _WORTH_TWO_CARDS:
@@ -118,7 +120,7 @@ class Rings:
 
     def expect(self, per_byte: float) -> None:
         """A sum takes so many seconds a byte: what is to wait for its turn must not lie in the kernel by then."""
-        if self._urgent and not self._alone:
+        if self.urgent and not self._alone:
             self._own.keep_short(int(_AHEAD / per_byte))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
