@@ -111,7 +111,8 @@ def distribute(
             setattr(module, STATISTICS, batch_statistics)
     averaged = _to_average(model, mesh, averaging)
     indices = _as_indices(groups, [name for name, _ in averaged])
-    travels = rings_for(mesh.world, rings, [p for _, p in averaged], goes_on=bool(lag) or overlap == "next-forward")
+    ahead = overlap == "next-forward"
+    travels = rings_for(mesh.world, rings, [p for _, p in averaged], goes_on=bool(lag) or ahead, urgent=ahead)
     engine = GradientAverage(averaged, mesh.world, indices, wire=Wire(wire), rings=travels)
     model.__dict__[ENGINE] = engine
     if lag:

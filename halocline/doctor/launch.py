@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..world import process
+from ..world.joining import started_by_mpiexec
 from .finding import Finding
 from .network import resolve
 
@@ -66,6 +67,8 @@ def read_launch() -> Launch:
 def examine_launch(launch: Launch, env: Mapping[str, str], gpus: int) -> list[Finding]:
     if not launch.by:
         text = "none: RANK and SLURM_PROCID are not set, so that a script would run as a single rank"
+        if started_by_mpiexec(env):
+            text = "a launcher of MPI: scripts join over MPI; links between ranks are examined under torchrun and Slurm"
         return [Finding(TOPIC, "launcher", "ok", text), _free_port(), *_chosen_port(env, serve=True)]
     text = f"{launch.by}: rank {launch.rank} of {launch.size}; they meet at {launch.address}:{launch.port}"
     return [

@@ -27,30 +27,15 @@ from .control import Control, Doubling
 from .grouping import Link
 from .line import Line, Tell
 from .link import Clock, measured_link
+from .owners import Mark
 from .passes import Pass
-from .plan import Facts, Goal, Plan
+from .plan import FORWARD, Facts, Goal, Plan
 from .rings import Pending, Rings
 from .wire import Wire
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
 _DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
-
-
-class Mark:
-    """On a parameter: true as long as the engine that averages it lives. A copy's is false."""
-
-    def __init__(self, engine: Any = None) -> None:
-        self._engine = engine
-
-    def __bool__(self) -> bool:
-        return self._engine is not None and self._engine() is not None
-
-    def __deepcopy__(self, memo: object) -> Mark:
-        return Mark()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Mark, ()
 
 
 class After(Protocol):
@@ -262,7 +247,9 @@ class GradientAverage:
     def _look_for_others(self) -> None:
         """A gradient that nobody averages is one that the ranks would not share."""
         model = self.model() if self.model is not None else None
-        if model is None or all(getattr(p, AVERAGED, False) or p.grad is None for p in model.parameters()):
+        modules = () if model is None else model.modules()
+        own = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
+        if model is None or all(getattr(parameter, AVERAGED, False) or parameter.grad is None for parameter in own):
             return
         names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]
         raise MeshError(
@@ -326,7 +313,7 @@ class GradientAverage:
 
     def _planned(self, facts: Facts) -> Plan:
         goal: Goal = "end of backward" if self.after is None else self.after.goal
-        if self.rings is not None:
+        if self.rings is not None and goal in FORWARD:
             self.rings.expect(facts.link.per_byte)
         return Plan.of(facts, self.parameters, self.explicit, goal)
 

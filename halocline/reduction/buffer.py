@@ -6,6 +6,7 @@ wish: that the groups be made anew.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Group:
         self.shapes = [parameter.shape for parameter in parameters]
         self._strides = [_dense_strides(parameter) for parameter in parameters]
         self._complex = [parameter.is_complex() for parameter in parameters]
-        self.dtype, self._device = real_dtype(parameters[0]), parameters[0].device
+        self.dtype, self.device = real_dtype(parameters[0]), parameters[0].device
         self.counted_in = self.dtype  # what the last sum travelled as
         self.largest: float | None = None  # of the last mean, where somebody keeps it
         self._starts = _starts(parameters)
@@ -83,7 +84,7 @@ class Group:
 
     def _allocate(self) -> None:
         count = self.elements + len(self.indices) + 1
-        self._memory = torch.zeros(count, dtype=self.dtype, device=self._device)
+        self._memory = torch.zeros(count, dtype=self.dtype, device=self.device)
         self.views = [self._view(self._memory, place) for place in range(len(self.indices))]
 
     def _view(self, memory: Tensor, place: int) -> Tensor:
@@ -149,13 +150,37 @@ class Group:
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Are these parameters still what the group was made for?"""
-        mine = (self.dtype, self._device)
+        mine = (self.dtype, self.device)
         return all(
             parameters[index].shape == shape
             and parameters[index].is_complex() == pair
             and (real_dtype(parameters[index]), parameters[index].device) == mine
             for index, shape, pair in zip(self.indices, self.shapes, self._complex, strict=True)
         )
+
+
+def is_shared(gradient: Tensor | None) -> bool:
+    """Does somebody else hold this gradient, in a variable of the caller's, or look into its memory?"""
+    return gradient is not None and (
+        sys.getrefcount(gradient) > _OWN_REFERENCES or gradient.is_sparse or sharers(gradient) > 1
+    )
+
+
+def _own_references() -> int:
+    """As ``is_shared`` counts them where its caller alone has a parameter's gradient."""
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.grad = torch.zeros(1)
+    counted: list[int] = []
+
+    def count(gradient: Tensor | None) -> None:
+        counted.append(sys.getrefcount(gradient))
+
+    gradient = leaf.grad
+    count(gradient)
+    return counted[0]
+
+
+_OWN_REFERENCES = _own_references()
 
 
 def real_dtype(tensor: Tensor) -> torch.dtype:

@@ -6,9 +6,12 @@ done; whichever is done first is taken in first.
 
 from __future__ import annotations
 
+import atexit
 import math
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from itertools import count
 
@@ -16,6 +19,7 @@ from ..errors import RankFailure
 from .line import Begin, Waiting
 
 IDLE = 60.0  # seconds after which the thread ends; the next job starts another
+_LOOK, _AT_EXIT = 0.005, 10.0  # seconds
 
 
 class Beside:
@@ -47,20 +51,36 @@ def _nothing() -> None:
     pass
 
 
+def _end_at_exit(clerk: Clerk) -> None:
+    """It does not keep it."""
+    known = weakref.ref(clerk)
+
+    def end() -> None:
+        left = known()
+        if left is not None:
+            left.end()
+
+    atexit.register(end)
+    weakref.finalize(clerk, atexit.unregister, end).atexit = False
+
+
 class Clerk:
     """Of one engine."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
+        self._under_way = 0
+        _end_at_exit(self)
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None]]] = queue.PriorityQueue()
         self._number = count()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._ended = False
 
     def add(self, begin: Begin) -> Waiting:
         """A sum that is to begin after those added before."""
-        added = Waiting(begin, self._deadline)
+        added = Waiting(begin, self._deadline, in_line=False)
         self.ask(lambda: self._begin(added))
         return added
 
@@ -74,13 +94,26 @@ class Clerk:
         with self._lock:
             self._jobs.put((urgency, next(self._number), job))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="halocline clerk")
-                self._thread.start()
+                thread = threading.Thread(target=self._run, daemon=True, name="halocline clerk")
+                thread.start()
+                self._thread = thread
+
+    def end(self) -> None:
+        """When all is done, or at the deadline: a thread that is in torch's code when the program ends aborts it, and
+        the other ranks wait for our part of what has begun."""
+        until = time.monotonic() + self._deadline
+        while self._under_way and self._error is None and time.monotonic() < until:
+            time.sleep(_LOOK)
+        thread = self._thread
+        if thread is not None:
+            self._ended = True
+            self.ask(_nothing, math.inf)
+            thread.join(_AT_EXIT)
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while not (self._ended and self._jobs.empty()):
             try:
                 _, _, job = self._jobs.get(timeout=IDLE)
             except queue.Empty:
@@ -93,20 +126,25 @@ class Clerk:
             del job  # it holds its gradients, which must be able to go
 
     def _begin(self, added: Waiting) -> None:
+        self._under_way += 1
         if self._error is None:
             try:
                 added.pending = added.begin(lambda: self.ask(lambda: self._take_in(added)))
                 return
             except BaseException as error:  # noqa: BLE001  raised where it is waited for
                 self._error = error
+        self._under_way -= 1
         added.end(self._error)
 
     def _take_in(self, added: Waiting) -> None:
-        assert added.pending is not None
+        pending = added.pending
+        if pending is None:  # it failed when it had begun
+            return
         try:
-            added.pending.wait()
+            pending.wait()
         except BaseException as error:  # noqa: BLE001
             self._error = self._error or error
+        self._under_way -= 1
         added.end(self._error)
         for job in added.then:
             job()

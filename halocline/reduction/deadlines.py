@@ -177,7 +177,7 @@ class Deadlines:
             if number in self._left and order.optimizer is optimizer:
                 waiting.setdefault(number, []).append(index)
                 make_due(self._engine.parameters[index], partial(self._touched, index, number))
-        if isinstance(self._engine.line, Clerk) and can_step_beside(optimizer):
+        if isinstance(self._engine.line, Clerk) and plan.on_cpus and can_step_beside(optimizer):
             for number, indices in waiting.items():
                 self._have_stepped(self._engine.line, number, indices)
         # A graph that was made with them before the step has not been for them since, as after any step.

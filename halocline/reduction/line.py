@@ -23,7 +23,8 @@ IDLE = 60.0  # seconds after which the thread ends; the next sum starts another
 class Waiting:
     """A sum in line."""
 
-    def __init__(self, begin: Begin, deadline: float) -> None:
+    def __init__(self, begin: Begin, deadline: float, in_line: bool = True) -> None:
+        self._in_line = in_line
         self.begin, self.deadline = begin, deadline
         self.pending: Pending | None = None
         self.error: BaseException | None = None
@@ -34,7 +35,7 @@ class Waiting:
     def wait(self) -> None:
         # Those before it in line each have the deadline too; the thread that waits for them says so first.
         while not self.over.wait(self.deadline + 5):
-            if self.pending is not None:
+            if self.pending is not None or not self._in_line:
                 raise RankFailure(f"a sum of gradients did not end within {self.deadline:g} s")
         if self.error is not None:
             raise self.error

@@ -1,6 +1,6 @@
-"""Parameters whose gradients somebody else averages: DistributedDataParallel, or FSDP2 (``fully_shard``).
+"""Who averages a parameter's gradient: an engine of ours, DistributedDataParallel, or FSDP2 (``fully_shard``).
 
-What they compute, the mean over their ranks, is law 3's last step if their ranks are all ranks. That is checked.
+What others compute, the mean over their ranks, is law 3's last step if their ranks are all ranks. That is checked.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
         owned |= pieces
     mark(owned)
     return owned
+
+
+class Mark:
+    """On a parameter: true as long as the engine that averages it lives. A copy's is false."""
+
+    def __init__(self, engine: Any = None) -> None:
+        self._engine = engine
+
+    def __bool__(self) -> bool:
+        return self._engine is not None and self._engine() is not None
+
+    def __deepcopy__(self, memo: object) -> Mark:
+        return Mark()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mark, ()
 
 
 def mark(parameters: set[Tensor]) -> None:

@@ -69,7 +69,9 @@ def make_step_beside(parameters: Sequence[Tensor], orders: Sequence[Order]) -> N
             if parameter in optimizer.state:
                 state[alias] = optimizer.state[parameter]
         stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in _OURS})
+        stand_in.__dict__.update(vars(optimizer))  # at once: somebody may add to it meanwhile
+        for name in _OURS:
+            stand_in.__dict__.pop(name, None)
         stand_in.state = state
         stand_in.param_groups = _as_groups([(alias, order) for alias, (_, order) in zip(aliases, mine, strict=True)])
         stand_in.step()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..world import Label, World
-from .buffer import Group, by_kind
+from .buffer import Group, by_kind, is_shared
 from .clerk import Clerk
 from .line import Begin, Tell, Waiting
 from .negotiate import Negotiation
@@ -42,7 +42,7 @@ class Pass:
         self._negotiation: Negotiation | None = None
         self._valid = plan is None or all(group.fits(engine.parameters) for group in plan.groups)
         #: Gradients are left to the clerk to copy.
-        self._leaves_copying = isinstance(engine.line, Clerk) and plan is not None and not plan.dynamic
+        self._leaves_copying = isinstance(engine.line, Clerk) and plan is not None and plan.on_cpus and not plan.dynamic
         if plan is not None and task >= 0:
             self._prepare(plan)
 
@@ -67,8 +67,10 @@ class Pass:
                 self.unplanned.add(index)
             return
         group, parameter = self.plan.groups[number], self.engine.parameters[index]
-        held = group.put(index, parameter.grad)
-        if not self._leaves_copying:
+        gradient = parameter.grad
+        at_once = not self._leaves_copying or is_shared(gradient)
+        held = group.put(index, gradient)
+        if at_once:
             group.fill(self._share)
         if not held:
             parameter.grad = group.given(index)
@@ -152,8 +154,11 @@ class Pass:
         if self.plan is None or not self._valid:
             return
         for group in self.plan.groups:
-            for index in list(group.missing):
+            absent = list(group.missing)
+            for index in absent:
                 group.put(index, self.engine.parameters[index].grad, came=index in pile)
+            if absent:  # others are in the clerk's hands
+                group.fill(self._share)
 
     def _wish(self) -> bool:
         """For other groups: where one came that none was planned for, or the times have moved."""

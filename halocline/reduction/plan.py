@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -18,8 +19,8 @@ from .rings import EXPRESS, URGENT_CHUNK
 Goal = Literal["end of backward", "next forward", "next forward, one by one", "step after"]
 FORWARD = ("next forward", "next forward, one by one")
 _NOTICED = 1e-4  # seconds
-#: Seconds that a message costs where each is waited for, and stepped by, by itself.
-_HANDLING = {"next forward": 1e-3, "next forward, one by one": 4e-3}
+#: Seconds of the wire that a message costs where each is waited for by itself; where several are under way, hardly any.
+_HANDLING = {"next forward": 1e-4, "next forward, one by one": 4e-3}
 _GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
 
 
@@ -55,6 +56,17 @@ class Facts:
             Link(*found[4 * count + 1 :]),
         )
 
+    @cached_property
+    def needed(self) -> list[float]:
+        """Seconds after the first gradient at which the next forward needs each parameter, if it starts at once.
+
+        Where it is not known: forward takes half as long as backward, the other way round.
+        """
+        end = max(self.ready, default=0.0)
+        return [
+            end + (need if need >= 0 else (end - ready) / 2) for need, ready in zip(self.needs, self.ready, strict=True)
+        ]
+
     @property
     def came(self) -> list[int]:
         """In the order in which they were ready."""
@@ -81,8 +93,7 @@ class Plan:
         self.home = {index: number for number, group in enumerate(self.groups) for index in group.indices}
         self._urgency = [0.0] * len(self.groups)
         if self.goal in FORWARD:
-            needs = [_need(self.facts, index) for index in range(len(self.facts.ready))]
-            self._urgency = [min(needs[index] for index in group.indices) for group in self.groups]
+            self._urgency = [min(self.facts.needed[index] for index in group.indices) for group in self.groups]
 
     @classmethod
     def of(
@@ -108,6 +119,10 @@ class Plan:
         groups = [Group(run, [parameters[index] for index in run]) for run in runs if run]
         return cls(groups, sparse, facts, dynamic, goal)
 
+    @property
+    def on_cpus(self) -> bool:
+        return all(group.device.type == "cpu" for group in self.groups)
+
     def urgency(self, number: int) -> float:
         """The smaller, the sooner it is needed."""
         return self._urgency[number]
@@ -131,6 +146,8 @@ class Plan:
             return False
         order = sorted(dense, key=lambda index: (facts.ready[index], index))
         now = _late_by([group.indices for group in self.groups], facts, parameters, self.goal)
+        if now <= _NOTICED:
+            return False
         runs = _cut(order, facts, parameters, self.goal)
         best = [runs[place] for place in _order(runs, facts, parameters, self.goal)]
         return _late_by(best, facts, parameters, self.goal) < _GAIN * now - _NOTICED
@@ -178,17 +195,11 @@ def _messages(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[
     return [
         Message(
             max(facts.ready[index] for index in run),
-            min(_need(facts, index) for index in run),
+            min(facts.needed[index] for index in run),
             sum(_bytes(parameters[index]) for index in run),
         )
         for run in runs
     ]
-
-
-def _need(facts: Facts, index: int) -> float:
-    """Where it is not known: forward takes half as long as backward, the other way round."""
-    end, need = max(facts.ready, default=0.0), facts.needs[index]
-    return end + (need if need >= 0 else (end - facts.ready[index]) / 2)
 
 
 def _bytes(parameter: Tensor) -> int:

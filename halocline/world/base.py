@@ -167,6 +167,9 @@ class World(ABC):
         and over all network cards by turns of their tags. By all ranks together.
         """
 
+    def meet(self, peers: Sequence[int]) -> None:  # noqa: B027
+        """Connect with these, who do so too, before the first message. By all ranks together."""
+
     def keep_short(self, size: int) -> None:  # noqa: B027
         """Let no more than some ``size`` bytes to a peer be in hands that know nothing of urgency."""
 

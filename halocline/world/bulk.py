@@ -22,9 +22,8 @@ from .shared import Copied, Mailbox, offered
 from .wire import HEADER, Arrival, Departure, Pipe, Wire, cards
 
 _WORTH_SHARING = 1 << 14  # bytes
-_AHEAD = 1 << 17  # bytes that the kernel may hold and has not sent
 _SMALL = 1 << 16  # bytes
-_SHORTEST, _SLOW = 1 << 16, 1 << 17  # bytes of its buffer, at least; beyond which it is not shortened
+_SHORTEST = 1 << 16  # bytes that the kernel may have unsent, at least
 _LOW = 1 << 18  # bytes that are to lie in the kernel's buffer before it wakes us in the middle of a message
 _OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of words about shared memory
 _OTHER = "a message of another size came: do the ranks sum different things?"
@@ -44,8 +43,6 @@ class Lane(Pipe):
         self._low = 1
         self._later: list[tuple[float, int, int, memoryview, Departure]] = []  # a heap: by urgency, then by age
         self._sent = 0  # messages
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _AHEAD)
         self._outgoing: Mailbox | None = None
         self._incoming: Mailbox | None = None
         self._may_share, self._accepted = same_node, False
@@ -78,6 +75,11 @@ class Lane(Pipe):
             self.outbox.append(payload)
         self.queued += HEADER.size + payload.nbytes
         departure.mark = self.queued
+
+    def keep_short(self, size: int) -> None:
+        """Let the kernel have no more that it has not sent."""
+        if self.socket.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
 
     def _share(self) -> None:
         """Put into the mailbox what there is room for."""
@@ -247,7 +249,7 @@ class Bulk:
         self._poll = select.epoll()
         self._lanes: dict[int, Lane] = {}
         self._writing: set[int] = set()
-        self._most = _SLOW + 1  # bytes
+        self._most = 0  # bytes that a lane's kernel may have; as many as it likes
         self._gone: set[int] = set()  # peers
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll.register(self._bell, select.EPOLLIN)
@@ -264,15 +266,22 @@ class Bulk:
         self._lanes[lane.socket.fileno()] = lane
         self._poll.register(lane.socket, select.EPOLLIN)
 
+    def meet(self, peers: Sequence[int]) -> None:
+        """Open all lanes to these. By all ranks together: the lower of two calls, and each answers the lowest first,
+        so that none waits in a circle."""
+        for wire in (*self._wires, *self._express):
+            for peer in sorted(peers):
+                wire.pipe(peer)
+
     def keep_short(self, size: int) -> None:
-        """The kernel's buffers of all lanes. On fast networks they are left as they are: it knows better."""
+        """Of all lanes."""
         self._most = size
         for lane in list(self._lanes.values()):
             self._limit(lane)
 
     def _limit(self, lane: Lane) -> None:
-        if self._most <= _SLOW and not lane.closed:
-            lane.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(_SHORTEST, self._most))
+        if self._most and not lane.closed:
+            lane.keep_short(max(_SHORTEST, self._most))
 
     def ring(self) -> None:
         """From another thread: whoever waits is to return."""

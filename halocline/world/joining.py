@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -35,13 +36,13 @@ def _found() -> str:
         return "mpi"
     if dist.is_initialized() or process.adopt_environment():
         return "torch"
-    return "mpi" if started_by_mpiexec() else "torch"
+    return "mpi" if started_by_mpiexec(os.environ) else "torch"
 
 
-def started_by_mpiexec() -> bool:
+def started_by_mpiexec(environment: Mapping[str, str]) -> bool:
     """As one of several ranks."""
-    sizes = [os.environ[name] for name in _SIZE_BY_MPI if name in os.environ]
-    return any(name in os.environ for name in _RANK_BY_MPI) and sizes[:1] != ["1"]
+    sizes = [environment[name] for name in _SIZE_BY_MPI if name in environment]
+    return any(name in environment for name in _RANK_BY_MPI) and sizes[:1] != ["1"]
 
 
 def check_transport(joined: JoinedWorld, transport: str | None) -> None:

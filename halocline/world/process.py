@@ -104,6 +104,13 @@ class ProcessWorld(JoinedWorld):
         except BulkError as error:
             raise self._failure(error.peer, error, under_way[0].label) from error
 
+    def meet(self, peers: Sequence[int]) -> None:
+        if self._bulk is not None:
+            try:
+                self._bulk.meet(peers)
+            except (RuntimeError, OSError) as error:
+                raise self._failure(None, error, Label("meeting", "the rings")) from error
+
     def keep_short(self, size: int) -> None:
         if self._bulk is not None:
             self._bulk.keep_short(size)
@@ -137,7 +144,10 @@ class ProcessWorld(JoinedWorld):
             raise self._failure(None, error, label) from error
 
     def _another(self) -> ProcessWorld:
-        return ProcessWorld(self.deadline)
+        try:
+            return ProcessWorld(self.deadline)
+        except RuntimeError as error:  # a rank is gone, and the store waits for it
+            raise self._failure(None, error, Label("another world", "the same ranks")) from error
 
     def beside(self) -> Self:
         made = super().beside()

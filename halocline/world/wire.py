@@ -24,6 +24,7 @@ from .._torch_private import default_store
 
 LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
 HEADER = struct.Struct("<qq")  # tag, bytes
+_BUFFER = 1 << 13  # bytes
 _KNOCK = 0.02  # seconds at the door before looking after those who are in
 _SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
 
@@ -62,6 +63,7 @@ class Pipe:
         self._header, self._target, self._filled = bytearray(HEADER.size), memoryview(b""), 0
         self._arrival: Arrival | None = None
         self._tag: int | None = None
+        self._buffer, self._begin, self._end = memoryview(bytearray(_BUFFER)), 0, 0  # read, and not yet taken
 
     def __del__(self) -> None:
         self.socket.close()
@@ -106,21 +108,38 @@ class Pipe:
         """Read whatever has arrived, or up to the end of that message."""
         while True:
             room = memoryview(self._header) if self._tag is None else self._target
-            if self._filled < room.nbytes:
-                try:
-                    count = self.socket.recv_into(room[self._filled :])
-                except BlockingIOError:
-                    return
-                except ConnectionError:
-                    count = 0
-                if not count:  # the peer is gone; what it sent before is here
-                    self.closed = True
-                    return
-                self._filled += count
+            if self._filled < room.nbytes and not self._take_in(room):
+                return
             if self._filled == room.nbytes:
                 self._advance()
                 if job is not None and job.done:
                     return
+
+    def _take_in(self, room: memoryview) -> bool:
+        """Some of it. Headers and small payloads are read together: a call costs more than a copy."""
+        wanted = room.nbytes - self._filled
+        if self._begin == self._end and not self._read_on(room if wanted > _BUFFER // 2 else self._buffer):
+            return False
+        part = min(wanted, self._end - self._begin)
+        if part:
+            room[self._filled : self._filled + part] = self._buffer[self._begin : self._begin + part]
+            self._begin += part
+            self._filled += part
+        return True
+
+    def _read_on(self, into: memoryview) -> bool:
+        try:
+            count = self.socket.recv_into(into if into is self._buffer else into[self._filled :])
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            count = 0
+        self.closed = not count  # the peer is gone; what it sent before is here
+        if into is self._buffer:
+            self._begin, self._end = 0, count
+        else:
+            self._filled += count
+        return bool(count)
 
     def _advance(self) -> None:
         """A header or a payload is complete."""

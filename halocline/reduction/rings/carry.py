@@ -25,6 +25,7 @@ _SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which ne
 _SERIALLY = 32_000  # elements: torch adds fewer than 32,768 in the thread that asks, and wakes no others
 _LOOK = 1.0  # seconds after which an idle thread looks whether it is still wanted
 _AT_EXIT = 2.0
+_SPARE = 12  # pieces of memory that are kept
 
 
 class Chunk(NamedTuple):
@@ -89,6 +90,8 @@ class Carrier:
         self._ended = False
         self._progress = 0.0  # when something last arrived
         self._thread: threading.Thread | None = None
+        # Now, and not when the thread starts: who begins sums is made later, and ends earlier.
+        atexit.register(self._at_exit)
 
     @property
     def alive(self) -> bool:
@@ -119,7 +122,6 @@ class Carrier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="halocline rings")
             self._thread.start()
-            atexit.register(self._at_exit)
 
     def end(self) -> None:
         """Nobody begins anything any more. Safe in finalizers: it takes no lock, and the thread looks every second."""
@@ -217,7 +219,7 @@ class Carrier:
     def give_back(self, memory: Tensor) -> None:
         spare = self._spare[memory.dtype]
         spare.append(memory)
-        if len(spare) > self.depth:
+        if len(spare) > _SPARE:
             spare.pop(0)
 
     def post(self, travel: _Travel, number: int, each: Round, into: Tensor, carried: Tensor | None = None) -> Exchange:

@@ -64,12 +64,19 @@ class Rings:
         self._own = world if self._alone else world.beside()
         if not self._alone:
             self._own.widen()
+            # A carrier that waits for a connection carries nothing, and ranks begin the urgent in different orders.
+            self._own.meet(self._peers())
         self._carrier = Carrier(self._own, URGENT_DEPTH if urgent else DEPTH)
         self.links: tuple[Link, ...] = ()
         self.costs: Costs | None = None
         if self._measures and list(self._ways) != [FLAT] and not (urgent and how != "auto"):
             self.links, self.costs = self._known_or_measured()
         weakref.finalize(self, self._carrier.end).atexit = False
+
+    def _peers(self) -> list[int]:
+        """Of all ways."""
+        rounds = [each for way in self._ways.values() if way is not None for each in way.rounds(64 * self.world.size)]
+        return sorted({peer for each in rounds for peer in (each.to, each.source) if peer is not None})
 
     def begin(self, tensor: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
         """Sum in place over all ranks, which begin their sums in one order; the same bits on every rank.
@@ -187,15 +194,18 @@ class Rings:
         return links, Costs(tried(list(self._ways), attempt, self.world))
 
 
-def rings_for(world: World, how: str | Sequence[int], tensors: Sequence[Tensor], goes_on: bool = False) -> Rings | None:
+def rings_for(
+    world: World, how: str | Sequence[int], tensors: Sequence[Tensor], goes_on: bool = False, urgent: bool = False
+) -> Rings | None:
     """For sums of such tensors; None where the world's own do. Made by all ranks together.
 
-    ``goes_on``: each is needed at a time of its own, so that the most urgent are to go first, if the world can.
+    ``goes_on``: after backward, where a clerk looks after them. ``urgent``: each is needed at a time of its own, so
+    that the most urgent are to go first, if the world can.
     """
     if how == "usual":
         on_cpus = all(tensor.device.type == "cpu" for tensor in tensors)
         how = "levels" if goes_on and on_cpus and world.puts_urgent_first else FLAT
-    return Rings(world, how, urgent=goes_on) if how != FLAT and world.size > 1 and tensors else None
+    return Rings(world, how, urgent) if how != FLAT and world.size > 1 and tensors else None
 
 
 class _Returned:
