@@ -213,11 +213,6 @@ def test_a_rank_exported_in_a_slurm_script() -> None:
     assert "RANK=0, but Slurm calls this task 1" in next(one.found for one in found if one.status == "warning")
 
 
-@pytest.mark.parametrize(("env", "words"), [({}, "single rank"), ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "over MPI")])
-def test_who_started_a_run_without_torchrun(env: dict[str, str], words: str) -> None:
-    assert words in launch.examine_launch(Launch(), env, gpus=0)[0].found
-
-
 def test_a_port_out_of_range() -> None:
     found = launch.examine_launch(Launch(), {"MASTER_PORT": "70000"}, gpus=0)
     assert "70000 is no port" in problems(found)[0].found

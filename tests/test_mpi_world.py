@@ -18,7 +18,7 @@ import test_ranks
 import torch
 
 import halocline as hc
-from halocline.doctor import software
+from halocline.doctor import launch, software
 from halocline.testing import EXACT, RankPool, relative_error
 from halocline.testing.mpi_place import MpiPlace, mpiexec
 from halocline.world import joining, mpi_library
@@ -210,6 +210,8 @@ STARTED = {
 def test_mpiexec_is_known_by_its_variables(case: str) -> None:
     variables, several = STARTED[case]
     assert joining.started_by_mpiexec(variables) is several
+    told = launch.examine_launch(launch.Launch(), variables, gpus=0)[0].found
+    assert ("over MPI" if several else "single rank") in told
 
 
 PROGRAM = """
