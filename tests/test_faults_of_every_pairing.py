@@ -126,7 +126,7 @@ class Met(NamedTuple):
 
 def meet(mesh: Mesh, algorithm: Algorithm, mode: str, trouble: str) -> Met:
     """Train; in one step one rank is in trouble. Whoever got through has looked at all there is."""
-    model, chosen, began = net(), MODES[mode], [0.0]
+    model, chosen, began = net(), MODES[mode], [time.monotonic()]
     optimizer = WritingSGD(model)
     distributed(model, optimizer, mesh, algorithm, chosen, GROUPS)
 
@@ -213,9 +213,9 @@ def pools() -> Iterator[dict[str, RankPool]]:
 
 
 def pool_for(transport: str, pools: dict[str, RankPool]) -> RankPool:
-    kind = "mpi" if transport == "mpi" else "torch"
+    kind = transport if transport in ("mpi", "threads") else "torch"
     if kind not in pools:
-        pools[kind] = started_by_mpi() if kind == "mpi" else RankPool(RANKS)
+        pools[kind] = started_by_mpi() if kind == "mpi" else RankPool(1 if kind == "threads" else RANKS)
     return pools[kind]
 
 
@@ -303,7 +303,7 @@ def check_no_numbers(transport: str, algorithm: str, modes: Sequence[str], pools
         assert all(all(map(same, first, other)) for other in others), mode
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS)[::3])
 def test_all_ranks_see_what_is_no_number(algorithm: str, pools: dict[str, RankPool]) -> None:
     place = list(ALGORITHMS).index(algorithm)
     check_no_numbers("sockets", algorithm, list(MODES)[place % 5 :: 5], pools)
@@ -330,7 +330,8 @@ class Case(NamedTuple):
 
 def check_case(case: Case, pools: dict[str, RankPool]) -> None:
     if case.transport == "threads":
-        mets = dict(enumerate(meet_in_threads(*case[1:])))
+        (found,) = pool_for(case.transport, pools).run(meet_in_threads, *case[1:], deadline=30.0)
+        mets = dict(enumerate(found))
     else:
         pool = pool_for(case.transport, pools)
         arguments = (*case[:2], DEADLINE, meet_in_processes, *case[2:])

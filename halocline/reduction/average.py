@@ -59,7 +59,8 @@ class After(Protocol):
         """Wait for all that is under way."""
 
 
-_open_passes: dict[int, list[GradientAverage]] = {}  # by backward pass: the engines that take part in it
+#: By backward pass: the engines that take part in it. One that failed keeps none of them.
+_open_passes: dict[int, weakref.WeakSet[GradientAverage]] = {}
 
 
 class GradientAverage:
@@ -150,8 +151,8 @@ class GradientAverage:
         left, self._open = self._open, None
         assert left is not None
         nested = passes_inside_each_other() > (0 if self.parameters[index].is_cuda else 1)
-        if self in _open_passes.get(left.task, ()):
-            _open_passes[left.task].remove(self)
+        if left.task in _open_passes:
+            _open_passes[left.task].discard(self)
         left.abandon(nested)
         if nested:
             self._pile |= left.touched
@@ -221,9 +222,9 @@ class GradientAverage:
         plan = None if deferred or not self.plan.groups else self.plan  # type: ignore[union-attr]
         self._open = Pass(self, task, plan)
         if task not in _open_passes:
-            _open_passes[task] = []
+            _open_passes[task] = weakref.WeakSet()
             after_backward(lambda: _finish_all(task))
-        _open_passes[task].append(self)
+        _open_passes[task].add(self)
 
     def _fits(self, plan: Plan) -> bool:
         return all(group.fits(self.parameters) for group in plan.groups)
@@ -371,7 +372,7 @@ def _hooks_after(parameter: Tensor) -> Sized:
 
 def _finish_all(task: int) -> None:
     """Of all engines, in the order of their making: on every rank the same, whichever heard of the pass first."""
-    engines = sorted(_open_passes.pop(task, []), key=lambda engine: engine.number)
+    engines = sorted(_open_passes.pop(task, ()), key=lambda engine: engine.number)
     engines = [engine for engine in engines if engine._open is not None and engine._open.task == task]
     came = [engine._end() for engine in engines]
     for engine, some in zip(engines, came, strict=True):
