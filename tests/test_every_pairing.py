@@ -37,6 +37,7 @@ from pairings import (
     some,
     train,
 )
+from ranges import OFTEN
 from torch import Tensor, nn
 
 import halocline as hc
@@ -167,7 +168,7 @@ LONG = [
         [
             *(Pairings("sockets", algorithm, [name for name in MODES if name not in MOST]) for algorithm in ALGORITHMS),
             *(Pairings("sockets", algorithm, list(MODES)) for algorithm in OTHERS),
-            *(Pairings("mpi", algorithm, list(MODES)) for algorithm in EVERY),
+            *(Pairings("mpi", algorithm, list(MODES)) for algorithm in (EVERY if OFTEN >= 4 else ["unsaid"])),
             *(Pairings("gloo", algorithm, list(MODES)) for algorithm in ALGORITHMS),
             *(Pairings("threads", algorithm, list(MODES)) for algorithm in EVERY),
         ]

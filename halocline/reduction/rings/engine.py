@@ -104,7 +104,8 @@ class Rings:
     def _begin(self, name: str, flat: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
         way = self._ways.get(name)
         if way is None:
-            pending = self.world.begin_sum(flat, self._everyone, label)
+            # In the rings' own world: a clerk begins it, in no order with what others sum in the first.
+            pending = self._own.begin_sum(flat, self._everyone, label._replace(channel=_LABEL.channel))
             if tell is not None:
                 tell()
             return pending
