@@ -46,6 +46,27 @@ def test_messages_of_all_sizes_arrive_by_tag(same_node: bool) -> None:
     assert (there._incoming is not None) == same_node
 
 
+@pytest.mark.parametrize("same_node", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_nothing_is_kept_of_messages_that_have_come(same_node: bool, early: bool) -> None:
+    """Every message has a tag of its own: whatever a tag leaves behind is there for good."""
+    here, there = lanes(same_node)
+    room, message = torch.zeros(1 << 14, dtype=torch.uint8), torch.ones(1 << 14, dtype=torch.uint8)
+    for tag in range(20):
+        if early:
+            here.send(tag, memory_of(message))
+            drive(here, there)
+        arrival = there.receive(tag, memory_of(room))
+        if not early:
+            here.send(tag, memory_of(message))
+            drive(here, there)
+        assert arrival.done
+        assert torch.equal(room, message)
+        room.zero_()
+    assert not there._awaited
+    assert not there._early
+
+
 def test_more_than_the_memory_holds_waits_for_room() -> None:
     here, there = lanes(True)
     here.send(0, memory_of(torch.zeros(1 << 14, dtype=torch.uint8)))

@@ -19,6 +19,7 @@ _CLOSE = 1.05  # what a message costs is known no better
 _MESSAGES = 16
 _LEAST = 1 << 21  # bytes
 _SMALL = 1 << 18  # bytes of the smallest message, where each is needed at a time of its own
+_OF_WHAT_IS_LEFT = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list
 
 
 def _tapered(sizes: Sequence[int], most: float) -> list[int]:
-    """Each of at most a quarter of what comes after it."""
+    """Each of at most two thirds of what comes after it."""
     cut, filled, left = [0], 0, sum(sizes)
     for place, size in enumerate(sizes):
-        if filled and filled + size > max(_SMALL / 4, min(most, left / 4)):
+        if filled and filled + size > max(_SMALL / 4, min(most, _OF_WHAT_IS_LEFT * left)):
             cut.append(place)
             filled = 0
         filled += size

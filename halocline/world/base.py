@@ -108,7 +108,7 @@ class World(ABC):
 
     rank: int
     size: int
-    puts_urgent_first = False  # once it is wide
+    puts_urgent_first = False  # where it is wide
 
     def __init__(self, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
@@ -162,11 +162,6 @@ class World(ABC):
         under_way[0].wait()
         return 0
 
-    def widen(self) -> None:  # noqa: B027
-        """From here on one thread does nothing but communicate in this world, many messages at a time, of any size,
-        and over all network cards by turns of their tags. By all ranks together.
-        """
-
     def meet(self, peers: Sequence[int]) -> None:  # noqa: B027
         """Connect with these, who do so too, before the first message. By all ranks together."""
 
@@ -212,8 +207,12 @@ class World(ABC):
         self.ring_sum(tensor, ranks, label)
 
     @abstractmethod
-    def beside(self) -> World:
-        """The same ranks once more, for another thread: what the two send is never mixed up. Made by all together."""
+    def beside(self, wide: bool = False) -> World:
+        """The same ranks once more, for another thread: what the two send is never mixed up. Made by all together.
+
+        ``wide``: that thread does nothing but communicate, many messages at a time, of any size, and over all network
+        cards by turns of their tags.
+        """
 
     def close(self) -> None:  # noqa: B027  others have nothing to let go of
         """Let go of what :meth:`beside` made: connections and their threads. By all ranks together."""

@@ -182,16 +182,16 @@ class Lane(Pipe):
         return True
 
     def receive(self, tag: int, target: memoryview) -> Arrival:
-        for early in list(self._early.get(tag, ()))[:1]:
-            if len(early) != target.nbytes:
-                raise BulkError(self.peer, _OTHER)
+        early = self._early.first(tag)
+        if early is not None and len(early) != target.nbytes:
+            raise BulkError(self.peer, _OTHER)
         return super().receive(tag, target)
 
     def _check_size(self, tag: int, size: int) -> None:
         """Ranks that sum different things are to hear of it."""
-        for arrival in list(self._awaited.get(tag, ()))[:1]:
-            if arrival.target.nbytes != size:
-                raise BulkError(self.peer, _OTHER)
+        arrival = self._awaited.first(tag)
+        if arrival is not None and arrival.target.nbytes != size:
+            raise BulkError(self.peer, _OTHER)
 
     def _accept(self, offer: bytes) -> None:
         self._incoming = offered(offer)
@@ -203,15 +203,14 @@ class Lane(Pipe):
         """A message lies in the mailbox."""
         assert self._incoming is not None
         self._check_size(tag, size)
-        awaited = self._awaited.get(tag)
-        if awaited:
-            arrival = awaited.popleft()
+        arrival = self._awaited.take(tag)
+        if arrival is not None:
             self._incoming.read(place, arrival.target)
             arrival.done = True
         else:
             early = bytearray(size)
             self._incoming.read(place, memoryview(early))
-            self._early.setdefault(tag, deque()).append(early)
+            self._early.add(tag, early)
         self._say(_FREED, 0)
         self.flush()
 

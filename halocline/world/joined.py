@@ -26,19 +26,21 @@ class JoinedWorld(World):
         super().__init__(rank, size, deadline)
         self.set_deadline(deadline)
         self._failed: str | None = None
-        self._spare: list[Any] = []  # of its own kind
+        self._wide = False
+        self._spare: dict[bool, list[Any]] = {}  # of its own kind: those that are not wide, and those that are
         self._lent = False
 
     def set_deadline(self, seconds: float) -> None:
         self.deadline, self._wait = seconds, timedelta(seconds=seconds)
 
     @abstractmethod
-    def _another(self) -> Self:
+    def _another(self, wide: bool) -> Self:
         """The same ranks with connections of their own."""
 
-    def beside(self) -> Self:
-        made: Self = self._spare.pop() if self._spare else self._another()
-        made._spare, made._lent = self._spare, True
+    def beside(self, wide: bool = False) -> Self:
+        spare = self._spare.get(wide)
+        made: Self = spare.pop() if spare else self._another(wide)
+        made._spare, made._lent, made._wide = self._spare, True, wide
         made.set_deadline(self.deadline)
         return made
 
@@ -52,7 +54,7 @@ class JoinedWorld(World):
             self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
             self._lent = False
             self.traffic.clear()
-            self._spare.append(self)
+            self._spare.setdefault(self._wide, []).append(self)
 
     def _refuse_after_failure(self) -> None:
         if self._failed:

@@ -113,7 +113,7 @@ class LocalWorld(World):
             total += part
         tensor.copy_(total)
 
-    def beside(self) -> LocalWorld:
+    def beside(self, wide: bool = False) -> LocalWorld:
         self._besides += 1
         return LocalWorld(self.rank, self.size, self._board.beside(self._besides), self.deadline)
 

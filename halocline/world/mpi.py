@@ -249,7 +249,7 @@ class MpiWorld(JoinedWorld):
 
     # ---- other worlds, and the end ----
 
-    def _another(self) -> MpiWorld:
+    def _another(self, wide: bool) -> MpiWorld:
         return MpiWorld(self.deadline, self._home)
 
     def leave(self) -> None:

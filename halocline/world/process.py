@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,58 +19,73 @@ from ..errors import MeshError
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .bulk import POSSIBLE, Bulk, BulkError
 from .joined import JoinedWorld
-from .shared import Copied
-from .wire import LARGEST, Arrival, Departure, Wire, memory_of
+from .wire import LARGEST, Wire, memory_of
 
 _SENT_AS_IT_IS = (torch.float32, torch.float64)
 _PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # which numpy knows too
 
 
 class ProcessWorld(JoinedWorld):
-    """Point-to-point messages, reductions and gradients each in a process group of their own."""
+    """Point-to-point messages, reductions and gradients each in a process group of their own; those of a wide world on
+    sockets of our own, if these can be had."""
 
-    def __init__(self, deadline: float = 600.0) -> None:
+    def __init__(self, deadline: float = 600.0, wide: bool = False) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
         # Flags and shapes travel as CPU tensors, so that NCCL alone would not do.
         self._nccl = "nccl" in str(dist.get_backend_config())
         self._backend = "cpu:gloo,cuda:nccl" if self._nccl else None
-        self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
         self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._wire = _wire(self.rank, self.size, deadline)
-        self._bulk: Bulk | None = None
-        self._wide = False
-        self.puts_urgent_first = self._wire is not None and POSSIBLE
+        own_sockets = _own_sockets(self.size)
+        self.puts_urgent_first = own_sockets and POSSIBLE
+        self._bulk = Bulk(self.rank, deadline) if wide and self.puts_urgent_first else None
+        self._wire = Wire(self.rank, deadline) if own_sockets and self._bulk is None else None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        if self._bulk is None or self._nccl:  # each of gloo's has threads, which wake up a hundred times a second
+            self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self._refuse_after_failure()
-        group = self._groups[label.channel]
-        self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
+        self.traffic.transport_bytes += sum(message.nbytes for _, message, _ in sends)
         if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
-            return _post_on_device(sends, receives, group)
+            return _post_on_device(sends, receives, self._groups[label.channel])
+        if self._bulk is not None:
+            return self._post_in_bulk(self._bulk, sends, receives, label)
+        group = self._groups[label.channel]
         jobs: list[tuple[int, Any, Tensor, Tensor]] = []
         for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
             try:
-                jobs.append(start(peer, tensor, tag, group, label.urgency))
+                jobs.append(start(peer, tensor, tag, group))
             except (RuntimeError, OSError) as error:  # a connection known to be closed refuses at once
                 raise self._failure(peer, error, label) from error
         return jobs
 
+    def _post_in_bulk(
+        self, bulk: Bulk, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label
+    ) -> list[tuple[int, Any, Tensor, Tensor]]:
+        jobs: list[tuple[int, Any, Tensor, Tensor]] = []
+        peer = -1
+        try:
+            for peer, buffer, tag in receives:
+                host = self._host(buffer)
+                jobs.append((peer, bulk.lane(peer, tag, host.nbytes).receive(tag, _memory(host)), buffer, host))
+            for peer, message, tag in sends:
+                host = self._host(message, fill=True)
+                lane = bulk.lane(peer, tag, host.nbytes)
+                jobs.append((peer, lane.send(tag, _memory(host), label.urgency), host, host))
+        except (RuntimeError, OSError) as error:
+            raise self._failure(peer, error, label) from error
+        return jobs
+
     def _receive(
-        self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup, _: float
+        self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
     ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(buffer)
-        if self._wide and self._bulk is not None:
-            return peer, self._bulk.lane(peer, tag, host.nbytes).receive(tag, _memory(host)), buffer, host
         if self._wire is not None and host.nbytes <= LARGEST:
             return peer, self._wire.pipe(peer).receive(tag, _memory(host)), buffer, host
         return peer, group.recv([_bytes(host)], peer, tag), buffer, host
 
-    def _send(
-        self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup, urgency: float
-    ) -> tuple[int, Any, Tensor, Tensor]:
+    def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(message, fill=True)
-        if self._wide and self._bulk is not None:
-            return peer, self._bulk.lane(peer, tag, host.nbytes).send(tag, _memory(host), urgency), host, host
         if self._wire is not None and host.nbytes <= LARGEST:
             self._wire.pipe(peer).send(tag, _memory(host))
             return peer, None, host, host
@@ -80,21 +95,16 @@ class ProcessWorld(JoinedWorld):
         end = time.monotonic() + self.deadline
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
-                if self._wide and self._bulk is not None and isinstance(work, Arrival | Departure | Copied):
-                    self._bulk.wait([(peer, work)], end)
-                elif work is None or isinstance(work, Arrival):
-                    self._wire.wait(peer, work, end)  # type: ignore[union-attr]
-                else:
+                if isinstance(work, dist.Work):
                     work.wait(self._wait)
+                elif self._bulk is None:
+                    self._wire.wait(peer, work, end)  # type: ignore[union-attr]
+                elif not work.done:
+                    self._bulk.wait([(peer, work)], end)
             except (RuntimeError, OSError) as error:
                 raise self._failure(peer, error, label) from error
             if host is not buffer:
                 buffer.copy_(host)
-
-    def widen(self) -> None:
-        self._wide = True
-        if self._bulk is None and self.puts_urgent_first:
-            self._bulk = Bulk(self.rank, self.deadline)
 
     def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
         if self._bulk is None:
@@ -143,16 +153,11 @@ class ProcessWorld(JoinedWorld):
         except RuntimeError as error:
             raise self._failure(None, error, label) from error
 
-    def _another(self) -> ProcessWorld:
+    def _another(self, wide: bool) -> ProcessWorld:
         try:
-            return ProcessWorld(self.deadline)
+            return ProcessWorld(self.deadline, wide)
         except RuntimeError as error:  # a rank is gone, and the store waits for it
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
-
-    def beside(self) -> Self:
-        made = super().beside()
-        made._wide = False
-        return made
 
     def _hear_others(self, label: Label) -> dict[int, str | None]:
         if self._wide:  # all are to stop at once, so that all are heard
@@ -189,11 +194,9 @@ def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], gro
     return [(-1, work, nothing, nothing) for work in works]
 
 
-def _wire(rank: int, size: int, deadline: float) -> Wire | None:
-    """Sockets of our own, unless switched off, or there is nowhere to say where they are."""
-    if size == 1 or os.environ.get("HALOCLINE_WIRE") == "0" or default_store() is None:
-        return None
-    return Wire(rank, deadline)
+def _own_sockets(size: int) -> bool:
+    """Unless switched off, or there is nowhere to say where they are."""
+    return size > 1 and os.environ.get("HALOCLINE_WIRE") != "0" and default_store() is not None
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

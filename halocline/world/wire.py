@@ -15,7 +15,7 @@ import struct
 import time
 from collections import deque
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -47,6 +47,35 @@ class Departure:
         return self._pipe.written >= self.mark
 
 
+Item = TypeVar("Item")
+
+
+class ByTag(Generic[Item]):
+    """What waits, in order, under each tag. Tags come and go by the thousand: one that nothing waits under is gone."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[Item]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, tag: int, item: Item) -> None:
+        self._waiting.setdefault(tag, deque()).append(item)
+
+    def first(self, tag: int) -> Item | None:
+        line = self._waiting.get(tag)
+        return line[0] if line else None
+
+    def take(self, tag: int) -> Item | None:
+        line = self._waiting.get(tag)
+        if line is None:
+            return None
+        item = line.popleft()
+        if not line:
+            del self._waiting[tag]
+        return item
+
+
 class Pipe:
     """The connection to one peer. Messages arrive in the order sent, and are known by their tag."""
 
@@ -58,8 +87,8 @@ class Pipe:
         self.closed = False
         self.outbox: deque[memoryview] = deque()
         self.queued = self.written = 0  # bytes
-        self._awaited: dict[int, deque[Arrival]] = {}
-        self._early: dict[int, deque[bytearray]] = {}
+        self._awaited = ByTag[Arrival]()
+        self._early = ByTag[bytearray]()
         self._header, self._target, self._filled = bytearray(HEADER.size), memoryview(b""), 0
         self._arrival: Arrival | None = None
         self._tag: int | None = None
@@ -96,12 +125,12 @@ class Pipe:
 
     def receive(self, tag: int, target: memoryview) -> Arrival:
         arrival = Arrival(target)
-        early = self._early.get(tag)
-        if early:
-            target[:] = early.popleft()
+        early = self._early.take(tag)
+        if early is not None:
+            target[:] = early
             arrival.done = True
         else:
-            self._awaited.setdefault(tag, deque()).append(arrival)
+            self._awaited.add(tag, arrival)
         return arrival
 
     def pump(self, job: Arrival | None = None) -> None:
@@ -145,8 +174,7 @@ class Pipe:
         """A header or a payload is complete."""
         if self._tag is None:
             self._tag, size = HEADER.unpack(self._header)
-            awaited = self._awaited.get(self._tag)
-            self._arrival = awaited.popleft() if awaited else None
+            self._arrival = self._awaited.take(self._tag)
             self._target = self._arrival.target if self._arrival else memoryview(bytearray(size))
         else:
             self._deliver(self._tag)
@@ -155,14 +183,14 @@ class Pipe:
 
     def _deliver(self, tag: int) -> None:
         """Somebody may have begun to wait for it after its header had come."""
-        arrival, awaited = self._arrival, self._awaited.get(tag)
-        if arrival is None and awaited:
-            arrival = awaited.popleft()
+        arrival = self._arrival
+        if arrival is None:
+            arrival = self._awaited.take(tag)
+            if arrival is None:
+                self._early.add(tag, bytearray(self._target))
+                return
             arrival.target[:] = self._target
-        if arrival is not None:
-            arrival.done = True
-        else:
-            self._early.setdefault(tag, deque()).append(bytearray(self._target))
+        arrival.done = True
 
 
 class Wire:

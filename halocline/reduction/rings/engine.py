@@ -61,9 +61,8 @@ class Rings:
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
             self._ways = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
         self._alone = world.size == 1 or isinstance(world, DryWorld)
-        self._own = world if self._alone else world.beside()
+        self._own = world if self._alone else world.beside(wide=True)
         if not self._alone:
-            self._own.widen()
             # A carrier that waits for a connection carries nothing, and ranks begin the urgent in different orders.
             self._own.meet(self._peers())
         self._carrier = Carrier(self._own, URGENT_DEPTH if urgent else DEPTH)
