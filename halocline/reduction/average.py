@@ -214,7 +214,7 @@ class GradientAverage:
 
     def _begin(self) -> None:
         task = backward_number()
-        if self.plan is not None and not self.plan.dynamic and not self._fits(self.plan):
+        if self.plan is not None and not self.plan.dynamic and not self.plan.fits(self.parameters):
             self.forget_plan()
         self.patient |= any(len(_hooks_after(parameter)) > 1 for parameter in self.parameters)
         # Under create_graph gradients are to be differentiated themselves, and cannot lie in a buffer.
@@ -225,9 +225,6 @@ class GradientAverage:
             _open_passes[task] = weakref.WeakSet()
             after_backward(lambda: _finish_all(task))
         _open_passes[task].add(self)
-
-    def _fits(self, plan: Plan) -> bool:
-        return all(group.fits(self.parameters) for group in plan.groups)
 
     def _end(self) -> set[int]:
         """Begin what is left to begin; returns what came on this rank."""

@@ -41,6 +41,7 @@ class Group:
         self._place = {index: place for place, index in enumerate(self.indices)}
         self._memory: Tensor | None = None
         self.views: list[Tensor] = []
+        self._pointers: list[int] = []
         self.missing: set[int] = set()
         self._came: set[int] = set()
         self._unfilled: list[tuple[int, Tensor | None, bool]] = []  # places, what is to stand there, does it already
@@ -71,12 +72,11 @@ class Group:
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
         """Is this gradient the very place in the group's memory that is its own?"""
-        view = self.views[self._place[index]]
-        return (
-            gradient is not None
-            and self._inside(gradient)
-            and (gradient.data_ptr(), gradient.shape, gradient.stride()) == (view.data_ptr(), view.shape, view.stride())
-        )
+        place = self._place[index]
+        if gradient is None or gradient.layout is not torch.strided or gradient.data_ptr() != self._pointers[place]:
+            return False  # as nearly always: backward has made a new one
+        view = self.views[place]
+        return self._inside(gradient) and (gradient.shape, gradient.stride()) == (view.shape, view.stride())
 
     def given(self, index: int) -> Tensor:
         """For a parameter's ``.grad``: a tensor of its own. Re-pointing it (``Module.to`` does) leaves ours alone."""
@@ -86,6 +86,7 @@ class Group:
         count = self.elements + len(self.indices) + 1
         self._memory = torch.zeros(count, dtype=self.dtype, device=self.device)
         self.views = [self._view(self._memory, place) for place in range(len(self.indices))]
+        self._pointers = [view.data_ptr() for view in self.views]
 
     def _view(self, memory: Tensor, place: int) -> Tensor:
         """Laid out as the parameter is, which is what optimizers and accumulation want."""

@@ -40,7 +40,8 @@ class Pass:
         self._sent: dict[int, float] = {}
         self._done: dict[int, float] = {}
         self._negotiation: Negotiation | None = None
-        self._valid = plan is None or all(group.fits(engine.parameters) for group in plan.groups)
+        #: Of others the engine has seen to it.
+        self._valid = plan is None or not plan.dynamic or plan.fits(engine.parameters)
         #: Gradients are left to the clerk to copy.
         self._leaves_copying = isinstance(engine.line, Clerk) and plan is not None and plan.on_cpus and not plan.dynamic
         if plan is not None and task >= 0:

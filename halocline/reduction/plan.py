@@ -123,6 +123,10 @@ class Plan:
     def on_cpus(self) -> bool:
         return all(group.device.type == "cpu" for group in self.groups)
 
+    def fits(self, parameters: Sequence[Tensor]) -> bool:
+        """Are these parameters still what it was made for?"""
+        return all(group.fits(parameters) for group in self.groups)
+
     def urgency(self, number: int) -> float:
         """The smaller, the sooner it is needed."""
         return self._urgency[number]
