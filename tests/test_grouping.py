@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halocline.reduction import Coordinator, Doubling, Tree
+from halocline.reduction.buffer import Group
 from halocline.reduction.control import packed, unpacked
 from halocline.reduction.grouping import Link, best_cut, finish_time, robust_cut
 from halocline.world import run_local, this_world
@@ -88,3 +89,16 @@ def this_world_of(ranks: int) -> Any:
 @given(st.lists(st.booleans(), max_size=200))
 def test_bits_are_packed_and_unpacked(flags: list[bool]) -> None:
     assert unpacked(packed(flags), len(flags)) == flags
+
+
+def test_a_group_knows_its_gradients_when_their_memory_has_moved() -> None:
+    """Within a pass: ``share_memory_`` (and with it ``Module.share_memory``) moves a storage and all that lie in it."""
+    leaf = torch.zeros(4, requires_grad=True)
+    group = Group([0], [leaf])
+    group.begin([leaf])
+    leaf.grad = group.given(0)
+    leaf.grad.fill_(8.0)
+    leaf.grad.share_memory_()
+    assert group.put(0, leaf.grad)
+    group.take_back(0.5, [leaf])
+    assert leaf.grad.tolist() == [8.0] * 4

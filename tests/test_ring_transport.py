@@ -15,6 +15,8 @@ from halocline.world.bulk import BulkError, Lane
 from halocline.world.shared import Mailbox, offered
 from halocline.world.wire import memory_of
 
+SIZES = (1, 30_000, 100_000)  # the last goes flat
+
 
 def lanes(same_node: bool) -> tuple[Lane, Lane]:
     one, other = socket.socketpair(socket.AF_UNIX)
@@ -126,18 +128,21 @@ def test_an_end_that_closes_is_noticed() -> None:
 
 
 def _after_rings() -> list[float]:
-    """A world that rings have used, and somebody else uses next."""
+    """A world that rings have used, and other rings use next; and one that somebody else uses."""
     mesh = Mesh(data=-1)
     rings = Rings(mesh.world, "levels")
     rings.begin(torch.ones(100), Label("sum", "a test", "gradients")).wait()
     rings.close()
-    again = mesh.world.beside()
-    everyone = tuple(range(mesh.size))
-    found = [float(again.sum(torch.ones(size), everyone, Label("sum", "a test")).sum()) for size in (1, 30_000)]
+    again, other, everyone = mesh.world.beside(wide=True), mesh.world.beside(), tuple(range(mesh.size))
+    assert again is rings._own
+    assert other is not again
+    label = Label("sum", "a test")
+    found = [float(world.sum(torch.ones(size), everyone, label).sum()) for world in (again, other) for size in SIZES]
     again.close()
+    other.close()
     return found
 
 
 def test_a_world_is_as_before_when_rings_are_done_with_it() -> None:
     for found in shared_pool(3).run(_after_rings, deadline=30):
-        assert found == [3.0, 90_000.0]
+        assert found == [3.0, 90_000.0, 300_000.0] * 2

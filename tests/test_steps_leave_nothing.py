@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import halocline as hc
+from halocline.reduction import Lag, engine_of
 from halocline.testing import shared_pool
 from halocline.world import Mesh
 
@@ -24,7 +25,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def objects() -> int:
+def objects(model: nn.Module) -> int:
+    """When nothing is under way."""
+    engine = engine_of(model)
+    if isinstance(getattr(engine, "after", None), Lag):
+        hc.lagged_gradients(model)
+    hc.flush(model)
     gc.collect()
     return len(gc.get_objects())
 
@@ -41,20 +47,20 @@ def growth(axes: dict[str, int], options: dict[str, Any]) -> float:
     before, sample = 0, torch.ones(2, 2, 16, 16)
     for step in range(10 + STEPS):  # in the first ten plans are made
         if step == 10:
-            before = objects()
+            before = objects(model)
         optimizer.zero_grad()
         x = hc.shard(sample, mesh, {2: "height"}) if "height" in axes else sample
         model(x).square().mean().backward()
         optimizer.step()
-    return (objects() - before) / STEPS
+    return (objects(model) - before) / STEPS
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_stays_of_a_step(mode: str) -> None:
     for found in shared_pool(2).run(growth, {"data": 2}, MODES[mode], deadline=60.0):
-        assert found < 1
+        assert found < 0.4
 
 
 def test_nothing_stays_of_a_step_over_a_cut() -> None:
     for found in shared_pool(2).run(growth, {"height": 2}, {}, deadline=60.0):
-        assert found < 1
+        assert found < 0.4

@@ -41,7 +41,6 @@ class Group:
         self._place = {index: place for place, index in enumerate(self.indices)}
         self._memory: Tensor | None = None
         self.views: list[Tensor] = []
-        self._pointers: list[int] = []
         self.missing: set[int] = set()
         self._came: set[int] = set()
         self._unfilled: list[tuple[int, Tensor | None, bool]] = []  # places, what is to stand there, does it already
@@ -72,10 +71,9 @@ class Group:
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
         """Is this gradient the very place in the group's memory that is its own?"""
-        place = self._place[index]
-        if gradient is None or gradient.layout is not torch.strided or gradient.data_ptr() != self._pointers[place]:
+        view = self.views[self._place[index]]
+        if gradient is None or gradient.layout is not torch.strided or gradient.data_ptr() != view.data_ptr():
             return False  # as nearly always: backward has made a new one
-        view = self.views[place]
         return self._inside(gradient) and (gradient.shape, gradient.stride()) == (view.shape, view.stride())
 
     def given(self, index: int) -> Tensor:
@@ -86,7 +84,6 @@ class Group:
         count = self.elements + len(self.indices) + 1
         self._memory = torch.zeros(count, dtype=self.dtype, device=self.device)
         self.views = [self._view(self._memory, place) for place in range(len(self.indices))]
-        self._pointers = [view.data_ptr() for view in self.views]
 
     def _view(self, memory: Tensor, place: int) -> Tensor:
         """Laid out as the parameter is, which is what optimizers and accumulation want."""

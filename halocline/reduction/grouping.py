@@ -94,7 +94,7 @@ def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list
 
 
 def _tapered(sizes: Sequence[int], most: float) -> list[int]:
-    """Each of at most two thirds of what comes after it."""
+    """Each of at most two thirds of what is left when its last gradient comes, that one counted."""
     cut, filled, left = [0], 0, sum(sizes)
     for place, size in enumerate(sizes):
         if filled and filled + size > max(_SMALL / 4, min(most, _OF_WHAT_IS_LEFT * left)):

@@ -37,11 +37,12 @@ class ProcessWorld(JoinedWorld):
         self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         own_sockets = _own_sockets(self.size)
         self.puts_urgent_first = own_sockets and POSSIBLE
-        self._bulk = Bulk(self.rank, deadline) if wide and self.puts_urgent_first else None
-        self._wire = Wire(self.rank, deadline) if own_sockets and self._bulk is None else None
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        if self._bulk is None or self._nccl:  # each of gloo's has threads, which wake up a hundred times a second
-            self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in CHANNELS}
+        in_bulk = wide and self.puts_urgent_first
+        # Each group of gloo's has threads, which wake up a hundred times a second.
+        channels = CHANNELS if not in_bulk or self._nccl else ()
+        self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in channels}
+        self._bulk = Bulk(self.rank, deadline) if in_bulk else None
+        self._wire = Wire(self.rank, deadline) if own_sockets and not in_bulk else None
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self._refuse_after_failure()

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections import deque
+from datetime import timedelta
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -224,7 +225,9 @@ class Wire:
         return self.pipes[peer]
 
     def _call(self, peer: int) -> socket.socket:
-        host, port, token = default_store().get(f"{self._name}/{peer}").decode().split()
+        store, name = default_store(), f"{self._name}/{peer}"
+        store.wait([name], timedelta(seconds=self.deadline))
+        host, port, token = store.get(name).decode().split()
         connection = socket.create_connection((host, int(port)), timeout=self.deadline)
         connection.sendall(bytes.fromhex(token) + struct.pack("<q", self.rank))
         return connection
