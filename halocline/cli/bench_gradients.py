@@ -50,7 +50,7 @@ def gradients(
     Nodes are network namespaces of this machine, joined by links of a given speed. The same training step runs in
     turn: without averages (compute), only the averages (wire), under DDP as it comes and as the best of 24 settings
     (bucket caps, bucket views, static graph), and under `hc.distribute(model, hc.Mesh(data=-1))`: as it comes, with
-    `overlap="next-forward"`, the same in bfloat16, and with `lag=1`. It takes root and iproute2, and half an hour.
+    `overlap="next-forward"`, the same in bfloat16, and with `lag=1`. It takes root and iproute2, and an hour.
 
     **Models**: *resnet18* computes, all ranks on the cores of this machine. *resnet50*, *resnet24mb* (the same, of
     smaller width) and *unet3d* have all the parameters of their namesakes under emulated compute: layers sleep, as if
@@ -58,7 +58,7 @@ def gradients(
 
     **Examples**
 
-    - `sudo halocline bench gradients --quick`: everything, roughly, in four minutes.
+    - `sudo halocline bench gradients --quick`: as much of it as four minutes allow; what was left out is said.
 
     - `sudo halocline bench gradients --models resnet24mb --ranks-per-node 1`: one case, more closely.
 
