@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from halocline.world import Label, Mesh
 from halocline.world.mesh import this_world
 
 WIDTH, STEPS = 130, 6
+PARTED = 5  # the step after whose backward ranks know, one step late, that they part
 
 
 def network() -> nn.Sequential:
@@ -77,6 +79,49 @@ def sums_in_a_hurry() -> tuple[float, float]:
 def test_ranks_that_hurry_with_different_sums(ranks: int) -> None:
     """Of three ranks one stands in for another, so that they connect in other orders than they sum."""
     assert shared_pool(ranks).run(sums_in_a_hurry, deadline=60.0) == [(100.0 * ranks, 600_000.0 * ranks)] * ranks
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, way: bool) -> Tensor:
+        return (self.left(x) + self.right(x) if way else self.left(x)).tanh()
+
+
+def ways_that_part(slow: bool) -> list[Tensor]:
+    """From some step on ranks take different ways. A clerk has still to begin the sums of the step before when
+    those begin for which the ranks have agreed."""
+    mesh = Mesh(data=-1)
+    torch.manual_seed(1)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hc.distribute(model, mesh, lag=1, rings="levels")
+    engine: Any = engine_of(model)
+    begin, step = engine.line._begin, 0
+
+    def begin_slowly(added: Any) -> None:
+        time.sleep(1.5 if step == PARTED else 0.0)
+        begin(added)
+
+    if slow and mesh.rank == 0:
+        engine.line._begin = begin_slowly
+    x = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)[None] * (1 + mesh.rank)
+    for step in range(PARTED + 3):
+        assert engine.plan is None or engine.plan.dynamic == (step > PARTED)
+        optimizer.zero_grad()
+        time.sleep(0.3 if step == PARTED else 0.0)  # the clerk has taken in what came, and looks for what to begin
+        model(x, step < PARTED - 1 or mesh.rank == 0).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_sums_begin_in_one_order_when_ranks_part() -> None:
+    quick, slow = (shared_pool(2).run(ways_that_part, late, deadline=60.0) for late in (False, True))
+    for mine, theirs, before in zip(*slow, quick[0], strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, before, rtol=1e-12, atol=1e-14)
 
 
 PROGRAM = """

@@ -95,14 +95,18 @@ class Pass:
         return begin(None) if self.engine.line is None else self.engine.line.add(begin)
 
     def _begin_beside(self, number: int) -> Pending:
-        return self._sum_of(number, self.engine.beside)(None)
+        """Where the clerk may still have sums of the pass before to begin on the same rings: after those."""
+        begin, line = self._sum_of(number, self.engine.beside), self.engine.line
+        return line.add(begin) if isinstance(line, Clerk) else begin(None)
 
     def _sum_of(self, number: int, world: World) -> Begin:
         """Begins it. It does not keep the engine: a gradient that is under way keeps its sum."""
         assert self.plan is not None
         engine, sent, group, share = self.engine, self._sent, self.plan.groups[number], self._share
         anew = self._anew and number == len(self.plan.groups) - 1
-        label = Label(engine.name, "backward", engine.channel, self.plan.urgency(number))
+        # Ranks that begin the groups of one size in different orders must hear of it, and not add them up.
+        place = f"backward, group {number}"
+        label = Label(engine.name, place, engine.channel, self.plan.urgency(number))
         wire, carry = engine.wire, engine.carrier(world, label)
 
         def begin(tell: Tell | None) -> Pending:

@@ -301,5 +301,5 @@ def add(own: Tensor, arrived: Tensor, to_it: bool) -> None:
 def _signature(label: Label, chunks: Sequence[Chunk]) -> int:
     """Ranks that sum different things ask for tags that nobody sends."""
     elements = sum(chunk.elements.numel() for chunk in chunks)
-    kind = f"{label.operation}|{elements}|{len(chunks)}|{chunks[0].elements.dtype}"
+    kind = f"{label}|{elements}|{len(chunks)}|{chunks[0].elements.dtype}"
     return zlib.crc32(kind.encode()) & (1 << _SIGNATURE) - 1
