@@ -258,10 +258,6 @@ REFUSED = """
 x[x > 0]                                                   | mask.sum
 x.masked_select(x > 0)                                     | mask.sum
 x.__setitem__(x > 0, torch.zeros(7).double())              | torch.where
-torch.zeros(4, 6, 5).double().index_put_((i,), x[:3])      | zeros_like
-torch.zeros(4, 6, 5).double().copy_(x)                     | out of place
-torch.zeros(4, 6, 5).double().index_copy_(0, i, x[:3])     | zeros_like
-torch.zeros(4, 6, 5).double().scatter_add_(0, across % 4, x) | zeros_like
 x.masked_scatter(all_of, x.flatten())                      | torch.where
 x[0].fill_diagonal_(1.0)                                   | torch.eye
 x[False]                                                   | if

@@ -6,16 +6,15 @@ whole, and those that point into other tiles are passed over.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..geometry import Interval, Transposed
-from ..tensor import ShardedTensor, here
-from ..world import Label
+from ..tensor import ShardedTensor
 from .api import gather
 from .executor import run_rule
 from .lookup import chosen_place
@@ -25,43 +24,17 @@ from .subscript import Item, is_mask, items_of, located
 from .table import composite, refuse
 from .view import made_of, meta, normal
 
-_log = logging.getLogger("halocline")
-
 
 @composite(Tensor.__setitem__, family="index")
 def setitem(self: Tensor, index: Any, value: Any) -> None:
     """A whole target (``torch.zeros(shape)`` inside a model) takes in the whole value, gathered."""
-    if not isinstance(self, ShardedTensor):
-        self[_all_of(index)] = _all_of(value)
-        return
     items = items_of(index, self.ndim)
     given = _as_tensor(self, value)
     if any(is_mask(item) for item in items) and _fills(self, items, given):
         return
+    if not isinstance(self, ShardedTensor):
+        items = [gather(item) if is_mask(item) else item for item in items]
     _write(self, located(items, self.shape), given, accumulate=False)
-
-
-def _all_of(value: Any) -> Any:
-    """Cut tensors whole, wherever they stand in an index; counted and said, since cutting the target would save it."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_all_of(item) for item in value)
-    if not isinstance(value, ShardedTensor):
-        return value
-    label = str(Label("indexed assignment into a whole tensor", here()))
-    traffic = value.sharding.mesh.world.traffic
-    traffic.gathers[label] += 1
-    if traffic.gathers[label] == 1 and value.sharding.mesh.rank == 0:
-        _log.warning("%s: gathers the value; make the target of a cut tensor (x.new_zeros(shape)) to spare it", label)
-    return gather(value)
-
-
-def check_target(name: str, target: Tensor) -> None:
-    if not isinstance(target, ShardedTensor):
-        raise refuse(
-            name,
-            "a whole tensor cannot take in a cut one in place",
-            "make the target of a cut tensor (torch.zeros_like(x), x.new_zeros(shape)), or hc.gather the value",
-        )
 
 
 def _as_tensor(self: Tensor, value: Any) -> Tensor:
@@ -70,12 +43,12 @@ def _as_tensor(self: Tensor, value: Any) -> Tensor:
     return torch.full((), value, dtype=self.dtype, device=self.device)
 
 
-def _write(self: Tensor, items: Sequence[Item], value: Tensor, accumulate: bool) -> None:
-    """torch passes over leading dims of size one that the target has not."""
+def _write(self: Tensor, items: Sequence[Item], value: Tensor, accumulate: bool, rule: Any = None) -> Tensor:
+    """In place, or by another ``rule``. torch passes over leading dims of size one that the target has not."""
     dims = _target_dims(items)
     while value.ndim > dims and value.shape[0] == 1:
         value = value.squeeze(0)
-    run_rule(Tensor.__setitem__, _write_rule, (self, value, tuple(items), accumulate), {})
+    return run_rule(Tensor.__setitem__, rule or _write_rule, (self, value, tuple(items), accumulate), {})
 
 
 def _target_dims(items: Sequence[Item]) -> int:
@@ -134,6 +107,16 @@ def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumul
         inplace=True,
         runs_empty=True,
     )
+
+
+def _written_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumulate: bool) -> Recipe:
+    """The same into a copy of the target. A whole one is cut as the value is: nothing is gathered."""
+    recipe = _write_rule(target, value, items, accumulate)
+
+    def local(work: Work, tile: Tensor, value: Tensor, items: tuple[Any, ...], accumulate: bool) -> Any:
+        return recipe.local(work, tile.clone(), value, items, accumulate)
+
+    return replace(recipe, local=local, inplace=False)
 
 
 def _ask_torch(target: Operand, value: Operand, items: tuple[Any, ...]) -> None:
@@ -252,15 +235,16 @@ def check_range(index: Tensor, size: int, lowest: int | None = None) -> None:
 
 @made_of("index_put_")
 def index_put_(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-    check_target("index_put_", input)
     _write(input, located(items_of(tuple(indices), input.ndim), input.shape), values, accumulate)
     return input
 
 
 @made_of("index_put")
 def index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-    check_target("index_put", input)
-    return input.clone().index_put_(tuple(indices), values, accumulate)
+    items = items_of(tuple(indices), input.ndim)
+    if any(map(is_mask, items)):
+        return input.clone().index_put_(tuple(indices), values, accumulate)
+    return _write(input, items, values, accumulate, _written_rule)
 
 
 def _along(input: Tensor, dim: int, index: Any) -> tuple[Any, ...]:
@@ -275,7 +259,6 @@ def index_fill_(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 @made_of("index_copy_")
 def index_copy_(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    check_target("index_copy_", input)
     meta(input).index_copy_(dim, meta(index), meta(source))  # torch's own error for shapes that do not fit
     input[_along(input, dim, index)] = source
     return input
@@ -283,33 +266,29 @@ def index_copy_(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tenso
 
 @made_of("index_fill")
 def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    check_target("index_fill", input)
-    return input.clone().index_fill_(dim, index, value)
+    return _written(input, _along(input, dim, index), value)
 
 
 @made_of("index_copy")
 def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    check_target("index_copy", input)
-    return input.clone().index_copy_(dim, index, source)
+    meta(input).index_copy_(dim, meta(index), meta(source))
+    return _written(input, _along(input, dim, index), source)
 
 
 @made_of("select_scatter")
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    return _scattered("select_scatter", input, src, _along(input, dim, index))
+    return _written(input, _along(input, dim, index), src)
 
 
 @made_of("slice_scatter")
 def slice_scatter(
     input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    return _scattered("slice_scatter", input, src, _along(input, dim, slice(start, end, step)))
+    return _written(input, _along(input, dim, slice(start, end, step)), src)
 
 
-def _scattered(name: str, input: Tensor, src: Tensor, index: tuple[Any, ...]) -> Tensor:
-    check_target(name, input)
-    result = input.clone()
-    result[index] = src
-    return result
+def _written(input: Tensor, index: tuple[Any, ...], value: Any) -> Tensor:
+    return _write(input, items_of(index, input.ndim), _as_tensor(input, value), False, _written_rule)
 
 
 @composite(Tensor.fill_diagonal_, family="refused")

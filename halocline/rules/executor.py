@@ -37,6 +37,7 @@ from .plan import Plan, make_plan, substitute
 from .recipe import Output
 from .remedy import forced, forcing
 from .table import entry_for, refuse
+from .whole_target import becomes_cut
 
 _log = logging.getLogger("halocline")
 _plans: dict[Any, Plan] = {}
@@ -83,6 +84,8 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
         tiles = simple_tiles(tensors)
         if tiles is not None:
             return _run_steady(plan, tiles, args, kwargs)
+    elif plan.fitting is not None and becomes_cut(tensors[0], plan.fitting):
+        return run_rule(function, describe, args, kwargs, by_value)
     return _run(plan, tensors, args, kwargs)
 
 

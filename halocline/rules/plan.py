@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from .table import name_of, refuse
 
 _log = logging.getLogger("halocline")
 _WORTH_SAYING = 1 << 20  # bytes of a whole operand that are worth a line in the log
+WORTH_CUTTING = 1 << 15  # elements of a plain target; a smaller one is cheap to keep whole, and its values stay at hand
 
 
 def substitute(value: Any, replacements: Iterator[Any]) -> Any:
@@ -51,6 +52,7 @@ class Plan:
     some_empty: bool  # has any rank nothing to compute?
     halo: Halo | Boxes | None  # where the halo is not glued to the tile
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
+    fitting: Sharding | None  # of a large plain target of in-place work: how it would lie if it were cut as the rest is
 
     @cached_property
     def call(self) -> Callable[..., Any]:
@@ -139,7 +141,7 @@ def make_plan(
     shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
     way = _choose(mesh, recipe, shardings)
     cuts, fetches = way.cuts, way.fetches
-    _check_inplace(function, recipe, tensors, fetches)
+    _check_inplace(function, recipe, fetches)
     _say_if_whole_and_large(function, mesh, tensors, fetches)
     box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
     work = Work(box, tuple(way.slots))
@@ -155,7 +157,19 @@ def make_plan(
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
         halo=_halo(mesh, recipe, work, fetches, cuts),
         places=_places(args, len(tensors)),
+        fitting=_fitting(mesh, recipe, tensors, shardings),
     )
+
+
+def _fitting(mesh: Mesh, recipe: Recipe, tensors: list[Tensor], shardings: list[Sharding]) -> Sharding | None:
+    if not recipe.inplace or isinstance(tensors[0], ShardedTensor):
+        return None
+    largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
+    if tensors[0].numel() < max(largest, WORTH_CUTTING):
+        return None
+    (output,), cuts = recipe.outputs, _assign(mesh, replace(recipe, inplace=False), shardings)
+    found = _out_sharding(mesh, output.shape, output.dims, cuts)
+    return found if found.axes else None
 
 
 class Way:
@@ -308,15 +322,10 @@ def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[
     return axes
 
 
-def _check_inplace(function: Any, recipe: Recipe, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
+def _check_inplace(function: Any, recipe: Recipe, fetches: list[Fetch | None]) -> None:
+    """A whole target leaves the space uncut, so that what is written into it is gathered."""
     if not recipe.inplace:
         return
     target = fetches[0]
-    if not isinstance(tensors[0], ShardedTensor):
-        raise refuse(
-            function,
-            "a whole tensor cannot take in a cut one in place",
-            "write it out of place, or hc.gather the other",
-        )
     if target is None or not target.untouched or target.adjoint_scale != 1:
         raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..geometry import Interval, Window
 from ..tensor import ShardedTensor
-from .assign import check_range, check_target, own_positions
+from .assign import check_range, own_positions
 from .executor import run_rule
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
 from .view import each, local_shape, made_of, meta, normal, operands
@@ -98,19 +98,17 @@ def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand)
     )
 
 
-def _into_whole(name: str, input: Tensor, dim: int, index: Tensor, src: Tensor, inplace: bool) -> Tensor:
+def _into_whole(input: Tensor, dim: int, index: Tensor, src: Tensor, inplace: bool) -> Tensor:
     summed = run_rule(torch.scatter_add, _summed_rule, (tuple(input.shape), normal(dim, input.ndim), index, src), {})
     if not inplace:
         return input + summed
-    if isinstance(summed, ShardedTensor):
-        check_target(name, input)
     return input.add_(summed)
 
 
 def _scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     if not isinstance(input, ShardedTensor):
         function(meta(input), dim, meta(index), meta(src))  # torch's own error for shapes that do not fit
-        return _into_whole("scatter_add_", input, dim, index, src, inplace=function.__name__.endswith("_"))
+        return _into_whole(input, dim, index, src, inplace=function.__name__.endswith("_"))
     return run_rule(function, _scatter_add_rule(function), (input, dim, index, src), {})
 
 
@@ -141,14 +139,14 @@ def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, a
 @made_of("index_add_")
 def index_add_(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     if not isinstance(input, ShardedTensor):
-        return _into_whole("index_add_", input, dim, index, source if alpha == 1 else source * alpha, inplace=True)
+        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=True)
     return run_rule(Tensor.index_add_, _index_add_rule, (input, dim, index, source, alpha), {})
 
 
 @made_of("index_add")
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     if not isinstance(input, ShardedTensor):
-        return _into_whole("index_add", input, dim, index, source if alpha == 1 else source * alpha, inplace=False)
+        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=False)
     return input.clone().index_add_(dim, index, source, alpha=alpha)
 
 
