@@ -159,3 +159,16 @@ def test_what_others_can_see_stays_whole() -> None:
         return [type(one) is Tensor and torch.equal(one, whole) for one in found]
 
     assert run_local(2, on_rank) == [[True] * 5] * 2
+
+
+def test_a_sum_over_ranks_may_be_changed_in_place() -> None:
+    """As MONAI's Tversky loss does with its counts."""
+
+    def weighted(x: Tensor) -> Tensor:
+        total = x.sum((2, 3))
+        total *= 0.5
+        return total
+
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), **KIND)
+    found = check_rule(weighted, x, cuts=[{2: "rows"}], mesh={"rows": 2})
+    assert found.verdict == "exact", (found.why, found.error)

@@ -74,7 +74,8 @@ class Sum(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, route: Route, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
         ctx.route, ctx.scales = route, scales
         total = route.world.sum(partial.detach(), route.ranks, route.label)
-        return total * scales[0] if scales[0] != 1 else total
+        # A detached alias is no view to autograd, so that the caller may change the result in place.
+        return total * scales[0] if scales[0] != 1 else total.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
