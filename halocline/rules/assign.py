@@ -18,6 +18,7 @@ from ..tensor import ShardedTensor
 from .api import gather
 from .executor import run_rule
 from .lookup import chosen_place
+from .masks import put
 from .pointwise import broadcast_shape
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
 from .subscript import Item, is_mask, items_of, located
@@ -34,6 +35,10 @@ def setitem(self: Tensor, index: Any, value: Any) -> None:
         return
     if not isinstance(self, ShardedTensor):
         items = [gather(item) if is_mask(item) else item for item in items]
+    elif isinstance(items[0], ShardedTensor) and is_mask(items[0]) and all(item == slice(None) for item in items[1:]):
+        mask = items[0].reshape(*items[0].shape, *[1] * (len(items) - 1)).expand(self.shape)
+        self.copy_(put(self, mask, given.to(self.dtype), exactly=True))
+        return
     _write(self, located(items, self.shape), given, accumulate=False)
 
 

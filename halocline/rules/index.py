@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ..geometry import Window
 from ..geometry.access import Only, Reversed, Wrapped
+from ..tensor import ShardedTensor
+from .api import gather
 from .executor import run_rule
 from .lookup import looked_up
+from .masks import taken as taken_by
 from .recipe import WHOLE, Link, Operand, Recipe, Work
-from .subscript import Basic, is_basic, items_of, located
+from .subscript import Basic, is_basic, is_mask, items_of, located
 from .table import composite, refuse
 from .view import as_called, each, flat_ints, made_of, normal, on_tile, shape, viewing
 
@@ -23,13 +26,26 @@ def getitem(self: Tensor, index: Any) -> Tensor:
     """First what stands at known places, as a view; then tensors of positions, which may look anywhere."""
     if is_basic(index):
         return run_rule(Tensor.__getitem__, _basic_rule, (self, index), {})
-    items = located(items_of(index, self.ndim), self.shape)
+    given = items_of(index, self.ndim)
+    if any(is_mask(item) and isinstance(item, ShardedTensor) for item in given):
+        return _masked(self, given)
+    items = located(given, self.shape)
     basic = tuple(slice(None) if isinstance(item, Tensor) else item for item in items)
     if not any(isinstance(item, Tensor) for item in items):
         return self[basic]
     part = self if all(item == slice(None) for item in basic) else self[basic]
     indices = tuple(item if isinstance(item, Tensor) else None for item in items if not isinstance(item, int))
     return looked_up(part, indices)
+
+
+def _masked(self: Tensor, items: list[Any]) -> Tensor:
+    """One cut mask among slices and integers. Beside positions it is gathered."""
+    if sum(isinstance(item, Tensor) for item in items) > 1:
+        return self[tuple(gather(item) if is_mask(item) else item for item in items)]
+    (place,) = (place for place, item in enumerate(items) if isinstance(item, Tensor))
+    mask = items[place]
+    part = self[(*items[:place], *[slice(None)] * mask.ndim, *items[place + 1 :])]
+    return taken_by(part, mask, sum(not isinstance(item, int) for item in items[:place]))
 
 
 def _basic_rule(input: Operand, index: Any) -> Recipe:

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..geometry import Window
 from ..tensor import ShardedTensor
 from .executor import run_rule
+from .masks import put
 from .pointwise import broadcast_shape
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
-from .table import composite, refuse
-from .view import as_called, each, forms, made_of, normal, shape
+from .view import as_called, each, made_of, normal, shape
 
 
 def looked_up(input: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
@@ -114,10 +114,12 @@ def masked_select(input: Tensor, mask: Tensor) -> Tensor:
     return input[mask]
 
 
-@composite(*forms("masked_scatter masked_scatter_"), family="refused")
+@made_of("masked_scatter")
 def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    raise refuse(
-        "masked_scatter",
-        "which value goes where depends on how many places the mask takes before it, on all ranks",
-        "use torch.where(mask, value, x) with a value for each place, or call it on hc.gather of its tensors",
-    )
+    input, mask = torch.broadcast_tensors(input, mask)
+    return put(input, mask, source)
+
+
+@made_of("masked_scatter_")
+def masked_scatter_(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    return input.copy_(put(input, mask.expand(input.shape), source))

@@ -111,7 +111,7 @@ def _positions(mask: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
         raise refuse(
             "indexing",
             "how much a cut mask takes depends on values that lie on other ranks",
-            "use torch.where(mask, x, 0) and divide by mask.sum(), or index with hc.gather(mask)",
+            "use torch.where(mask, value, x) with a value for each place, or index with hc.gather(mask)",
         )
     if tuple(mask.shape) != shape:
         raise IndexError(f"The shape of the mask {list(mask.shape)} does not match that of the indexed dims {shape}")
