@@ -1,22 +1,24 @@
 """What a world can do: exchange messages between ranks, and from that sum, find extremes and agree.
 
-Every message bears a tag made of its place in the sequence, the operation and its size. Ranks that take different
-paths through the program ask for tags that nobody sends, and raise at the deadline instead of mixing up numbers.
+Every message bears a tag made of its place in the sequence, the operation, the line of the program that asked for it,
+and its size. Ranks that take different paths through the program ask for tags that nobody sends: their numbers are not
+mixed up, and as soon as one of two such messages meets the other, both ranks raise.
 """
 
 from __future__ import annotations
 
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .caller import Launch, call_path, text_of
+from .tags import counted_tag, size_bits
 
 
 class Label(NamedTuple):
@@ -119,6 +121,7 @@ class World(ABC):
         self._exchanges = 0
         self.overlap = True  # False: wait for every exchange as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
+        self.launch: Launch | None = None  # the outermost calls, where they differ between ranks
 
     @abstractmethod
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
@@ -133,17 +136,36 @@ class World(ABC):
         """Sum a large tensor over ``ranks`` in place, same bits on every rank."""
 
     def begin(
-        self, sends: Sequence[Send], receives: Sequence[Receive], like: Tensor, ranks: tuple[int, ...], label: Label
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        like: Tensor,
+        ranks: tuple[int, ...],
+        label: Label,
+        path: int | None = None,
     ) -> Exchange:
-        """Start an exchange among ``ranks`` (the same tuple on each of them: it keeps their count of messages)."""
+        """Start an exchange among ``ranks`` (the same tuple on each of them: it keeps their count of messages).
+
+        ``path`` is the caller's :meth:`path`, where it is known already.
+        """
         self._turns[ranks] += 1
-        turn = self._turns[ranks]
-        outgoing = [(peer, message, _tag(turn, label, message.numel(), like.dtype)) for peer, message in sends]
-        buffers = [torch.empty(n, dtype=like.dtype, device=like.device) for _, n in receives]
+        path = self.path(label) if path is None else path
+        tag, dtype = counted_tag(self._turns[ranks], ranks, label.operation, path), like.dtype
+        outgoing = [(peer, message, tag | size_bits(message.numel(), dtype)) for peer, message in sends]
         incoming = [
-            (r.peer, b, _tag(turn, label, r.elements, like.dtype)) for r, b in zip(receives, buffers, strict=True)
+            (peer, torch.empty(elements, dtype=dtype, device=like.device), tag | size_bits(elements, dtype))
+            for peer, elements in receives
         ]
         return self.begin_tagged(outgoing, incoming, label)
+
+    def path(self, label: Label) -> int:
+        """From where in the program this is called; 0 for what the library does by itself, in threads of its own."""
+        return call_path(self.launch) if label.channel == "moves" else 0
+
+    def called(self, label: Label) -> str:
+        """For errors: what communicates, and the line of the program that called it."""
+        text = text_of(call_path(self.launch))
+        return f"{label}, called at {text}" if text else str(label)
 
     def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> Exchange:
         """Start an exchange whose tags the caller keeps apart, into memory that is there."""
@@ -246,24 +268,25 @@ class World(ABC):
         me, count = ranks.index(self.rank), len(ranks)
         if count == 1:
             return tensor
+        path = self.path(label)
         channel = "control" if label.channel == "moves" else label.channel
         label = Label(f"{label.operation}{detail} reduction", label.place, channel)
         shape, value = tensor.shape, tensor.reshape(-1)
         power = 1 << (count.bit_length() - 1)
         extra = count - power
         if me >= power:  # hand over to a partner inside the power of two, and take its result at the end
-            self._swap(value, ranks, send_to=me - power, label=label)
-            return self._swap(value, ranks, receive_from=me - power, label=label).view(shape)
+            self._swap(value, ranks, send_to=me - power, label=label, path=path)
+            return self._swap(value, ranks, receive_from=me - power, label=label, path=path).view(shape)
         if me < extra:
-            value = combine(value, self._swap(value, ranks, receive_from=me + power, label=label))  # type: ignore[operator]
+            value = combine(value, self._swap(value, ranks, receive_from=me + power, label=label, path=path))  # type: ignore[operator]
         step = 1
         while step < power:
             partner = me ^ step
-            other = self._swap(value, ranks, send_to=partner, receive_from=partner, label=label)
+            other = self._swap(value, ranks, send_to=partner, receive_from=partner, label=label, path=path)
             value = combine(value, other) if me < partner else combine(other, value)  # type: ignore[operator]
             step *= 2
         if me < extra:
-            self._swap(value, ranks, send_to=me + power, label=label)
+            self._swap(value, ranks, send_to=me + power, label=label, path=path)
         return value.view(shape)
 
     def _swap(
@@ -273,12 +296,13 @@ class World(ABC):
         label: Label,
         send_to: int | None = None,
         receive_from: int | None = None,
+        path: int | None = None,
     ) -> Tensor:
         sends = [] if send_to is None else [Send(ranks[send_to], value)]
         receives = [] if receive_from is None else [Receive(ranks[receive_from], value.numel())]
         # Turns are counted by pair here: partners differ from round to round.
         pair = tuple(sorted((self.rank, ranks[send_to if send_to is not None else receive_from or 0])))
-        received = self.begin(sends, receives, value, (*pair, -1), label).wait()
+        received = self.begin(sends, receives, value, (*pair, -1), label, path).wait()
         return received[0] if received else value
 
 
@@ -326,18 +350,3 @@ _DONE = object()
 
 def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:
     return tuple((peer, message.numel() * message.element_size()) for peer, message, _ in messages)
-
-
-def _tag(turn: int, label: Label, elements: int, dtype: torch.dtype) -> int:
-    """31 bits: 15 of the operation, size and dtype, 16 of the turn."""
-    return _signature(label.operation, elements, dtype) << 16 | (turn & 0xFFFF)
-
-
-def sum_tag(turn: int, label: Label, tensor: Tensor) -> int:
-    """Of a sum that goes as messages: apart from all others, by its channel."""
-    return _tag(turn, label._replace(operation=f"{label.operation} by {label.channel}"), tensor.numel(), tensor.dtype)
-
-
-@lru_cache(maxsize=4096)
-def _signature(operation: str, elements: int, dtype: torch.dtype) -> int:
-    return zlib.crc32(f"{operation}|{elements}|{dtype}".encode()) & 0x7FFF

@@ -19,6 +19,10 @@ class DryWorld(World):
             raise MeshError(f"there is no rank {rank} among {size}; ranks count from 0")
         super().__init__(rank, size, deadline=0.0)
 
+    def path(self, label: Label) -> int:
+        """Nobody compares it."""
+        return 0
+
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         return None
@@ -43,7 +47,8 @@ class DryWorld(World):
         label: Label,
         send_to: int | None = None,
         receive_from: int | None = None,
+        path: int | None = None,
     ) -> Tensor:
         """As if the partner held the same value: what little is not meta (shapes, flags) then stays meaningful."""
-        super()._swap(value, ranks, label, send_to, receive_from)
+        super()._swap(value, ranks, label, send_to, receive_from, path)
         return value

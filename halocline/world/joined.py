@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self
@@ -15,7 +17,11 @@ from torch import Tensor
 from .._torch_private import default_store
 from ..errors import RankFailure
 from .base import Label, World
+from .caller import Launch, meeting_calls
+from .tags import called_elsewhere, divergence
+from .wire import Diverged
 
+_DEEPEST = 64  # calls that are compared where ranks meet
 _GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
 
 
@@ -29,9 +35,23 @@ class JoinedWorld(World):
         self._wide = False
         self._spare: dict[bool, list[Any]] = {}  # of its own kind: those that are not wide, and those that are
         self._lent = False
+        self._first = False  # the one that all ranks joined, in which the program communicates
 
     def set_deadline(self, seconds: float) -> None:
         self.deadline, self._wait = seconds, timedelta(seconds=seconds)
+
+    def compare_launches(self) -> None:
+        """By all ranks where they meet: calls that differ between them (a fork, a wrapper) are the launcher's."""
+        calls, everyone = meeting_calls(_DEEPEST), tuple(range(self.size))
+        label = Label("joining", "the world", "control")
+        mine = torch.tensor([*calls, *[0] * (_DEEPEST - len(calls))], dtype=torch.int64, device="cpu")
+        same = (mine == self.broadcast(mine, everyone, label)).tolist()
+        shared = same.index(False) if False in same else _DEEPEST
+        least = -int(self.maximum(torch.tensor([-shared], device="cpu"), everyone, label))
+        if least < _DEEPEST:
+            self.launch = Launch(threading.get_ident(), max(0, len(calls) - least))
+        self.traffic.clear()
+        self._first = True
 
     @abstractmethod
     def _another(self, wide: bool) -> Self:
@@ -40,7 +60,7 @@ class JoinedWorld(World):
     def beside(self, wide: bool = False) -> Self:
         spare = self._spare.get(wide)
         made: Self = spare.pop() if spare else self._another(wide)
-        made._spare, made._lent, made._wide = self._spare, True, wide
+        made._spare, made._lent, made._wide, made.launch = self._spare, True, wide, self.launch
         made.set_deadline(self.deadline)
         return made
 
@@ -70,15 +90,25 @@ class JoinedWorld(World):
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
         """Say what this rank saw, hear what the others saw, and name the rank where it began."""
+        called = self.called(label)
+        if isinstance(error, Diverged) and peer is not None:
+            return self._divergence(peer, called)
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).strip() or type(error).__name__
         seen = self._seen(peer, text)
         self._failed = f"{label}: {seen}"
-        heard = self._hear_others(label)
+        heard = self._hear_others(called, [rank for rank in range(self.size) if rank != self.rank])
         silent = [str(rank) for rank, words in heard.items() if words is None]
-        parts = [f"rank {self.rank}, {label}: {seen}"]
+        parts = [f"rank {self.rank}, {called}: {seen}"]
         parts += [f"no word from rank {', '.join(silent)}, which died or hangs"] if silent else []
         parts += [f"rank {rank} stopped at {words}" for rank, words in heard.items() if words is not None]
         return RankFailure("; ".join(parts) + f". Look at that rank's own output first. ({text.splitlines()[0][:120]})")
+
+    def _divergence(self, peer: int, called: str) -> RankFailure:
+        """This rank and a peer wait for each other's messages at different places of the program."""
+        self._failed = f"{called}: rank {peer} was elsewhere in the program"
+        theirs = self._hear_others(called, [peer]).get(peer) or "another operation"
+        self.leave()  # ranks that wait for this one need not wait for their deadline
+        return RankFailure(divergence(self.rank, called, peer, theirs))
 
     def _seen(self, peer: int | None, text: str) -> str:
         if peer is None or peer < 0:
@@ -87,18 +117,41 @@ class JoinedWorld(World):
             return f"the connection to rank {peer} closed"
         return f"nothing came from rank {peer} within the deadline of {self.deadline:g} s"
 
-    def _hear_others(self, label: Label) -> dict[int, str | None]:
-        """Where each other rank says it stopped; None for one that says nothing within a short grace."""
-        heard: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
+    def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
+        """Where each of these says it stopped; None for one that says nothing within a short grace."""
+        heard: dict[int, str | None] = dict.fromkeys(ranks)
         store = default_store()
         if store is None:
             return {}
-        with suppress(RuntimeError, ValueError):  # the store itself may be gone with the rank that held it
-            store.set(f"halocline/failed/{self.rank}", str(label))
-            end = time.monotonic() + _GRACE
-            while None in heard.values() and time.monotonic() < end:
-                for rank in [r for r, words in heard.items() if words is None]:
-                    if store.check([f"halocline/failed/{rank}"]):
-                        heard[rank] = store.get(f"halocline/failed/{rank}").decode()
-                time.sleep(0.05)
-        return heard
+
+        def talk() -> None:
+            with suppress(RuntimeError, ValueError):  # the store itself may be gone with the rank that held it
+                store.set(f"halocline/failed/{self.rank}", called)
+                end = time.monotonic() + _GRACE
+                while None in heard.values() and time.monotonic() < end:
+                    for rank in [r for r, words in heard.items() if words is None]:
+                        if store.check([f"halocline/failed/{rank}"]):
+                            heard[rank] = store.get(f"halocline/failed/{rank}").decode()
+                    time.sleep(0.05)
+
+        # In a thread: where the rank that holds the store is stopped, a call to it never returns.
+        thread = threading.Thread(target=talk, daemon=True, name="halocline last words")
+        thread.start()
+        thread.join(_GRACE + 1.0)
+        return dict(heard)
+
+    def compare_places(self, peer: int, awaited: int, label: Label) -> None:
+        """During a long wait for ``peer``: raise Diverged if it says that it waits elsewhere in the program."""
+        store = default_store()
+        if store is None or not self._first or label.channel not in ("moves", "control"):
+            return
+        with suppress(RuntimeError, ValueError):
+            store.set(f"halocline/at/{self.rank}/{peer}", str(awaited))
+            name = f"halocline/at/{peer}/{self.rank}"
+            if store.check([name]) and called_elsewhere(awaited, int(store.get(name).decode())):
+                raise Diverged(f"rank {peer} runs another operation")
+
+    def forget_place(self, peer: int) -> None:
+        """The long wait has ended."""
+        with suppress(RuntimeError, ValueError):
+            default_store().delete_key(f"halocline/at/{self.rank}/{peer}")

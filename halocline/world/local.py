@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Exchange, Incoming, Label, Outgoing, World, sum_tag
+from .base import Exchange, Incoming, Label, Outgoing, World
+from .tags import diverged, divergence, sum_tag
 
 _current = threading.local()  # the world of this thread, if it is a rank of its own
 Result = TypeVar("Result")
@@ -25,6 +26,7 @@ class _Board:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.messages: dict[tuple[int, int, int], list[Tensor]] = {}
+        self.called: dict[tuple[int, int, int], str] = {}  # what each of them is for, and who sent it
         self.failure: str | None = None
         self._besides: dict[int, _Board] = {}
 
@@ -52,6 +54,7 @@ class LocalWorld(World):
         with self._board.changed:
             for peer, message, tag in sends:
                 self._board.messages.setdefault((self.rank, peer, tag), []).append(message.detach().clone())
+                self._board.called[self.rank, peer, tag] = self.called(label)
             self._board.changed.notify_all()
         return receives
 
@@ -66,6 +69,7 @@ class LocalWorld(World):
             while not board.messages.get(key):
                 if board.failure:
                     raise RankFailure(f"rank {self.rank}, {label}: {board.failure}")
+                self._refuse_others(key, label)
                 if not board.changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                     raise RankFailure(
                         f"rank {self.rank}, {label}: nothing came from rank {key[0]} within {self.deadline:g} s; "
@@ -74,8 +78,13 @@ class LocalWorld(World):
             queue = board.messages[key]
             message = queue.pop(0)
             if not queue:
-                del board.messages[key]
+                del board.messages[key], board.called[key]
             return message
+
+    def _refuse_others(self, awaited: tuple[int, int, int], label: Label) -> None:
+        for key, called in self._board.called.items():
+            if key[:2] == awaited[:2] and diverged(awaited[2], key[2]):
+                raise RankFailure(divergence(self.rank, self.called(label), awaited[0], called))
 
     def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
         board = self._board
@@ -100,7 +109,7 @@ class LocalWorld(World):
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
         """All get this rank's part at once, so that each may ask for its sums when it likes, as between processes."""
         self._sums[label.channel, ranks] += 1
-        tag = sum_tag(self._sums[label.channel, ranks], label, tensor)
+        tag = sum_tag(self._sums[label.channel, ranks], ranks, label.operation, label.channel, tensor)
         self.post([(peer, tensor, tag) for peer in ranks if peer != self.rank], (), label)
         return tensor, ranks, tag
 

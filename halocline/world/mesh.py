@@ -27,6 +27,7 @@ def init(deadline: float = 600.0, transport: str | None = None) -> None:
     elif current_local_world() is None:
         joined = connect(deadline, transport)
         if joined is not None:
+            joined.compare_launches()
             _process_world.append(joined)
 
 

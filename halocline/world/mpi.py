@@ -29,9 +29,12 @@ from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .joined import JoinedWorld
 from .mpi_library import at_the_end, library, poll, progress
 from .process import start_torch
+from .tags import folded
+from .wire import Diverged
 
 _PARTING = "parting"  # a communicator on which a rank that leaves says so
 _LAST = 0.1  # seconds for what a rank sent before it left
+_COMPARE = 1.0  # seconds of waiting after which, and again, ranks compare where they are in the program
 _SOON = 5.0  # seconds that the others have to end, where something has failed
 _LONG = 1 << 14  # bytes from which a message may need the receiver before it goes
 _TAG_BITS = 31
@@ -55,6 +58,7 @@ class _Posted:
 
     requests: list[Any] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)
+    tags: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)  # bytes of the receives, which are the first of the requests
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to a tensor that MPI could not write
     memory: list[Tensor] = field(default_factory=list)
@@ -114,16 +118,11 @@ class MpiWorld(JoinedWorld):
     def _start(self, posted: _Posted, start: Callable[..., Any], host: Tensor, peer: int, tag: int) -> None:
         posted.memory.append(host)
         posted.peers.append(peer)
-        posted.requests.append(start([self._memory(host), self._mpi.BYTE], peer, self._folded(tag)))
+        posted.requests.append(start([self._memory(host), self._mpi.BYTE], peer, folded(tag, self._bits)))
+        posted.tags.append(tag)
 
     def _memory(self, host: Tensor) -> Any:
         return self._mpi.buffer.fromaddress(host.data_ptr(), host.nbytes)
-
-    def _folded(self, tag: int) -> int:
-        """A tag in the bits that this MPI has: what is cut off above is not lost below."""
-        while tag >> self._bits:
-            tag = (tag & ((1 << self._bits) - 1)) ^ (tag >> self._bits)
-        return tag
 
     def _carry_on(self, posted: _Posted) -> None:
         """It needs calls of MPI before anybody waits for it."""
@@ -139,10 +138,13 @@ class MpiWorld(JoinedWorld):
         def one_done() -> bool:
             return any(map(self._is_done, several)) or (interrupted is not None and interrupted.is_set())
 
-        first = several[0]
+        first, compared = several[0], _Compared(self, label)
         try:
-            if not poll(one_done, end, lambda: self._look_for(first.peers)):
+            if not poll(one_done, end, lambda: compared.look(first)):
                 raise TimeoutError(f"nothing within {self.deadline:g} s")
+            compared.forget()
+        except Diverged as error:
+            raise self._failure(self._late(first), error, label) from error
         except _PeerError as error:
             raise self._failure(None if first.is_sum else error.peer, error, label) from error
         except (self._mpi.Exception, TimeoutError) as error:
@@ -291,6 +293,27 @@ class MpiWorld(JoinedWorld):
         if peer is not None and "awaited" in text:
             return f"what came from rank {peer} was not what was asked for"
         return super()._seen(peer, text)
+
+
+class _Compared:
+    """During a long wait: says where this rank waits, and looks where the peer does."""
+
+    def __init__(self, world: MpiWorld, label: Label) -> None:
+        self._world, self._label, self._next = world, label, time.monotonic() + _COMPARE
+        self._peers: set[int] = set()
+
+    def look(self, posted: _Posted) -> None:
+        self._world._look_for(posted.peers)
+        if time.monotonic() < self._next or posted.is_sum or not posted.awaited:
+            return
+        self._next += _COMPARE
+        peer = self._world._late(posted)
+        self._peers.add(peer)
+        self._world.compare_places(peer, posted.tags[posted.peers.index(peer)], self._label)
+
+    def forget(self) -> None:
+        for peer in self._peers:
+            self._world.forget_place(peer)
 
 
 class _PeerError(OSError):

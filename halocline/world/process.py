@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,20 @@ from ..errors import MeshError
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .bulk import POSSIBLE, Bulk, BulkError
 from .joined import JoinedWorld
-from .wire import LARGEST, Wire, memory_of
+from .tags import folded
+from .wire import LARGEST, Arrival, Wire, memory_of
 
+_TAG_BITS = 31  # of gloo, and of lanes that put shared memory's places above them
 _SENT_AS_IT_IS = (torch.float32, torch.float64)
 _PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # which numpy knows too
+
+
+class _Large(NamedTuple):
+    """A message that gloo carries. Its tag alone comes on our own socket, where one from a rank elsewhere in
+    the program is noticed at once: gloo would wait for the deadline."""
+
+    announced: Arrival
+    carried: dist.Work
 
 
 class ProcessWorld(JoinedWorld):
@@ -66,11 +76,11 @@ class ProcessWorld(JoinedWorld):
         jobs: list[tuple[int, Any, Tensor, Tensor]] = []
         peer = -1
         try:
-            for peer, buffer, tag in receives:
-                host = self._host(buffer)
+            for peer, buffer, long_tag in receives:
+                host, tag = self._host(buffer), folded(long_tag, _TAG_BITS)
                 jobs.append((peer, bulk.lane(peer, tag, host.nbytes).receive(tag, _memory(host)), buffer, host))
-            for peer, message, tag in sends:
-                host = self._host(message, fill=True)
+            for peer, message, long_tag in sends:
+                host, tag = self._host(message, fill=True), folded(long_tag, _TAG_BITS)
                 lane = bulk.lane(peer, tag, host.nbytes)
                 jobs.append((peer, lane.send(tag, _memory(host), label.urgency), host, host))
         except (RuntimeError, OSError) as error:
@@ -81,21 +91,29 @@ class ProcessWorld(JoinedWorld):
         self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
     ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(buffer)
-        if self._wire is not None and host.nbytes <= LARGEST:
+        if self._wire is None:
+            return peer, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS)), buffer, host
+        if host.nbytes <= LARGEST:
             return peer, self._wire.pipe(peer).receive(tag, _memory(host)), buffer, host
-        return peer, group.recv([_bytes(host)], peer, tag), buffer, host
+        announced = self._wire.pipe(peer).receive(tag, memoryview(b""))
+        return peer, _Large(announced, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS))), buffer, host
 
     def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(message, fill=True)
         if self._wire is not None and host.nbytes <= LARGEST:
             self._wire.pipe(peer).send(tag, _memory(host))
             return peer, None, host, host
-        return peer, group.send([_bytes(host)], peer, tag), host, host
+        if self._wire is not None:
+            self._wire.pipe(peer).send(tag, memoryview(b""))
+        return peer, group.send([_bytes(host)], peer, folded(tag, _TAG_BITS)), host, host
 
     def complete(self, posted: object, label: Label) -> None:
         end = time.monotonic() + self.deadline
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
+                if isinstance(work, _Large):
+                    self._wire.wait(peer, work.announced, end)  # type: ignore[union-attr]
+                    work = work.carried
                 if isinstance(work, dist.Work):
                     work.wait(self._wait)
                 elif self._bulk is None:
@@ -160,10 +178,10 @@ class ProcessWorld(JoinedWorld):
         except RuntimeError as error:  # a rank is gone, and the store waits for it
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
 
-    def _hear_others(self, label: Label) -> dict[int, str | None]:
+    def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
         if self._wide:  # all are to stop at once, so that all are heard
             self.leave()
-        return super()._hear_others(label)
+        return super()._hear_others(called, ranks)
 
     def leave(self) -> None:
         self._failed = self._failed or "this rank has left"

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_private import default_store
+from .tags import diverged
 
 LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
 HEADER = struct.Struct("<qq")  # tag, bytes
@@ -33,8 +35,8 @@ _SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs 
 class Arrival:
     """A message that is awaited: where it goes, and whether it is there."""
 
-    def __init__(self, target: memoryview) -> None:
-        self.target, self.done = target, False
+    def __init__(self, tag: int, target: memoryview) -> None:
+        self.tag, self.target, self.done = tag, target, False
 
 
 class Departure:
@@ -51,6 +53,10 @@ class Departure:
 Item = TypeVar("Item")
 
 
+class Diverged(ConnectionError):
+    """A peer sent another message than the one that is awaited, which proves that it is elsewhere in the program."""
+
+
 class ByTag(Generic[Item]):
     """What waits, in order, under each tag. Tags come and go by the thousand: one that nothing waits under is gone."""
 
@@ -62,6 +68,9 @@ class ByTag(Generic[Item]):
 
     def add(self, tag: int, item: Item) -> None:
         self._waiting.setdefault(tag, deque()).append(item)
+
+    def tags(self) -> Iterable[int]:
+        return self._waiting
 
     def first(self, tag: int) -> Item | None:
         line = self._waiting.get(tag)
@@ -125,14 +134,21 @@ class Pipe:
                 self.outbox.popleft()
 
     def receive(self, tag: int, target: memoryview) -> Arrival:
-        arrival = Arrival(target)
+        arrival = Arrival(tag, target)
         early = self._early.take(tag)
         if early is not None:
+            if len(early) != target.nbytes:
+                raise Diverged(f"{len(early)} bytes came where {target.nbytes} were awaited")
             target[:] = early
             arrival.done = True
         else:
             self._awaited.add(tag, arrival)
         return arrival
+
+    def check(self, arrival: Arrival) -> None:
+        """Raise if it cannot come, because the peer is elsewhere in the program."""
+        if self._early and any(diverged(arrival.tag, tag) for tag in self._early.tags()):
+            raise Diverged("the peer runs another operation")
 
     def pump(self, job: Arrival | None = None) -> None:
         """Read whatever has arrived, or up to the end of that message."""
@@ -176,6 +192,8 @@ class Pipe:
         if self._tag is None:
             self._tag, size = HEADER.unpack(self._header)
             self._arrival = self._awaited.take(self._tag)
+            if self._arrival is not None and self._arrival.target.nbytes != size:
+                raise Diverged(f"{size} bytes came where {self._arrival.target.nbytes} were awaited")
             self._target = self._arrival.target if self._arrival else memoryview(bytearray(size))
         else:
             self._deliver(self._tag)
@@ -273,6 +291,8 @@ class Wire:
                 self._sleep(min(1.0, end - now))
             pipe.flush()
             pipe.pump(job)
+            if job is not None and not job.done:
+                pipe.check(job)
 
     def _sleep(self, seconds: float) -> None:
         """Until a pipe can be read or written; others than the one that is waited for are looked after meanwhile."""

@@ -1,0 +1,110 @@
+"""From where in the user's program a communication is called: part of its tag, and named in errors.
+
+All ranks run the same program, so that the same exchange is reached through the same calls on each. A message of a rank
+that took another path has another tag, and is never mistaken for the one that is awaited.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import zlib
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = Path(__file__).parents[1]
+#: Parts of the library that run on behalf of the program, by paths that depend on caches and on other ranks.
+_ROOMS = ("world", "kernels", "reduction", "tensor", "random", "rules", "data", "distribute.py", "_torch_private.py")
+_INTERNAL = tuple(str(_PACKAGE / name) for name in _ROOMS)
+_COMPILED = str(Path("_dynamo") / "eval_frame.py")
+_MASK = (1 << 61) - 1
+_MOST = 1 << 14  # call paths whose text is kept
+
+_SKIPPED: dict[int, int] = {}
+_ENTERS_COMPILED: dict[int, int] = {}
+#: By ``id`` of a code object: the object itself, which keeps the id from being reused, and a hash of each instruction.
+_codes: dict[int, tuple[CodeType, dict[int, int]]] = {}
+_texts: dict[int, str] = {}
+
+
+class Launch(NamedTuple):
+    """How many of the outermost calls differ from rank to rank, in the thread where the ranks met: a launcher's."""
+
+    thread: int
+    calls: int
+
+
+def call_path(launch: Launch | None) -> int:
+    """A hash of the user's calls that led here, but for those of the launcher."""
+    calls, innermost = _calls()
+    if launch is not None and launch.thread == threading.get_ident():
+        calls = calls[: max(0, len(calls) - launch.calls)]
+    value = 0
+    for call in calls:
+        value = (value * 1000003 + call) & _MASK
+    if value not in _texts:
+        _keep_text(value, innermost)
+    return value
+
+
+def text_of(path: int) -> str:
+    """The innermost call of a path that this process has hashed, for errors."""
+    return _texts.get(path, "")
+
+
+def meeting_calls(most: int) -> list[int]:
+    """Hashes of the calls that led here, the innermost first, for ranks to compare where they meet."""
+    return _calls()[0][:most]
+
+
+def _calls() -> tuple[list[int], FrameType | None]:
+    """A hash of each of the user's frames from the innermost outwards, up to the module level; and the innermost."""
+    frame: FrameType | None = sys._getframe(2)
+    calls: list[int] = []
+    innermost = None
+    while frame is not None:
+        code = frame.f_code
+        known = _codes.get(id(code))
+        hashes = known[1] if known is not None else _learn(code)
+        if hashes is _ENTERS_COMPILED:  # frames of compiled code depend on what each rank has compiled
+            calls, innermost = [], None
+        elif hashes is not _SKIPPED:
+            at = frame.f_lasti
+            calls.append(hashes.get(at) or _hash_of(code, at, hashes))
+            innermost = innermost or frame
+            if code.co_name == "<module>":
+                break
+        frame = frame.f_back
+    return calls, innermost
+
+
+def _learn(code: CodeType) -> dict[int, int]:
+    name = code.co_filename
+    hashes: dict[int, int] = {}
+    if name.endswith(_COMPILED):
+        hashes = _ENTERS_COMPILED
+    elif name.startswith((_TORCH, *_INTERNAL, "<frozen ")):
+        hashes = _SKIPPED
+    _codes[id(code)] = code, hashes
+    return hashes
+
+
+def _hash_of(code: CodeType, at: int, hashes: dict[int, int]) -> int:
+    """Of the place in the source, not in the bytecode, which debuggers change."""
+    line, _, column, _ = next(islice(code.co_positions(), at // 2, None), (None,) * 4)
+    # Folders differ between nodes, and generated code is numbered.
+    file = "" if code.co_filename.startswith("<") else Path(code.co_filename).name
+    found = zlib.crc32(f"{file} {code.co_name} {line} {column}".encode()) + 1
+    hashes[at] = found
+    return found
+
+
+def _keep_text(path: int, frame: FrameType | None) -> None:
+    if len(_texts) >= _MOST:
+        _texts.clear()
+    _texts[path] = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,68 @@
+"""Tags of messages: 63 bits that say which exchange a message belongs to."""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_TURN_BITS, _SIZE_BITS, _GROUP_BITS, _CALLER_BITS = 12, 10, 22, 18
+_COUNTED = 1 << sum((_TURN_BITS, _SIZE_BITS, _GROUP_BITS, _CALLER_BITS))  # a tag that :meth:`World.begin` made
+_EXCHANGE = (1 << _TURN_BITS) - 1 | ((1 << _GROUP_BITS) - 1) << (_TURN_BITS + _SIZE_BITS)
+
+
+def counted_tag(turn: int, ranks: tuple[int, ...], operation: str, path: int) -> int:
+    """A tag but for the size: the group's turn, the group, and who calls."""
+    who = (_hash(operation) ^ path ^ path >> _CALLER_BITS ^ path >> 2 * _CALLER_BITS) & ((1 << _CALLER_BITS) - 1)
+    group = _hash(ranks) & ((1 << _GROUP_BITS) - 1)
+    turn &= (1 << _TURN_BITS) - 1
+    return _COUNTED | (who << _GROUP_BITS | group) << (_TURN_BITS + _SIZE_BITS) | turn
+
+
+@lru_cache(maxsize=4096)
+def _hash(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+@lru_cache(maxsize=4096)
+def size_bits(elements: int, dtype: torch.dtype) -> int:
+    return (zlib.crc32(f"{elements} {dtype}".encode()) & ((1 << _SIZE_BITS) - 1)) << _TURN_BITS
+
+
+def diverged(awaited: int, came: int) -> bool:
+    """Does the second tag prove that its sender is elsewhere in the program?
+
+    An exchange has one message from a rank to another, so that two of the same group and turn are of one exchange.
+    """
+    differing = awaited ^ came
+    return bool(awaited & came & _COUNTED) and bool(differing) and not differing & _EXCHANGE
+
+
+def called_elsewhere(awaited: int, theirs: int) -> bool:
+    """The same of two tags that two ranks await of each other, whose sizes may differ."""
+    size = ((1 << _SIZE_BITS) - 1) << _TURN_BITS
+    return diverged(awaited | size, theirs | size)
+
+
+def folded(tag: int, bits: int) -> int:
+    """A tag in the bits that a transport has: what is cut off above is not lost below."""
+    while tag >> bits:
+        tag = (tag & ((1 << bits) - 1)) ^ (tag >> bits)
+    return tag
+
+
+def sum_tag(turn: int, ranks: tuple[int, ...], operation: str, channel: str, tensor: Tensor) -> int:
+    """Of a sum that goes as messages: apart from all others, by its channel, which has turns of its own."""
+    tag = counted_tag(turn, (*ranks, -2), f"{operation} by {channel}", 0)
+    return tag & ~_COUNTED | size_bits(tensor.numel(), tensor.dtype)
+
+
+def divergence(rank: int, called: str, peer: int, theirs: str) -> str:
+    """What to say where two ranks have met at different places of the program."""
+    return (
+        f"rank {rank} is in {called}, while rank {peer} is in {theirs}: the ranks have taken different paths through "
+        "the program. Have every rank call, from the same line, whatever communicates: reductions and other operations "
+        "on cut tensors, the model, backward; print or log on one rank what all ranks have computed"
+    )
