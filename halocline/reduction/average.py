@@ -115,7 +115,8 @@ class GradientAverage:
 
         def arrived(leaf: Tensor) -> None:
             engine = alive()
-            if engine is not None:
+            # Where a derivative does not depend on a parameter, torch calls its hooks without a gradient.
+            if engine is not None and leaf.grad is not None:
                 engine._arrived(index)
 
         def handed_out(gradient: Tensor) -> Tensor | None:

@@ -24,21 +24,32 @@ from ..tensor import (
     wrap,
 )
 from ..world import Label, Mesh
+from .same_sample import check_same
 
 Points = Mapping[int, Sequence[int]]
 
 
 def shard(
-    tensor: Tensor, mesh: Mesh, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1
+    tensor: Tensor,
+    mesh: Mesh,
+    dims: Mapping[int, str],
+    *,
+    points: Points | None = None,
+    multiple: int = 1,
+    check: bool | None = None,
 ) -> Tensor:
     """Cut a tensor that every rank holds whole; each keeps its box.
 
     ``dims`` maps tensor dims to mesh axes. Cuts are as even as can be, at multiples of ``multiple`` (give the total
     stride of the network, and its joins move nothing), or at ``points[dim]``. Axes of size one cut nothing.
+
+    The ranks that share a sample compare what they bring, and refuse if it differs: the first 64 calls, then one in 61;
+    ``check=True`` every time, ``check=False`` never.
     """
     if isinstance(tensor, ShardedTensor):
         raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
     sharding = make_sharding(mesh, tuple(tensor.shape), dims, points, multiple)
+    check_same(tensor, sharding, check)
     if not (tensor.requires_grad and torch.is_grad_enabled() and sharding.axes):
         return cut_like(tensor, sharding)
     whole = Sharding(mesh, tensor.shape, (None,) * tensor.ndim)

@@ -43,11 +43,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def shard_inputs(inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: int = 1) -> Any:
+def shard_inputs(
+    inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: int = 1, check: bool | None = None
+) -> Any:
     """Cut whatever a model takes: the first tensor as ``dims`` says, others of its spatial size alike, the rest whole.
 
     Space is counted from the end (``{0: "data", -3: "depth"}``), so that a target without channels is cut as its volume
-    is. A tensor is cut along ``data`` if its first dim is the batch.
+    is. A tensor is cut along ``data`` if its first dim is the batch. ``check`` as in :func:`shard`.
     """
     tensors = tensors_in(inputs)
     if not tensors:
@@ -63,7 +65,7 @@ def shard_inputs(inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: 
         mine = dict(space) if space and tuple(tensor.shape[-len(trailing) :]) == trailing else {}
         if batch and tensor.ndim and tensor.shape[0] == first.shape[0] and tensor.ndim > len(trailing):
             mine |= batch
-        return api.shard(tensor, mesh, mine, multiple=multiple) if mine else tensor
+        return api.shard(tensor, mesh, mine, multiple=multiple, check=check) if mine else tensor
 
     return map_tensors(place, inputs)
 

@@ -121,6 +121,7 @@ class World(ABC):
         self._exchanges = 0
         self.overlap = True  # False: wait for every exchange as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
+        self.samples: Counter[tuple[int, ...]] = Counter()  # calls of ``hc.shard`` so far, by group of ranks
         self.launch: Launch | None = None  # the outermost calls, where they differ between ranks
 
     @abstractmethod

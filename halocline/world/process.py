@@ -95,7 +95,7 @@ class ProcessWorld(JoinedWorld):
             return peer, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS)), buffer, host
         if host.nbytes <= LARGEST:
             return peer, self._wire.pipe(peer).receive(tag, _memory(host)), buffer, host
-        announced = self._wire.pipe(peer).receive(tag, memoryview(b""))
+        announced = self._wire.pipe(peer).receive(tag, memoryview(bytearray()))
         return peer, _Large(announced, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS))), buffer, host
 
     def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:

@@ -1,0 +1,74 @@
+"""Do all ranks bring the same tensor to ``hc.shard``? If not, a sample would be put together from several."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from .._torch_private import no_torch_functions, transforming
+from ..errors import Refused
+from ..tensor import Sharding, here
+from ..world import Label, World
+
+_FIRST = 64  # calls that are all checked
+_EVERY = 61  # of those after: no multiple of two, so that inputs and targets both have their turn
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
+    """Refuse on all ranks that share the sample, unless all bring the same. By all of them together."""
+    ranks = sharding.mesh.ranks_along(sharding.axes)
+    world = sharding.mesh.world
+    if len(ranks) == 1 or check is False or transforming():
+        return
+    if check is None and not _has_turn(world, ranks):
+        return
+    mine = fingerprint(tensor)
+    # The most and the least, as one maximum: all ranks come to the same verdict.
+    both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
+    most, least = world.maximum(both, ranks, Label("comparing samples for shard", here())).tolist()
+    if most != ~least:
+        raise Refused(
+            "shard",
+            here(),
+            f"the ranks {', '.join(map(str, ranks))} bring different tensors, and each would keep its part of another "
+            f"sample (rank {world.rank} has one of shape {list(tensor.shape)}, {tensor.dtype})",
+            "give all ranks the same batch: no DistributedSampler (Lightning: use_distributed_sampler=False; "
+            "Accelerate: do not prepare the loader), and the same seed for shuffling and augmentation, as with "
+            "DataLoader(generator=torch.Generator().manual_seed(0)). If each rank has read its own part of one sample, "
+            "use hc.from_tile. hc.shard(..., check=False) skips the comparison",
+        )
+
+
+def _has_turn(world: World, ranks: tuple[int, ...]) -> bool:
+    world.samples[ranks] += 1
+    count = world.samples[ranks]
+    return count <= _FIRST or count % _EVERY == 0
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """63 bits of shape, dtype and every element, wherever it lies: its bits are summed over all dims but each.
+
+    Whole numbers are added, so that the order of addition plays no part; a few numbers leave the device.
+    """
+    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+    if not tensor.is_meta and tensor.numel():
+        with torch.no_grad(), no_torch_functions():
+            digest.update(_marginals(tensor.detach()).cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest()) >> 1
+
+
+def _marginals(tensor: Tensor) -> Tensor:
+    plain = tensor.resolve_conj().resolve_neg()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    bits = real.view(_BITS[real.element_size()])
+    if bits.ndim == 0:
+        return bits.reshape(1).long()
+    rest = bits.sum(-1, dtype=torch.int64)
+    last = bits.sum(tuple(range(bits.ndim - 1)), dtype=torch.int64) if bits.ndim > 1 else bits.long()
+    others = [
+        rest.sum([d for d in range(rest.ndim) if d != dim]) if rest.ndim > 1 else rest for dim in range(rest.ndim)
+    ]
+    return torch.cat([last.reshape(-1), *(each.reshape(-1) for each in others)])
