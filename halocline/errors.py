@@ -41,6 +41,10 @@ class DataError(HaloclineError, ValueError):
     """Data that are not as they were described, or a description that makes no sense."""
 
 
+class SizeError(HaloclineError, ValueError):
+    """A size of memory that cannot be understood."""
+
+
 class BadSample(DataError):
     """A sample that cannot be read, or holds what it must not. Names the file, the sample and the box."""
 

@@ -10,7 +10,6 @@ from halocline.train.config import load_settings, make_settings, read_settings, 
 from halocline.train.launch import slurm_script
 from halocline.train.optimizers import LARC, LARC_EPSILON, make_optimizer, rate_at
 from halocline.train.settings import ConfigError, OptimizerSettings, ScheduleSettings
-from halocline.train.sizes import bytes_from
 from halocline.train.task import spread
 
 
@@ -60,7 +59,7 @@ def test_a_file_that_is_no_toml_or_not_there(tmp_path):
 @pytest.mark.parametrize("text", ["8 apples", "GiB", "-3"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match=r"data\.memory"):
-        bytes_from("data.memory", text)
+        make_settings({"workload": "unet3d"}, [f"data.memory='{text}'"])
 
 
 def test_ranks_are_spread_over_dims():

@@ -23,7 +23,6 @@ from halocline.train.launch import Ending, LaunchError, LocalRanks, join, slurm_
 from halocline.train.log import RunLog, read_log
 from halocline.train.reporting import write_report
 from halocline.train.settings import ConfigError
-from halocline.train.sizes import bytes_from
 from halocline.train.task import defaults_of, make_task
 from halocline.train.trainer import Result
 
@@ -91,7 +90,7 @@ def test_what_a_workload_does_not_take_is_refused(changes, text):
 @pytest.mark.parametrize("text", ["1.2.3GiB", ".", "1..5"])
 def test_sizes_with_too_many_points(text):
     with pytest.raises(ConfigError, match=r"data\.memory"):
-        bytes_from("data.memory", text)
+        make_settings({"workload": "unet3d"}, [f"data.memory='{text}'"])
 
 
 def test_memory_of_a_container_counts(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import HaloclineError
+from ..sizes import size_text as size_text
 from ..testing.pool import RankError
-from ..train.sizes import size_text as size_text
 
 USAGE = 2  # exit status of what cannot be run as asked
 

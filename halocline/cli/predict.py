@@ -16,7 +16,9 @@ from .output import Debug, Json, clear_errors, fact_table, print_json, stderr, s
 
 Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", file_okay=False)]
 In = Annotated[str, typer.Argument(metavar="IN", help="Samples: .h5, .zarr, .npy, .nii, a folder or a quoted pattern.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Answers: a new .h5 (dataset p) or .zarr.")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Answers: .h5 (dataset p), .zarr, .nii, .nii.gz, or a folder.")
+]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes to start on this machine.")]
 Classes = Annotated[bool, typer.Option("--classes", help="Write the number of the likeliest class, in one byte.")]
 Force = Annotated[bool, typer.Option("--force", help="Write over OUT if it exists.")]
@@ -36,14 +38,22 @@ def predict(
 ) -> None:
     """Run a trained network on samples of any size, cut over ranks, each of which reads and writes its own boxes.
 
-    Weights are those of the run's newest good checkpoint. The number of ranks need not be that of the training, and
-    samples may be larger than those it was trained on. OUT has its name when all of it is written.
+    Weights are those of the run's newest good checkpoint. RUN is all that is needed: neither the training data nor the
+    folder of the training. The number of ranks need not be that of the training, and samples may have another size
+    than those it was trained on. Dataset and dims are those of the training where `--dataset` and `--dims` do not say
+    otherwise. OUT has its name when all of it is written; an error leaves nothing behind.
+
+    OUT as a folder gets a .nii.gz file for each sample. The affine is that of the NIfTI file that was read.
 
     **Examples**
 
-    - `halocline predict runs/unet3d-1 scans.h5 organs.zarr --dataset x --dims NCDHW --classes --ranks 4`
+    - `halocline predict runs/run-1 scans.h5 organs.zarr --classes --ranks 4`
+
+    - `halocline predict runs/run-1 imagesTs/ segmentations/ --classes`: NIfTI in, NIfTI out.
 
     - `srun halocline predict runs/big "scans/*.h5" organs.h5 --dims CDHW`: ranks that a launcher started.
+
+    **Exit status**: 0 written, 2 not: with one line that says why.
     """
     with clear_errors("predict", debug):
         if ranks > 1 and not launched():
@@ -60,14 +70,12 @@ def predict(
 
 
 def _here(run: Path, source: str, out: Path, dataset: str | None, dims: str | None, classes: bool, force: bool) -> dict:  # type: ignore[type-arg]
-    from ..data import open_store
     from ..train.predict import predict as write_answers
 
     with Progress(console=stderr(), disable=this_rank() != 0) as bar:
         task = bar.add_task("samples", total=None)
-        store = open_store(source, dims, dataset)
         return write_answers(
-            run, store, out, classes=classes, force=force,
+            run, source, out, dims=dims, dataset=dataset, classes=classes, force=force,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
 

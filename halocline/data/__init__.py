@@ -7,6 +7,7 @@ from .loading.order import Order
 from .loading.pipeline import Batch
 from .loading.values import At, Noise, Normalize, Recode, Scale, Value
 from .staging import StageError, StageReport, stage
+from .stores.derived import Labels, OneChannel
 from .stores.generated import Generated
 from .stores.hdf5 import HDF5
 from .stores.nifti import Nifti
@@ -28,12 +29,14 @@ __all__ = [
     "Field",
     "Flip",
     "Generated",
+    "Labels",
     "Loader",
     "Move",
     "Nifti",
     "Noise",
     "Normalize",
     "Npy",
+    "OneChannel",
     "Order",
     "Recode",
     "Report",

@@ -45,10 +45,24 @@ def with_changes(told: Mapping[str, Any], changes: Sequence[str]) -> dict[str, A
     return merged
 
 
+#: A string in place of a group of settings stands for this one of its keys.
+_SHORT = {"data": "path", "optimizer": "name", "schedule": "name"}
+
+
 def _with_path(told: Mapping[str, Any]) -> dict[str, Any]:
-    """``data = "file.h5"`` is short for a path."""
-    data = told.get("data")
-    return {**told, "data": {"path": data}} if isinstance(data, str) else dict(told)
+    """Short forms written out: ``data = "file.h5"``, ``optimizer = "adamw"``, ``data.x = "images"``."""
+    found = dict(told)
+    for group, key in _SHORT.items():
+        if isinstance(found.get(group), str):
+            found[group] = {key: found[group]}
+    data = found.get("data")
+    if isinstance(data, Mapping):
+        short = {name: {"path": data[name]} for name in ("x", "y") if isinstance(data.get(name), str)}
+        found["data"] = {**data, **short}
+    for name in ("metrics", "callbacks", "class_names"):
+        if isinstance(found.get(name), str):
+            found[name] = [found[name]]
+    return found
 
 
 def _change(text: str) -> dict[str, Any]:
@@ -113,14 +127,47 @@ def _forbid_extras() -> None:
             each.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
 
 
+#: What other tools call a setting.
+_SYNONYMS = {
+    "learning_rate": "optimizer.lr", "batch_size": "batch", "max_steps": "steps", "num_steps": "steps",
+    "iterations": "steps", "epochs": "steps", "max_epochs": "steps", "num_epochs": "steps", "criterion": "loss",
+    "loss_fn": "loss", "loss_function": "loss", "loss_args": "loss_options", "net": "model",
+    "model_args": "network", "model_options": "network", "model_kwargs": "network", "grad_clip": "clip",
+    "clip_norm": "clip", "gradient_clip_val": "clip", "max_grad_norm": "clip", "accumulate_grad_batches": "accumulate",
+    "gradient_accumulation_steps": "accumulate", "num_workers": "data.readers", "workers": "data.readers",
+    "prefetch_factor": "data.prefetch", "dtype": "precision", "amp": "precision", "scheduler": "schedule",
+    "lr_scheduler": "schedule", "warmup_steps": "schedule.warmup", "wd": "optimizer.weight_decay",
+    "random_seed": "seed", "checkpoint": "weights", "pretrained": "weights", "val_split": "data.validation",
+    "validation_split": "data.validation", "val": "data.validation", "inputs": "data.x", "images": "data.x",
+    "image": "data.x", "input": "data.x", "labels": "data.y", "label": "data.y", "targets": "data.y",
+    "target": "data.y", "timeout": "deadline", "save_every": "checkpoint_every", "eval_every": "validate_every",
+    "stride": "multiple",
+}  # fmt: skip
+_ADVICE = {"epochs": "a run is as long as its steps", "amp": "such as precision = 'bf16'"}
+
+
 def _told(error: Any) -> str:
     """Key, value, and what is allowed."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "unexpected_keyword_argument":
-        near = difflib.get_close_matches(key, keys_of(Settings()), 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(keys_of(Settings())))}"
-        return f"{key} is unknown{hint}"
+        return f"{key} is unknown{_meant(key)}"
     return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _meant(key: str) -> str:
+    """Which setting may be meant: one of that name in another group, what other tools call so, one spelled alike."""
+    keys, last = keys_of(Settings()), key.rpartition(".")[2].lower()
+    same = [each for each in keys if each.rpartition(".")[2] == last]
+    found = _SYNONYMS.get(last) or (same[0] if same else None)
+    if found is None:
+        near = difflib.get_close_matches(key, keys, 1, 0.6) or difflib.get_close_matches(
+            last, [each.rpartition(".")[2] for each in keys], 1, 0.6
+        )
+        found = next((each for each in keys if near and (each == near[0] or each.endswith(f".{near[0]}"))), None)
+    if found is None:
+        return "; docs/settings.md lists all: " + ", ".join(sorted(keys))
+    advice = next((f" ({words})" for name, words in _ADVICE.items() if name in last), "")
+    return f"; did you mean {found}?{advice}"
 
 
 def read_settings(folder: Path) -> Settings:

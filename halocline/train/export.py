@@ -46,6 +46,32 @@ def import_weights(path: Path | str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: the weights cannot be read: {reason(error)}") from error
 
 
+#: Under which name others keep the weights in a file that holds more.
+_NESTED = ("state_dict", "model_state_dict", "model")
+
+
+def load_weights(model: nn.Module, path: Path | str) -> None:
+    """Weights from a file into ``model``; names and shapes must be the model's own."""
+    found = import_weights(path)
+    for name in _NESTED:
+        if isinstance(found.get(name), Mapping):
+            found = found[name]
+            break
+    found = {name.removeprefix("module."): value for name, value in found.items()}  # of DDP
+    own = model.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in found]
+    wrong += [f"{name} is not in the model" for name in found if name not in own]
+    wrong += [
+        f"{name} is {list(found[name].shape)} in the file and {list(value.shape)} in the model"
+        for name, value in own.items()
+        if name in found and isinstance(value, Tensor) and found[name].shape != value.shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{path} does not fit the model: {', '.join(wrong[:3])}{more}")
+    model.load_state_dict(found)
+
+
 def _load_torch(path: Path) -> dict[str, Any]:
     weights = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict):

@@ -18,12 +18,12 @@ from ..distribute import distribute
 from ..geometry import whole
 from ..program import dry
 from ..program.memory import peak_of
+from ..sizes import bytes_from, size_text
 from ..tensor import wrap_with_rim
 from ..world import Mesh
 from .guard import TrainingError
 from .precision import Precision
 from .settings import ConfigError, Settings
-from .sizes import bytes_from, size_text
 from .task import Task, augmentations
 
 _log = logging.getLogger("halocline.train")
@@ -58,7 +58,7 @@ def forecast(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str],
         model = distribute(model, here)
         batch, held = _batch(settings, task, here, cut)
         activations = peak_of(lambda: _step(model, task, batch, precision))
-    states = _STATES[settings.optimizer.name] * weights
+    states = _STATES.get(settings.optimizer.name, 2) * weights
     buffers = held * (settings.data.prefetch + 2) + bytes_from("data.memory", settings.data.memory)
     return Forecast(weights, weights, states, max(0, activations - weights), buffers)
 

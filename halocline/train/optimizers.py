@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .settings import OptimizerSettings, ScheduleSettings
+from .imports import called, named
+from .settings import ConfigError, OptimizerSettings, ScheduleSettings
 
 #: A weight or a gradient that is all zero says nothing about a good step; then it is this.
 LARC_EPSILON = 1.0 / 16000.0
@@ -65,19 +66,25 @@ Optimizer = torch.optim.Optimizer | LARC
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
-    weights: Iterable[nn.Parameter] = [weight for weight in model.parameters() if weight.requires_grad]
-    rate, decay = settings.lr, settings.weight_decay
-
-    def adam() -> torch.optim.Optimizer:
-        return torch.optim.Adam(weights, rate, settings.betas, weight_decay=decay)
-
-    makers: dict[str, Callable[[], Optimizer]] = {
-        "adam": adam,
-        "adamw": lambda: torch.optim.AdamW(weights, rate, settings.betas, weight_decay=decay),
-        "sgd": lambda: torch.optim.SGD(weights, rate, settings.momentum, weight_decay=decay),
-        "larc": lambda: LARC(adam(), settings.trust, settings.mode),
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    makers: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "adam": (torch.optim.Adam, {**common, "betas": settings.betas}),
+        "adamw": (torch.optim.AdamW, {**common, "betas": settings.betas}),
+        "sgd": (torch.optim.SGD, {**common, "momentum": settings.momentum}),
+        "larc": (torch.optim.Adam, {**common, "betas": settings.betas}),
     }
-    return makers[settings.name]()
+    if settings.name in makers:
+        maker, arguments = makers[settings.name]
+    else:  # its own defaults hold, but for what was set
+        decay = {"weight_decay": settings.weight_decay} if settings.weight_decay else {}
+        maker, arguments = named("optimizer.name", settings.name), {"lr": settings.lr, **decay}
+    made = called("optimizer.options", maker, weights, **{**arguments, **settings.options})
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer.name = {settings.name!r} gives a {type(made).__name__}, not an Optimizer of torch"
+        )
+    return LARC(made, settings.trust, settings.mode) if settings.name == "larc" else made
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -28,7 +28,13 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = name == "tf32"
 
     def placed(self, model: nn.Module) -> nn.Module:
-        return model.to(device=self._device, dtype=self.dtype)
+        """On the device, in these numbers; complex weights in complex ones of the same width."""
+        model = model.to(device=self._device)
+        model = model.double() if self.dtype == torch.float64 else model.float()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_complex():
+                tensor.data = tensor.data.to(self.dtype.to_complex())
+        return model
 
     def autocast(self) -> AbstractContextManager[Any]:
         narrow = _NARROW.get(self.name)

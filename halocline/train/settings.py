@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from ..errors import HaloclineError
+from ..errors import HaloclineError, SizeError
+from ..sizes import bytes_from
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-OptimizerName = Literal["adam", "adamw", "sgd", "larc"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 Policy = Literal["raise", "warn"]
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "larc")
 
 #: Letters of the data's dims, and the axes of the mesh that they are cut along.
 AXES = {"N": "data", "C": "channels", "T": "time", "D": "depth", "H": "height", "W": "width"}
@@ -23,54 +25,76 @@ class ConfigError(HaloclineError, ValueError):
 
 @dataclass(frozen=True)
 class FieldSettings:
-    """Where a field lies in the data's file: a dataset or array, and its dims by letter, as they lie."""
+    """One field of the data: x goes into the network, y is what it should answer. A string is short for ``path``."""
 
-    dataset: str | None = None
-    dims: str | None = None
-    path: str | None = None  # another file than the others'
-    fill: float = 0
-    normalize: Literal["none", "standard", "minmax"] = "none"
+    path: str | None = None  # a file, a folder of files, or a pattern such as "scans/*.nii.gz"; default: data.path
+    dataset: str | None = None  # of an HDF5 file or a Zarr group; default: the field's name, x or y
+    dims: str | None = None  # a letter for each dim, in the order in which the file stores them, such as "NCDHW"
+    channel: bool | None = None  # add a channel dim of size 1; default: for x, if its dims have neither C nor T
+    classes: bool | None = None  # read as class numbers (int64); default: for y, if integers without channels
+    normalize: Literal["none", "standard", "minmax"] = "none"  # by the statistics that `halocline data stats` saved
+    fill: float = 0  # value where a shift leaves nothing
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """``path`` for data of your own; without it a workload makes its own, by ``arguments``."""
+    """``path``, or paths of x and y, for data of your own. A workload makes its own data, by ``arguments``."""
 
-    path: str | None = None
-    x: FieldSettings = FieldSettings()
-    y: FieldSettings = FieldSettings()
+    path: str | None = None  # a file, a folder of files or a pattern; `data = "path"` is short for it
+    x: FieldSettings = FieldSettings()  # what goes into the network
+    y: FieldSettings = FieldSettings()  # what the network should answer
+    validation: float = 0.1  # the last samples are held out: a share if less than 1, else how many; 0: none
     samples: int = 64  # that a workload makes for training
-    validation: int = 16  # samples for validation: made, or the last of the file
-    seed: int = 0
-    memory: str = "0"  # of the in-memory store, a rank: 8 GiB
-    readers: int = 1
-    prefetch: int = 2
-    flip: str = ""  # letters
-    rotate: str = ""  # two letters of a plane
-    shift: dict[str, int] = field(default_factory=dict)
-    wrap: bool = False  # of shifts: periodic
-    crop: dict[str, int] = field(default_factory=dict)
-    on_bad_sample: Literal["raise", "skip"] = "raise"
-    arguments: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of the data that a workload makes
+    memory: str = "0"  # a rank's memory for samples, kept from the first epoch on, such as "8GiB"
+    readers: int = 1  # boxes read at once
+    prefetch: int = 2  # batches prepared ahead of the step
+    flip: str = ""  # letters of dims that are flipped at random, such as "DHW"
+    rotate: str = ""  # two letters of a plane that is turned by multiples of 90 degrees, such as "HW"
+    shift: dict[str, int] = field(default_factory=dict)  # the largest random shift by letter, such as {D = 4}
+    wrap: bool = False  # shifts are periodic
+    crop: dict[str, int] = field(default_factory=dict)  # size of a random crop by letter
+    on_bad_sample: Literal["raise", "skip"] = "raise"  # for a sample that cannot be read
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the data that a workload makes
 
     def check(self) -> None:
         at_least("data.samples", self.samples, 1)
         at_least("data.validation", self.validation, 0)
+        if self.validation >= 1 and self.validation != int(self.validation):
+            raise ConfigError(f"data.validation = {self.validation}: a share less than 1, or a whole number of samples")
         at_least("data.readers", self.readers, 1)
         at_least("data.prefetch", self.prefetch, 1)
+        try:
+            bytes_from("data.memory", self.memory)
+        except SizeError as error:
+            raise ConfigError(str(error)) from error
+
+    def held_out(self, samples: int) -> int:
+        """How many of so many samples are for validation; a share is one sample at least, if two are there."""
+        if self.validation >= 1 or not self.validation:
+            return int(self.validation)
+        return min(max(1, round(self.validation * samples)), samples - 1)
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    name: OptimizerName = "adam"
-    lr: float = 1e-3
+    """A string is short for ``name``."""
+
+    name: str = "adam"  # adam, adamw, sgd, larc, or a class such as "torch.optim:RMSprop"
+    lr: float = 1e-3  # learning rate
     weight_decay: float = 0.0
     momentum: float = 0.9  # of sgd
-    betas: tuple[float, float] = (0.9, 0.999)
-    trust: float = 0.002  # larc: how much of a weight's norm a step may be
-    mode: Literal["clip", "scale"] = "clip"  # larc
+    betas: tuple[float, float] = (0.9, 0.999)  # of adam, adamw and larc
+    trust: float = 0.002  # of larc: the largest step, as a share of the norm of a weight
+    mode: Literal["clip", "scale"] = "clip"  # of larc
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of the optimizer's class
 
     def check(self) -> None:
+        if self.name not in OPTIMIZERS and ":" not in self.name:
+            raise ConfigError(
+                f"optimizer.name = {self.name!r}: give {', '.join(OPTIMIZERS)}, or a class such as "
+                "'torch.optim:RMSprop'"
+            )
         above("optimizer.lr", self.lr, 0)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         at_least("optimizer.momentum", self.momentum, 0)
@@ -82,11 +106,14 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The learning rate rises over ``warmup`` steps, then falls towards ``final`` of itself, where the run ends."""
+    """The learning rate rises over ``warmup`` steps, then falls towards ``final`` of itself until the run ends.
+
+    A string is short for ``name``.
+    """
 
     name: ScheduleName = "constant"
-    warmup: int = 0
-    final: float = 0.0
+    warmup: int = 0  # steps
+    final: float = 0.0  # share of the learning rate at the end, of linear and cosine
 
     def check(self) -> None:
         at_least("schedule.warmup", self.warmup, 0)
@@ -132,38 +159,46 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. ``workload``, or ``model`` and ``loss`` of your own as ``package.module:name``."""
+    """One run: a ``workload``, or ``model``, ``loss`` and ``data`` of your own."""
 
-    workload: str | None = None
-    model: str | None = None
-    loss: str | None = None
-    scale: Literal["small", "full"] = "small"
-    network: dict[str, Any] = field(default_factory=dict)  # arguments of the model's factory
+    workload: str | None = None  # a network with its data: cosmoflow, unet3d, ...
+    scale: Literal["small", "full"] = "small"  # of a workload: for two cores, or as its paper has it
+    model: str | None = None  # of your own: "package.module:name" of a class or function that gives a torch.nn.Module
+    network: dict[str, Any] = field(default_factory=dict)  # arguments of the model's class or function
+    weights: str | None = None  # a state_dict to start from: a .safetensors file, or one that torch.save wrote
+    loss: str | None = None  # "package.module:name" of a function loss(output, y), or of a class or function giving one
+    loss_options: dict[str, Any] = field(default_factory=dict)  # arguments of the loss
+    metrics: list[str] = field(default_factory=lambda: ["auto"])  # what validation measures; see training.md
+    class_names: list[str] = field(default_factory=list)  # for metrics by class, in the order of the class numbers
+    callbacks: list[str] = field(default_factory=list)  # "package.module:Class", told of steps; see training.md
     data: DataSettings = DataSettings()
-    mesh: dict[str, int] = field(default_factory=dict)  # parts by letter, such as {N = 2, D = 2}
-    steps: int = 100
-    batch: int = 1
-    accumulate: int = 1
-    precision: Precision = "fp32"
-    clip: float | None = None  # of the gradients' global norm
-    seed: int = 0
-    multiple: int = 1  # cuts lie on multiples of the network's total stride
+    mesh: dict[str, int] = field(default_factory=dict)  # parts by letter, such as {N = 2, D = 2}; default: D, H, W
+    steps: int = 100  # optimizer steps
+    batch: int = 1  # samples of a batch, over all ranks
+    accumulate: int = 1  # batches of a step
+    precision: Precision = "fp32"  # in which the network computes
+    clip: float | None = None  # largest global norm of the gradients
+    seed: int = 0  # of weights, the order of samples, augmentation and dropout
+    multiple: int = 1  # samples are cut at multiples of this; give the network's total stride
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     gradients: GradientSettings = GradientSettings()
     guard: GuardSettings = GuardSettings()
     validate_every: int = 0  # steps; 0: at the end
-    log_every: int = 1
-    checkpoint_every: int = 50
+    log_every: int = 1  # steps
+    checkpoint_every: int = 50  # steps; 0: at the end
     keep: int = 3  # checkpoints
-    trace: bool = False  # a few steps, for Perfetto
+    trace: bool = False  # write trace.json of a few steps, for ui.perfetto.dev
     deadline: float = 600.0  # seconds that a rank waits for another
 
     def check(self) -> Settings:
         if (self.workload is None) == (self.model is None):
             raise ConfigError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
-        if self.model is not None and (self.loss is None or self.data.path is None):
-            raise ConfigError("a model of your own needs loss = 'package.module:function' and data = 'path.h5'")
+        if self.model is not None and (self.loss is None or not self._has_data()):
+            raise ConfigError(
+                "a model of your own needs loss = 'package.module:function', and data = 'path.h5' or paths of both "
+                "fields: data.x = 'images', data.y = 'labels'"
+            )
         for name in ("steps", "batch", "accumulate", "log_every", "keep", "multiple"):
             at_least(name, getattr(self, name), 1)
         for name in ("validate_every", "checkpoint_every"):
@@ -172,11 +207,19 @@ class Settings:
             above("clip", self.clip, 0)
         above("deadline", self.deadline, 0)
         _check_mesh(self.mesh)
-        _check_told("network", self.network)
-        _check_told("data.arguments", self.data.arguments)
+        for key, arguments in (
+            ("network", self.network),
+            ("loss_options", self.loss_options),
+            ("optimizer.options", self.optimizer.options),
+            ("data.arguments", self.data.arguments),
+        ):
+            _check_told(key, arguments)
         for group in (self.data, self.optimizer, self.schedule, self.gradients, self.guard):
             group.check()
         return self
+
+    def _has_data(self) -> bool:
+        return self.data.path is not None or (self.data.x.path is not None and self.data.y.path is not None)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

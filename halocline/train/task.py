@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..data import Crop, Field, Flip, Normalize, Rotate90, Shift, Statistics, Store, open_store
-from ..data.stores.part import Part
+from ..data import Crop, Field, Flip, Rotate90, Shift
 from ..errors import HaloclineError, RankFailure
-from ..geometry import Interval
 from ..workloads import WORKLOADS
-from ..workloads.workload import Meter
+from ..workloads.workload import Meter, Workload
 from ..world import Label, Mesh, World
-from .settings import AXES, ConfigError, DataSettings, FieldSettings, Settings
+from .imports import called, named
+from .inputs import Input
+from .losses import make_loss
+from .metrics import AUTO, meter_maker
+from .own import own_data
+from .settings import AXES, ConfigError, DataSettings, Settings
 from .step import Loss
-
-#: What the dims of a field are where nobody names them, by how many there are.
-_INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
-
 
 Made = TypeVar("Made")
 _LABEL = Label("start", "the training loop", "control")
@@ -39,7 +34,14 @@ class Task:
     make_meter: Callable[[], Meter] | None
     training: dict[str, Field]
     validation: dict[str, Field] | None
-    letters: str  # dims that are cut first where the mesh does not say
+    input: Input
+    words: str  # which samples are for training and which for validation
+    loss_module: nn.Module | None = None  # whose buffers, such as class weights, go to the device
+
+    @property
+    def letters(self) -> str:
+        """Dims that are cut first where the mesh does not say."""
+        return self.input.letters
 
 
 def make_task(settings: Settings, dtype: torch.dtype) -> Task:
@@ -73,7 +75,7 @@ def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:
     optimizer = {key: training.pop(key) for key in ("lr", "weight_decay") if key in training}
     if "optimizer" in training:
         optimizer["name"] = training.pop("optimizer")
-    data = {key: training.pop(key) for key in ("samples", "validation") if key in training}
+    data = {"validation": 16, **{key: training.pop(key) for key in ("samples", "validation") if key in training}}
     if isinstance(training.get("schedule"), str):
         training["schedule"] = {"name": training["schedule"]}
     return {**told, "optimizer": optimizer, "data": data, **training}
@@ -87,27 +89,11 @@ def _known(key: str, value: object, there: Iterable[str]) -> None:
         raise ConfigError(f"{key} = {value!r}: {hint}there are {', '.join(names)}")
 
 
-def called(key: str, maker: Callable[..., Made], *given: Any, **arguments: Any) -> Made:
-    """What it makes of these arguments, which stand in the settings under ``key``."""
-    name = getattr(maker, "__name__", type(maker).__name__)
-    try:
-        expected = inspect.signature(maker)
-    except (TypeError, ValueError):  # written in C
-        return maker(*given, **arguments)
-    try:
-        expected.bind(*given, **arguments)
-    except TypeError as error:
-        allowed = ", ".join(list(expected.parameters)[len(given) :]) or "no arguments"
-        raise ConfigError(f"{key} = {arguments}: {error}; {name} takes {allowed}") from error
-    return maker(*given, **arguments)
-
-
 def _of_workload(settings: Settings, dtype: torch.dtype) -> Task:
-    _known("workload", settings.workload, WORKLOADS)
-    workload = WORKLOADS[settings.workload or ""]
+    workload = known_workload(settings.workload or "")
     scale = getattr(workload, settings.scale)
     data = settings.data
-    for key, value in (("data.path", data.path), ("loss", settings.loss)):
+    for key, value in (("data.path", data.path), ("data.x.path", data.x.path), ("loss", settings.loss)):
         if value is not None:
             raise ConfigError(
                 f"{key} = {value!r}: workload = {settings.workload!r} has its own; for other data or another loss give "
@@ -118,16 +104,18 @@ def _of_workload(settings: Settings, dtype: torch.dtype) -> Task:
         made = called("data.arguments", workload.data, samples, seed, **{**scale.data, **data.arguments})
         return {name: _as(each, dtype) for name, each in made.items()}
 
-    held_out = fields(data.validation, data.seed + 1) if data.validation else None
-    arguments = {**scale.network, **settings.network}
+    kept = data.held_out(data.samples)
+    training = fields(data.samples, data.seed)
     letters = "".join(scale.training.get("cut", ("D", "H", "W")))
+    meter = workload.meter if AUTO in settings.metrics else meter_maker(settings)
     return Task(
-        lambda: called("network", workload.factory, **arguments),
+        model_maker(settings),
         workload.loss,
-        workload.meter,
-        fields(data.samples, data.seed),
-        held_out,
-        letters,
+        meter,
+        training,
+        fields(kept, data.seed + 1) if kept else None,
+        Input.of(training["x"], letters),
+        f"synthetic data: {data.samples} samples for training, {kept} others for validation",
     )
 
 
@@ -139,99 +127,40 @@ def _as(field: Field, dtype: torch.dtype) -> Field:
 def _of_user(settings: Settings, dtype: torch.dtype) -> Task:
     if settings.data.arguments:
         raise ConfigError(f"data.arguments = {settings.data.arguments}: they are for data that a workload makes")
-    factory, loss = named("model", settings.model or ""), named("loss", settings.loss or "")
-    x, y = (_opened(settings.data, which) for which in ("x", "y"))
-    if len(x) != len(y):
-        raise ConfigError(f"data: x has {len(x)} samples and y has {len(y)}")
-    kept = settings.data.validation
-    if kept >= len(x):
-        raise ConfigError(
-            f"data.validation = {kept}: the data have {len(x)} samples, and some must be left to train on"
-        )
-    both = {"x": _as_field(x, settings.data.x, dtype), "y": _as_field(y, settings.data.y, dtype)}
-    letters = "".join(letter for letter in x.dims if letter in "DHW")
+    loss = make_loss(settings.loss or "", settings.loss_options)
+    data = own_data(settings.data, dtype)
     return Task(
-        lambda: called("network", factory, **settings.network),
+        model_maker(settings),
         lambda output, batch: loss(output, batch["y"]),
-        None,
-        _some(both, Interval(0, len(x) - kept)),
-        _some(both, Interval(len(x) - kept, len(x))) if kept else None,
-        letters,
+        meter_maker(settings),
+        data.training,
+        data.validation,
+        data.input,
+        data.words,
+        loss if isinstance(loss, nn.Module) else None,
     )
 
 
-def named(key: str, target: str) -> Callable[..., Any]:
-    """``package.module:name``, imported from where the command runs too."""
-    module, colon, name = target.partition(":")
-    if not colon:
-        raise ConfigError(f"{key} = {target!r}: give package.module:name")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key} = {target!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{key} = {target!r} is {type(found).__name__}, and cannot be called")
-    return found
+def model_maker(settings: Settings) -> Callable[[], nn.Module]:
+    """What makes the network: needs no data."""
+    if settings.workload is not None:
+        workload = known_workload(settings.workload)
+        arguments = {**getattr(workload, settings.scale).network, **settings.network}
+        return lambda: called("network", workload.factory, **arguments)
+    factory = named("model", settings.model or "")
+
+    def make() -> nn.Module:
+        made = called("network", factory, **settings.network)
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model = {settings.model!r} gives a {type(made).__name__}, not a torch.nn.Module")
+        return made
+
+    return make
 
 
-def _opened(data: DataSettings, which: str) -> Store:
-    told: FieldSettings = getattr(data, which)
-    path = told.path or data.path or ""
-    dataset = told.dataset if told.dataset is not None else which
-    try:
-        if told.dims is not None:
-            return open_store(path, told.dims, dataset)
-        return _guessed(path, dataset, which)
-    except HaloclineError as error:
-        raise ConfigError(f"data.{which}: {error}") from error
-
-
-def _guessed(path: str, dataset: str, which: str) -> Store:
-    """The dims that the file names, or those that such data usually have."""
-    from ..data.stores.contents import contents
-    from ..data.stores.open import files_of
-
-    paths, _ = files_of(path)
-    there = {each.name: each for each in contents(paths[0])}
-    found = there.get(dataset)
-    if found is None:
-        raise ConfigError(
-            f"{paths[0]} has no dataset {dataset!r}; there: {', '.join(there)}; name it with dataset = ..."
-        )
-    dims = found.dims or (_INPUTS.get(len(found.shape)) if which == "x" else _target_dims(there, found.shape))
-    if dims is None:
-        raise ConfigError(f"{paths[0]} does not name the dims of {dataset!r} {list(found.shape)}; give dims = 'NCDHW'")
-    return open_store(path, dims, dataset)
-
-
-def _target_dims(there: Mapping[str, Any], shape: tuple[int, ...]) -> str | None:
-    """Of labels beside an input: a number, a vector, a volume of classes, or channels of the input's size."""
-    inputs = _INPUTS.get(len(there["x"].shape), "") if "x" in there else ""
-    choices = {1: "N", 2: "NC", len(inputs) - 1: inputs.replace("C", ""), len(inputs): inputs}
-    return choices.get(len(shape)) or None
-
-
-def _as_field(store: Store, told: FieldSettings, dtype: torch.dtype) -> Field:
-    whole = store.dtype.kind in "biu"
-    values = [_normalizing(store, told.normalize)] if told.normalize != "none" else []
-    wanted = torch.int64 if whole and not values and _is_label(store) else dtype
-    return Field(store, dtype=wanted, values=values, fill=told.fill)
-
-
-def _is_label(store: Store) -> bool:
-    """Whole numbers without channels are classes."""
-    return "C" not in store.dims
-
-
-def _normalizing(store: Store, how: str) -> Normalize:
-    statistics = Statistics.load(store)
-    return Normalize.standard(statistics) if how == "standard" else Normalize.minmax(statistics)
-
-
-def _some(fields: Mapping[str, Field], samples: Interval) -> dict[str, Field]:
-    return {name: replace(each, store=Part(each.store, samples)) for name, each in fields.items()}
+def known_workload(name: str) -> Workload:
+    _known("workload", name, WORKLOADS)
+    return WORKLOADS[name]
 
 
 def augmentations(data: DataSettings) -> list[Any]:

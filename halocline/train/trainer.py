@@ -21,19 +21,22 @@ from .. import random
 from ..data import Loader
 from ..data.loading.pipeline import Batch
 from ..distribute import distribute, lagged_gradients, load_lagged_gradients
+from ..sizes import bytes_from
 from ..world import Label, this_world
+from .callbacks import Callbacks
 from .changes import changed, check_optimizer
 from .checkpoints import Checkpoints
 from .config import CONFIG, write_settings
+from .export import load_weights
 from .forecast import check_room
 from .guard import Guard, TrainingError
+from .imports import keep_code
 from .launch import join
 from .log import RunLog
 from .optimizers import load_optimizer, make_optimizer, rate_at
 from .pictures import Examples, memory_used
 from .precision import Precision
 from .settings import Settings
-from .sizes import bytes_from
 from .step import training_step
 from .task import augmentations, make_mesh, make_task, together
 from .trace import STEPS, Tracer, merge
@@ -70,6 +73,11 @@ class Trainer:
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)  # or dropout would go on where another run of this process ended
         self.model = self._precision.placed(task.make_model())
+        if task.loss_module is not None:
+            self._precision.placed(task.loss_module)
+        if settings.weights is not None:
+            together(world, lambda: load_weights(self.model, settings.weights or ""))
+        self._callbacks = together(world, lambda: Callbacks(settings.callbacks))
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         distribute(self.model, self.mesh, **settings.gradients.arguments(self.optimizer))
         self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
@@ -80,6 +88,9 @@ class Trainer:
         self._log = RunLog(folder) if self.mesh.rank == 0 else None
         if self._log is not None:
             write_settings(settings, folder / CONFIG)
+            task.input.write(folder)
+            if settings.model is not None:
+                keep_code(folder, settings.model)
         self._tracer = Tracer(folder, self.mesh.rank, STEPS if settings.trace else range(0), self.mesh.world)
         self.step = 0
         self._stop_asked = False
@@ -120,7 +131,9 @@ class Trainer:
     def _run(self) -> Result:
         if self._log is not None and self._log.no_board:
             self._note(self._log.no_board)
+        self._note(self._task.words)
         self.resume()
+        self._callbacks("on_start", self)
         result = Result(self.step)
         with random.reproducible():
             for batches in self._tracer.waits(self._groups()):
@@ -128,6 +141,7 @@ class Trainer:
                     loss = self._one_step(batches)
                 batches.clear()  # or their memory could not take the next ones
                 result.losses.append(loss)
+                self._callbacks("on_step", self, self.step - 1, loss)
                 if self._after_step():
                     result.stopped = True
                     break
@@ -135,6 +149,7 @@ class Trainer:
             self.save(wait=True)  # first: what is learned must not depend on how its pictures come out
             result.metrics = self.validate(last=True)
         result.steps = self.step
+        self._callbacks("on_end", self, result)
         self._tracer.close()
         self._write_ranks()
         if self.mesh.rank == 0:
@@ -239,6 +254,7 @@ class Trainer:
         if self._log is not None:
             self._log.write("validation", step=self.step, **found)
         self._tell("validation", {"step": self.step, **found})
+        self._callbacks("on_validation", self, found)
         return found
 
     def _write_ranks(self) -> None:

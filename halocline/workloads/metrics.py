@@ -11,30 +11,45 @@ from .workload import Batch
 class Confusion:
     """Counts of (true class, predicted class): intersection over union, dice, accuracy.
 
-    Classes are along dim 1 of the output; ``batch["y"]`` holds their numbers, and ``ignore`` where nobody knows.
+    Classes are along dim 1 of the output; ``batch["y"]`` holds their numbers. Any other number there, such as a loss's
+    ``ignore_index``, is left out.
     """
 
-    def __init__(self, classes: int, ignore: int = -100) -> None:
-        self._classes, self._ignore = classes, ignore
+    def __init__(self, classes: int) -> None:
+        self._classes = classes
         self.counts = torch.zeros(classes, classes, dtype=torch.float64)
 
     @torch.no_grad()
     def update(self, output: Tensor, batch: Batch) -> None:
-        truth, guess = batch["y"], output.argmax(1)
-        for row in range(self._classes):
-            there = truth == row
-            for column in range(self._classes):
-                self.counts[row, column] += float((there & (guess == column)).sum())
+        truth, guess = batch["y"].long(), output.argmax(1)
+        pairs = torch.where((truth >= 0) & (truth < self._classes), truth * self._classes + guess, -1)
+        number = self._classes**2
+        found = torch.histc(pairs.double(), number, -0.5, number - 0.5)  # one sum over ranks; -1 is out of range
+        self.counts += found.cpu().reshape(self._classes, self._classes)
 
-    def result(self) -> dict[str, float]:
+    def by_class(self) -> dict[str, Tensor]:
+        """dice, iou and accuracy (the share of a class's elements that were found); NaN for a class that is absent."""
         right = self.counts.diagonal()
         true, guessed = self.counts.sum(1), self.counts.sum(0)
-        present = (true + guessed) > 0
-        union, total = true + guessed - right, true + guessed
-        iou = right[present] / union[present]
-        dice = 2 * right[present] / total[present]
-        accuracy = float(right.sum() / self.counts.sum()) if self.counts.sum() else 0.0
-        return {"mean_iou": float(iou.mean()), "mean_dice": float(dice.mean()), "accuracy": accuracy}
+        return {
+            "dice": 2 * right / (true + guessed),
+            "iou": right / (true + guessed - right),
+            "accuracy": right / true,
+        }
+
+    @property
+    def accuracy(self) -> float:
+        """The share of all elements that are right."""
+        total = self.counts.sum()
+        return float(self.counts.diagonal().sum() / total) if total else 0.0
+
+    def result(self) -> dict[str, float]:
+        found = self.by_class()
+        return {
+            "mean_iou": float(found["iou"].nanmean()),
+            "mean_dice": float(found["dice"].nanmean()),
+            "accuracy": self.accuracy,
+        }
 
 
 class Regression:

@@ -26,8 +26,10 @@ _WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
 class Field:
     """One tensor of a batch: where it is read, and what is done to its values.
 
-    ``channels``: those that are read, by number. ``fill``: what stands where a shift leaves nothing. ``rim``: how much
-    of the neighbours' part is read as well, by letter, so that the first layer need not ask for it.
+    ``dtype``: the tensor's; by default that of the store, but int64 for integers without channels, which are class
+    numbers to the losses of torch. ``channels``: those that are read, by number. ``fill``: what stands where a shift
+    leaves nothing. ``rim``: how much of the neighbours' part is read as well, by letter, so that the first layer need
+    not ask for it.
     """
 
     store: Store
@@ -39,7 +41,10 @@ class Field:
 
     def __post_init__(self) -> None:
         if not can_hold(self.store.dtype, self.array_dtype):
-            raise DataError(f"{self.store.name}: {self.store.dtype} would lose what it says in {self.tensor_dtype}")
+            remedy = "; for labels that are stored as floats use hc.data.Labels(store)" if self.is_integer else ""
+            raise DataError(
+                f"{self.store.name}: {self.store.dtype} would lose what it says in {self.tensor_dtype}{remedy}"
+            )
         for letter, width in self.rim.items():
             if letter not in self.dims or width < 0 or width != int(width):
                 raise DataError(
@@ -57,8 +62,14 @@ class Field:
     def tensor_dtype(self) -> torch.dtype:
         if self.dtype is not None:
             return self.dtype
+        if self.store.dtype.kind in "iu" and "C" not in self.store.dims:
+            return torch.int64  # class numbers, in the dtype that torch's losses want
         name = self.store.dtype.newbyteorder("=").name
         return _WIDER.get(name) or torch.from_numpy(np.empty(0, name)).dtype
+
+    @property
+    def is_integer(self) -> bool:
+        return not (self.tensor_dtype.is_floating_point or self.tensor_dtype.is_complex)
 
     @cached_property
     def array_dtype(self) -> np.dtype[np.generic]:

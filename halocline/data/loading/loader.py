@@ -23,6 +23,7 @@ import torch
 
 from ...errors import DataError
 from ...geometry import shape_of
+from ...sizes import bytes_from
 from ...world import Label, Mesh
 from ..stores.store import SAMPLES, Store
 from .augment import Augmentation
@@ -57,10 +58,21 @@ class Report:
 
 
 class Loader:
-    """Iterating gives the next epoch. ``cut`` names for dims of the samples, and N for the batch, an axis of the mesh.
+    """Batches for all ranks of a mesh; each rank reads its own boxes. Iterating gives the next epoch.
 
-    ``memory``: bytes of host memory, a rank, for an in-memory store. ``readers`` read at once: of HDF5 as processes, of
-    all else as threads, unless ``processes`` says otherwise. ``prefetch`` batches are prepared ahead.
+        fields = {"x": hc.data.HDF5("train.h5", "volumes", "NCDHW"), "y": hc.data.HDF5("train.h5", "labels", "NDHW")}
+        mesh = hc.Mesh(data=2, depth=2)
+        with hc.data.Loader(fields, mesh, batch=4, cut={"N": "data", "D": "depth"}, memory="8GiB") as loader:
+            for batch in loader:
+                loss = F.cross_entropy(model(batch["x"]), batch["y"])
+
+    ``cut`` maps letters of dims (N for the batch) to axes of the mesh; the default cuts the batch along ``data``.
+    ``memory`` (bytes, or a string such as "32GiB") is host memory of each rank, in which samples stay from the first
+    epoch on. ``readers`` boxes are read at once: of HDF5 and NIfTI by processes, of all else by threads, unless
+    ``processes`` says otherwise. ``prefetch`` batches are prepared ahead of the step. ``multiple``: cuts lie at
+    multiples of it (give the network's total stride); ``points`` gives the cuts by letter. ``on_bad_sample``: "raise",
+    or "skip" to leave a sample that cannot be read out on every rank. ``device``: where batches are copied to. All
+    ranks make their loaders together, with the same arguments.
     """
 
     def __init__(
@@ -77,7 +89,7 @@ class Loader:
         epochs: int | None = None,
         multiple: int = 1,
         points: Mapping[str, Sequence[int]] | None = None,
-        memory: int = 0,
+        memory: int | str = 0,
         prefetch: int = 2,
         readers: int = 1,
         processes: bool | None = None,
@@ -85,7 +97,9 @@ class Loader:
         device: torch.device | str | None = None,
     ) -> None:
         self.fields, seed = as_fields(fields), int(seed)
-        mesh = mesh or Mesh(data=-1)
+        mesh, memory = mesh or Mesh(data=-1), bytes_from("memory", memory)
+        if cut is not None:
+            _check_cut(cut, mesh)
         if cut is None:
             cut = {SAMPLES: "data"} if "data" in mesh.sizes else {}
         if on_bad_sample not in _POLICIES:
@@ -225,6 +239,20 @@ class Loader:
             self._pipeline.leave()  # an error of this rank alone: the others should hear of it, and this one not wait
         self.close()
 
+    def __repr__(self) -> str:
+        """<Loader: 24 samples in 6 batches of 4; x (CDHW 1 x 64 x 64 x 64, float32) cut D over depth>"""
+        cuts = {letter: cut.axis for letter, cut in self.layout.grid.cuts.items()}
+        if self.layout.batch_axis:
+            cuts = {SAMPLES: self.layout.batch_axis, **cuts}
+        fields = ", ".join(
+            f"{name} ({each.dims or 'a number'} {' x '.join(map(str, self.layout.shape(name)))}, "
+            f"{str(each.tensor_dtype).removeprefix('torch.')})"
+            for name, each in self.fields.items()
+        )
+        over = ", ".join(f"{letter} over {axis}" for letter, axis in cuts.items())
+        count, batch = self.order.samples, self.order.batch
+        return f"<Loader: {count} samples in {len(self)} batches of {batch}; {fields}; cut {over or 'nowhere'}>"
+
     # -- where it stands
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,6 +296,16 @@ class Loader:
             buffer_bytes=self._pool.nbytes,
             skipped=tuple(counts.skipped),
         )
+
+
+def _check_cut(cut: Mapping[str, str], mesh: Mesh) -> None:
+    """Letters of dims on the left, axes of the mesh on the right."""
+    if not isinstance(cut, Mapping):
+        raise DataError(f"cut={cut!r}: give letters of dims and axes of the mesh, such as {{'D': 'depth'}}")
+    for letter, axis in cut.items():
+        if letter in mesh.sizes and axis not in mesh.sizes:
+            turned = {value: key for key, value in cut.items()}
+            raise DataError(f"cut={dict(cut)}: it maps letters of dims to axes of the mesh; write cut={turned}")
 
 
 class _Clock:

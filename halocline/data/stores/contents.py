@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import DataError
 from .hdf5 import HDF5, datasets
-from .nifti import Nifti, OpenedNifti
+from .nifti import NIFTI_DIMS, Nifti, OpenedNifti
 from .npy import Npy, OpenedNpy
 from .store import ORDER, SAMPLES, reason
 from .zarr import Zarr
@@ -104,7 +104,7 @@ def _in_npy(path: Path) -> Iterator[Contents]:
 def _in_nifti(path: Path) -> Iterator[Contents]:
     opened = OpenedNifti(path)
     shape = tuple(reversed(opened.shape))
-    yield Contents("", shape, opened.dtype.name, dims="WHD" if len(shape) == 3 else None)
+    yield Contents("", shape, opened.dtype.name, dims=NIFTI_DIMS.get(len(shape)))
 
 
 def _in_hdf5(path: Path) -> Iterator[Contents]:

@@ -58,10 +58,11 @@ class FileStore(Store):
 
     def __init__(self, paths: Paths, dims: str, order: str | None = None) -> None:
         self.paths = expand(paths, self.suffixes)
-        self._at = dims.find(SAMPLES)
         self._open: OrderedDict[int, Opened] = OrderedDict()
         self._lock = threading.RLock()
         first = self._look(0)
+        dims = dims or self.dims_of_first(first.shape)
+        self._at = dims.find(SAMPLES)
         if len(first.shape) != len(dims):
             raise DataError(
                 f"{self.place(0)} has {len(first.shape)} dims of sizes {list(first.shape)}, and dims={dims!r} names "
@@ -76,6 +77,10 @@ class FileStore(Store):
     @abstractmethod
     def open_file(self, path: Path) -> Opened:
         """Open one file for reading; whatever it raises is told with the file's name."""
+
+    def dims_of_first(self, shape: tuple[int, ...]) -> str:
+        """The dims where none are given, from the shape of the first file: a format may have a convention."""
+        return ""
 
     @property
     def name(self) -> str:
@@ -185,12 +190,17 @@ def refuse_packed(place: str, attributes: Mapping[str, Any]) -> None:
         )
 
 
+def visible(folder: Path) -> list[Path]:
+    """What is in a folder, sorted, without hidden files, of which archives made on a Mac leave one beside each."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def expand(paths: Paths, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
     """One file, a folder of them, a pattern or a list, in sorted order but for a list, which is taken as it is."""
     if not isinstance(paths, (str, Path)):
         found = [Path(path) for path in paths]
     elif Path(paths).is_dir() and Path(paths).suffix not in suffixes:
-        found = sorted(path for path in Path(paths).iterdir() if path.suffix in suffixes)
+        found = sorted(path for path in visible(Path(paths)) if path.suffix in suffixes)
     elif glob.has_magic(str(paths)) and not Path(paths).exists():
         found = sorted(Path(path) for path in glob.glob(str(paths), recursive=True))  # noqa: PTH207  absolute patterns too
     else:

@@ -1,4 +1,4 @@
-"""NIfTI by nibabel, as the medical world has its volumes: read to be converted, for a compressed file has no chunks."""
+"""NIfTI volumes, read with nibabel. A compressed file has no chunks: each rank decompresses up to its own box."""
 
 from __future__ import annotations
 
@@ -11,21 +11,42 @@ from ...errors import DataError
 from .files import FileStore, Index, Paths
 from .store import Array
 
+#: What the dims of a file are, as nibabel shows them, by how many there are.
+NIFTI_DIMS = {2: "WH", 3: "WHD", 4: "WHDC"}
+
 
 class Nifti(FileStore):
-    """``dims`` as nibabel shows them: "WHD", or "WHDC" and "WHDT" with a fourth dim. In the file the first is fastest.
+    """One volume a file. ``dims`` as nibabel shows them: "WHD", or "WHDC" and "WHDT" with a fourth dim.
 
-    Where the file says how to scale its numbers they are scaled, and are float64. Its affine is not looked at.
+    Without ``dims`` a fourth dim is taken for channels. Numbers that the header scales are scaled, and are float64.
+    Volumes are read as they lie: the affine changes nothing of what is read, and :meth:`header` hands it out.
+
+        images = hc.data.Nifti("imagesTr/*.nii.gz")
     """
 
     suffixes = (".nii", ".gz")
     locks = True  # one file position for all threads
 
-    def __init__(self, paths: Paths, dims: str, order: str | None = None) -> None:
-        super().__init__(paths, dims[::-1], order)  # as they lie: the last is fastest, as everywhere else
+    def __init__(self, paths: Paths, dims: str | None = None, order: str | None = None) -> None:
+        self._asked = dims
+        super().__init__(paths, dims[::-1] if dims is not None else "", order)  # the last is fastest, as elsewhere
+
+    def dims_of_first(self, shape: tuple[int, ...]) -> str:
+        if self._asked is None and len(shape) not in NIFTI_DIMS:
+            raise DataError(
+                f"{self.place(0)} has {len(shape)} dims of sizes {list(reversed(shape))}; name them as nibabel shows "
+                "them, such as dims='WHDC'"
+            )
+        return (self._asked or NIFTI_DIMS[len(shape)])[::-1]
 
     def open_file(self, path: Path) -> OpenedNifti:
         return OpenedNifti(path)
+
+    def header(self, sample: int) -> Any:
+        """The nibabel header of a sample, with its affine (``header.get_best_affine()``)."""
+        file, _ = self._find(sample)
+        opened: Any = self._look(file)
+        return opened.header.copy()
 
 
 class OpenedNifti:
@@ -37,7 +58,7 @@ class OpenedNifti:
         except ImportError as error:
             raise DataError(f"{path}: NIfTI is read by nibabel; pip install nibabel") from error
         image: Any = nibabel.load(path, keep_file_open=True)  # reading on in a compressed file is cheap; anew is not
-        self._data = image.dataobj
+        self._data, self.header = image.dataobj, image.header
         scaled = (self._data.slope, self._data.inter) != (1, 0)
         self.dtype = np.dtype("float64") if scaled else self._data.dtype
         if self._data.dtype.kind not in "biuf":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import DataError
 from .contents import Contents, Kind, contents, kind_of
-from .files import FileStore, expand
+from .files import FileStore, expand, visible
 from .hdf5 import HDF5
 from .nifti import Nifti
 from .npy import Npy
@@ -45,7 +45,7 @@ def open_store(
 def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
     """The files that a path names, all of one kind."""
     if Path(path).is_dir() and kind_of(Path(path)) is None:
-        found = [file for file in sorted(Path(path).iterdir()) if kind_of(file) is not None]
+        found = [file for file in visible(Path(path)) if kind_of(file) is not None]
     elif Path(path).exists() or not glob.has_magic(str(path)):
         found = [Path(path)]
     else:

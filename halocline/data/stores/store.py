@@ -98,6 +98,11 @@ class Store(ABC):
     def close(self) -> None:  # noqa: B027  most have none
         """Let go of open files; reading opens them again."""
 
+    def __repr__(self) -> str:
+        """<HDF5 train.h5: 24 samples of C 1, D 16, H 16, W 16, float32>"""
+        sizes = ", ".join(f"{letter} {size}" for letter, size in zip(self.dims, self.shape, strict=True))
+        return f"<{self.name}: {len(self)} samples of {sizes or 'one number'}, {self.dtype}>"
+
     def __enter__(self) -> Store:
         return self
 

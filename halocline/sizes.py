@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 
-from .settings import ConfigError
+from .errors import SizeError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-def bytes_from(key: str, text: str) -> int:
-    """
+def bytes_from(key: str, size: str | int) -> int:
+    """Bytes of a size such as ``"32GiB"``; a number is taken as bytes. ``key`` names it in the error.
+
     >>> bytes_from("data.memory", "1.5 GiB"), bytes_from("data.memory", "200MB"), bytes_from("data.memory", "0")
     (1610612736, 200000000, 0)
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if isinstance(size, int) and size >= 0:
+        return size
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found.group(2).upper() not in _UNITS:
-        raise ConfigError(f"{key} = {text!r}: a size, such as 8GiB or 500MB")
+        raise SizeError(f"{key} = {size!r}: give a size, such as 8GiB or 500MB")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
 
 

@@ -1,0 +1,291 @@
+"""Files that answers are written to, box by box: HDF5, Zarr and NIfTI. None of them appears before it is complete."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..data import Store
+from ..data.loading.agree import agreed
+from ..data.stores.nifti import Nifti
+from ..errors import DataError
+from ..geometry import slices, whole
+from ..tensor import ShardedTensor, Sharding, unwrap
+from ..world import Mesh
+
+_CHUNK = 1 << 22  # bytes
+ANSWERS = "p"  # the dataset in HDF5
+NIFTI = (".nii", ".nii.gz")
+
+
+class AnswerFile(ABC):
+    """One kind of file. Rank 0 calls ``begin``, ``complete`` and ``discard``; ranks ``put`` in turns, or at once."""
+
+    #: May ranks put boxes at the same time, if no chunk belongs to two of them?
+    side_by_side = False
+
+    @abstractmethod
+    def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
+        """Before samples ``first`` to ``first + count`` are put: each has ``shape``."""
+
+    @abstractmethod
+    def put(self, place: tuple[slice, ...], tile: Any) -> None:
+        """Write a box; the first slice is of samples."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """All is written: give the file its name."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what was written so far."""
+
+
+class ArrayFile(AnswerFile):
+    """All samples in one array: dataset ``p`` of an HDF5 file, or a Zarr array."""
+
+    def __init__(self, out: Path, samples: int) -> None:
+        self._out, self._samples = out, samples
+        self._part = out.with_name(f".{out.name}.part")
+        self._hdf5 = out.suffix != ".zarr"
+        self.side_by_side = not self._hdf5
+        self._begun = False
+
+    def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        _remove(self._part)
+        all_samples = (self._samples, *shape)
+        if self._hdf5:
+            import h5py
+
+            with h5py.File(self._part, "w") as file:
+                file.create_dataset(ANSWERS, all_samples, dtype, chunks=(1, *chunks), fletcher32=True)
+        else:
+            import zarr
+
+            zarr.create_array(str(self._part), shape=all_samples, dtype=dtype, chunks=(1, *chunks))
+
+    def put(self, place: tuple[slice, ...], tile: Any) -> None:
+        if self._hdf5:
+            import h5py
+
+            with h5py.File(self._part, "r+") as file:
+                file[ANSWERS][place] = tile
+        else:
+            import zarr
+
+            zarr.open_array(str(self._part), mode="r+")[place] = tile
+
+    def complete(self) -> None:
+        _remove(self._out)
+        self._part.rename(self._out)
+
+    def discard(self) -> None:
+        _remove(self._part)
+
+
+class NiftiFiles(AnswerFile):
+    """A NIfTI file a sample, with the affine of the volume that the answer is about.
+
+    Ranks write their boxes into an uncompressed file in a folder beside OUT; rank 0 compresses it when all are there.
+    """
+
+    def __init__(self, out: Path, store: Store, names: Sequence[str]) -> None:
+        self._out, self._store, self._names = out, store, names
+        self._folder = out.with_name(f".{out.name}.{names[0]}.part")
+        space = [letter for letter in store.dims if letter in "DHW"]
+        if len(space) not in (2, 3) or "T" in store.dims:
+            raise DataError(f"{out}: samples with dims {store.dims} are no volumes; write the answers to .h5 or .zarr")
+        self._space = "".join(space)
+        stored = store.stored if isinstance(store, Nifti) else store.dims
+        self._nifti = "".join(letter for letter in reversed(stored) if letter in "DHW")  # as nibabel shows them
+        self._sizes = tuple(store.size(letter) for letter in self._space)
+        self._raw: list[tuple[int, Path]] = []
+
+    def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
+        """Files full of zeros with the header that they will have."""
+        self._compress()
+        self._check(shape)
+        self._folder.mkdir(exist_ok=True)
+        for sample in range(first, first + count):
+            path = self._raw_path(sample)
+            _write_zeros(path, self._header(sample), self._file_shape(shape), dtype)
+            self._raw.append((sample, path))
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if len(shape) - len(self._sizes) not in (0, 1) or shape[len(shape) - len(self._sizes) :] != self._sizes:
+            raise DataError(
+                f"{self._out}: the answers have the shape {list(shape)} and the volumes {list(self._sizes)}, so that "
+                "the affine would not fit; write them to .h5 or .zarr"
+            )
+
+    def _letters(self, count: int) -> str:
+        """Of an answer with so many dims, as the network gives it."""
+        return self._space if count == len(self._space) else f"C{self._space}"
+
+    def _file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = dict(zip(self._letters(len(shape)), shape, strict=True))
+        found = tuple(sizes[letter] for letter in self._nifti)
+        return found if sizes.get("C", 1) == 1 else (*found, *((1,) * (3 - len(found))), sizes["C"])
+
+    def _header(self, sample: int) -> Any:
+        return self._store.header(sample) if isinstance(self._store, Nifti) else None
+
+    def _raw_path(self, sample: int) -> Path:
+        return self._folder / f"{sample}.nii"
+
+    def put(self, place: tuple[slice, ...], tile: Any) -> None:
+        import nibabel
+
+        letters = self._letters(len(place) - 1)
+        for number, sample in enumerate(range(place[0].start, place[0].stop)):
+            image: Any = nibabel.load(self._raw_path(sample))
+            view = np.memmap(
+                self._raw_path(sample), image.get_data_dtype(), "r+", image.dataobj.offset, image.shape, order="F"
+            )
+            order = [letters.index(letter) for letter in self._nifti]
+            box, part = place[1:], tile[number]
+            index: list[Any] = [box[dim] for dim in order]
+            if len(letters) > len(self._nifti):
+                order.append(0)  # channels are last in NIfTI
+                if len(image.shape) > len(self._nifti):
+                    index += [0] * (3 - len(self._nifti)) + [box[0]]
+                    view[tuple(index)] = part.transpose(order)
+                else:
+                    view[tuple(index)] = part.transpose(order)[..., 0]
+            else:
+                view[tuple(index)] = part.transpose(order)
+            view.flush()
+
+    def complete(self) -> None:
+        self._compress()
+        for name in self._names:
+            (self._folder / name).replace(self._out / name if self._is_folder() else self._out)
+        _remove(self._folder)
+
+    def _is_folder(self) -> bool:
+        if self._out.name.endswith(NIFTI):
+            return False
+        self._out.mkdir(exist_ok=True)
+        return True
+
+    def _compress(self) -> None:
+        """Those that are complete get their names."""
+        for sample, path in self._raw:
+            target = self._folder / self._names[sample]
+            if target.name.endswith(".gz"):
+                with path.open("rb") as source, gzip.open(target, "wb", compresslevel=1) as packed:
+                    shutil.copyfileobj(source, packed, 1 << 20)
+                path.unlink()
+            else:
+                path.replace(target)
+        self._raw.clear()
+
+    def discard(self) -> None:
+        _remove(self._folder)
+
+
+def _write_zeros(path: Path, header: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    import nibabel
+
+    affine = header.get_best_affine() if header is not None else np.eye(4)
+    kind: Any = nibabel.Nifti1Image if max(shape) < 1 << 15 else nibabel.Nifti2Image
+    image = kind(np.broadcast_to(np.zeros((), dtype), shape), affine, header, dtype=dtype)
+    image.header["cal_min"] = image.header["cal_max"] = 0  # the range for display was that of the volume
+    image.header.set_slope_inter(1, 0)
+    nibabel.save(image, path)
+
+
+class Writer:
+    """Every rank writes its own tile; a failure on one is raised on all, and removes what was written."""
+
+    def __init__(self, file: AnswerFile, mesh: Mesh) -> None:
+        self._file, self._mesh = file, mesh
+        self.shape: tuple[int, ...] = ()
+
+    def write(self, first: int, answer: Tensor) -> None:
+        """Answers of the samples from ``first`` on."""
+        sharding = answer.sharding if isinstance(answer, ShardedTensor) else None
+        tile = unwrap(answer).cpu().numpy()
+        tile = tile.astype(np.uint8) if tile.dtype == bool else tile
+        self.shape = tuple(answer.shape[1:])
+        chunks = chunks_for(self.shape, tile.dtype.itemsize, sharding)
+        self._on_first_rank(lambda: self._file.begin(first, len(answer), self.shape, tile.dtype, chunks))
+        box = sharding.box if sharding is not None else tuple(map(whole, tile.shape))
+        place = (box[0].shift(first), *box[1:])
+        writes = self._is_first(sharding) and tile.size > 0
+
+        def put() -> None:
+            if writes:
+                self._file.put(slices(place), tile)
+
+        if self._file.side_by_side and self._apart(sharding, chunks):
+            self._together(put)
+            return
+        for rank in range(self._mesh.size):
+            self._together(put if rank == self._mesh.rank else _nothing)
+
+    def _is_first(self, sharding: Sharding | None) -> bool:
+        """Of ranks that hold the same tile, one writes."""
+        axes = sharding.axes if sharding is not None else frozenset()
+        return all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in axes)
+
+    def _apart(self, sharding: Sharding | None, chunks: tuple[int, ...]) -> bool:
+        return sharding is None or all(
+            point % chunk == 0 or point == size
+            for cut, size, chunk in zip(sharding.cuts[1:], self.shape, chunks, strict=True)
+            if cut is not None
+            for point in cut.partition.points
+        )
+
+    def close(self) -> None:
+        self._on_first_rank(self._file.complete)
+
+    def discard(self) -> None:
+        if self._mesh.rank == 0:
+            self._file.discard()
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        self._together(action if self._mesh.rank == 0 else _nothing)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """All ranks wait for it; what one of them raises, all raise."""
+        errors: dict[int, BaseException] = {}
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  raised below, on every rank
+            errors[0] = error
+        for seen in agreed(self._mesh.world, errors, 1).values():
+            raise seen
+
+
+def _nothing() -> None:
+    """Wait for the others."""
+
+
+def chunks_for(shape: tuple[int, ...], itemsize: int, sharding: Sharding | None) -> tuple[int, ...]:
+    """Chunks that no two ranks share, of a few megabytes at most."""
+    cuts = sharding.cuts[1:] if sharding is not None else (None,) * len(shape)
+    found = [math.gcd(size, *cut.partition.points) if cut else size for size, cut in zip(shape, cuts, strict=True)]
+    found = [max(1, size) for size in found]
+    while math.prod(found) * itemsize > _CHUNK and max(found) > 1:
+        largest = found.index(max(found))
+        found[largest] = max(d for d in range(1, found[largest] // 2 + 1) if found[largest] % d == 0)
+    return tuple(found)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

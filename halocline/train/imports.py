@@ -1,0 +1,114 @@
+"""The user's own Python code: imported by name, called with arguments from the settings, kept beside the run."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+import site
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .settings import ConfigError
+
+CODE = "code"  # in the folder of a run: the user's modules, as they were when it was trained
+
+Made = TypeVar("Made")
+
+
+def named(key: str, target: str) -> Callable[..., Any]:
+    """The object that ``package.module:name`` names. Modules in the working directory are found too."""
+    module, colon, name = target.partition(":")
+    if not colon:
+        raise ConfigError(f"{key} = {target!r}: give package.module:name")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key} = {target!r} cannot be imported: {error}{_remedy(module, error)}") from error
+    if not callable(found):
+        raise ConfigError(f"{key} = {target!r} is {type(found).__name__}, and cannot be called")
+    return found
+
+
+def _remedy(module: str, error: Exception) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    first = module.partition(".")[0]
+    if error.name == first:
+        return f"; run from the folder that holds {first}.py, or install the package"
+    return f"; pip install {error.name}" if error.name else ""
+
+
+def called(key: str, maker: Callable[..., Made], *given: Any, **arguments: Any) -> Made:
+    """``maker(*given, **arguments)``; arguments that it does not take are an error that names ``key``."""
+    name = getattr(maker, "__name__", type(maker).__name__)
+    try:
+        expected = inspect.signature(maker)
+    except (TypeError, ValueError):  # written in C
+        return maker(*given, **arguments)
+    try:
+        expected.bind(*given, **arguments)
+    except TypeError as error:
+        allowed = ", ".join(list(expected.parameters)[len(given) :]) or "no arguments"
+        raise ConfigError(f"{key} = {arguments}: {error}; {name} takes {allowed}") from error
+    return maker(*given, **arguments)
+
+
+def is_installed(path: Path) -> bool:
+    """Does the file belong to Python or to an installed package?"""
+    return any(path.is_relative_to(folder) for folder in _installed())
+
+
+def _installed() -> list[Path]:
+    folders = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
+    return [Path(folder).resolve() for folder in folders if folder not in ("", sys.prefix, sys.base_prefix)]
+
+
+def keep_code(folder: Path, target: str) -> None:
+    """Copy the user's modules into the run's folder, so that `predict` can make the network anywhere.
+
+    These are all that were imported from the folder that holds the module of ``target`` (``package.module:name``).
+    Installed packages are not copied. Called on one rank, once the network has been made.
+    """
+    root, kept = _root_of(target.partition(":")[0]), folder / CODE
+    shutil.rmtree(kept, ignore_errors=True)
+    if root is None:
+        return
+    for name, module in list(sys.modules.items()):
+        path = _source(module)
+        if path is None or _root(path, name) != root or is_installed(path):
+            continue
+        copy = kept / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def _source(module: Any) -> Path | None:
+    """The module's file, if it is the user's own."""
+    name, source = getattr(module, "__name__", ""), getattr(module, "__file__", None) or ""
+    if not source.endswith(".py") or name.partition(".")[0] in ("__main__", __name__.partition(".")[0]):
+        return None
+    path = Path(source).resolve()
+    return None if is_installed(path) else path
+
+
+def _root_of(module: str) -> Path | None:
+    path = _source(sys.modules.get(module))
+    return None if path is None else _root(path, module)
+
+
+def _root(path: Path, name: str) -> Path:
+    """The folder from which a module of that name was imported."""
+    levels = name.count(".") + (path.name == "__init__.py")
+    return path.parents[min(levels, len(path.parents) - 1)]
+
+
+def use_code(folder: Path) -> None:
+    """Import the modules that :func:`keep_code` kept in preference to others of that name."""
+    if (folder / CODE).is_dir():
+        sys.path.insert(0, str((folder / CODE).resolve()))

@@ -1,0 +1,103 @@
+"""What goes into the network of a run, kept beside its weights: `predict` needs neither the data nor their folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data import Field, Normalize, Store
+from ..data.stores.contents import contents
+from ..data.stores.derived import OneChannel
+from ..data.stores.open import files_of, open_store
+from ..errors import DataError
+from .settings import ConfigError
+
+INPUT = "input.json"
+
+
+@dataclass(frozen=True)
+class Input:
+    """The field x of the training."""
+
+    dims: str  # of a sample as the network has it, such as "CDHW"
+    channels: int | None  # how many, if there is a C
+    channel_added: bool  # the files have no C
+    stored: str | None  # dims as the files store them, if the settings or a convention said so
+    dataset: str | None
+    dtype: str  # torch's name
+    mean: tuple[float, ...]  # of the normalisation; empty: none
+    std: tuple[float, ...]
+    letters: str  # dims that are cut first where the mesh does not say
+
+    @classmethod
+    def of(
+        cls, field: Field, letters: str, added: bool = False, stored: str | None = None, dataset: str | None = None
+    ) -> Input:
+        store, normal = field.store, next((each for each in field.values if isinstance(each, Normalize)), None)
+        return cls(
+            dims=store.dims,
+            channels=store.size("C") if "C" in store.dims else None,
+            channel_added=added,
+            stored=stored,
+            dataset=dataset,
+            dtype=str(field.tensor_dtype).removeprefix("torch."),
+            mean=normal.mean if normal is not None else (),
+            std=normal.std if normal is not None else (),
+            letters=letters,
+        )
+
+    def write(self, folder: Path) -> None:
+        part = folder / f".{INPUT}.part"
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        part.replace(folder / INPUT)
+
+    @classmethod
+    def read(cls, folder: Path) -> Input:
+        try:
+            told: dict[str, Any] = json.loads((folder / INPUT).read_text())
+            return cls(**{**told, "mean": tuple(told["mean"]), "std": tuple(told["std"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{folder / INPUT} cannot be read ({error}); `halocline train {folder}` writes it again"
+            ) from error
+
+    # -- samples for it
+
+    def open(self, path: str, dims: str | None = None, dataset: str | None = None) -> Store:
+        """The samples at ``path``: dataset and dims are those of the training, unless given."""
+        paths, _ = files_of(path)
+        there = {each.name: each for each in contents(paths[0])}
+        if dataset is None and len(there) > 1 and self.dataset in there:
+            dataset = self.dataset
+        found = there.get(dataset.strip("/") if dataset is not None else next(iter(there), ""))
+        if dims is None and found is not None and found.dims is None:
+            dims = self._dims_for(len(found.shape))
+        return open_store(path, dims, dataset)
+
+    def _dims_for(self, count: int) -> str | None:
+        """Of so many dims: as the training's files had them, or as the network has them, with N or without."""
+        usual = self.dims.removeprefix("C") if self.channel_added else self.dims
+        for dims in (self.stored, (self.stored or "").replace("N", ""), f"N{usual}", usual, f"N{self.dims}", self.dims):
+            if dims and len(dims) == count:
+                return dims
+        return None
+
+    def field(self, store: Store) -> Field:
+        """Samples of any size as the network was trained on them; refused if they have other dims or channels."""
+        if "C" in self.dims and "C" not in store.dims and self.channels == 1:
+            store = OneChannel(store)
+        if store.dims != self.dims:
+            raise DataError(
+                f"{store.name} has dims {store.dims}, and the network was trained on {self.dims}; name the dims in "
+                "the order in which the file stores them with --dims, or convert the file (halocline data convert)"
+            )
+        if self.channels is not None and store.size("C") != self.channels:
+            raise DataError(
+                f"{store.name} has {store.size('C')} channels, and the network was trained on {self.channels}"
+            )
+        values = [Normalize(self.mean, self.std)] if self.std else []
+        return Field(store, dtype=getattr(torch, self.dtype), values=values)

@@ -1,0 +1,53 @@
+"""The loss of a run: a function of the output and y, or a class or factory that makes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .imports import called, named
+
+Criterion = Callable[[Any, Tensor], Tensor]
+
+
+def make_loss(target: str, options: Mapping[str, Any]) -> Criterion:
+    """``loss(output, y)`` from ``package.module:name``.
+
+    A class, or a function whose parameters all have defaults, is called with ``options`` and gives the loss. Any other
+    function is the loss itself, called with the output, y and ``options``.
+    """
+    found, arguments = named("loss", target), _as_tensors(options)
+    if isinstance(found, type) or _is_factory(found):
+        made: Any = called("loss_options", found, **arguments)
+        return made.requires_grad_(False) if isinstance(made, nn.Module) else made
+    if arguments:
+        return lambda output, y: called("loss_options", found, output, y, **arguments)
+    return found
+
+
+def _is_factory(function: Any) -> bool:
+    """A function of no required arguments cannot be a loss."""
+    if isinstance(function, nn.Module):
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return False
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return False
+    required = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    return not required
+
+
+def _as_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of class weights (``weight``, ``pos_weight``, ...) as tensors, which a settings file cannot hold."""
+    return {
+        name: torch.tensor(value, dtype=torch.get_default_dtype())
+        if name.endswith(("weight", "weights")) and isinstance(value, (list, tuple))
+        else value
+        for name, value in options.items()
+    }

@@ -1,0 +1,174 @@
+"""What validation measures of a network of the user's own: metrics by name, over all classes and by class.
+
+Everything is computed from cut tensors by torch functions, and so is the same for every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rules import gather
+from ..workloads.metrics import Confusion, Regression
+from ..workloads.workload import Batch, Meter
+from .imports import called, named
+from .settings import ConfigError, Settings
+
+AUTO = "auto"
+_CLASSES = ("dice", "iou", "accuracy")
+_NUMBERS = ("mse", "mae")
+_MOST = 64  # classes that are told one by one
+
+
+def meter_maker(settings: Settings) -> Callable[[], Meter] | None:
+    """A function that gives a new meter for each validation; its settings are checked now."""
+    if not settings.metrics:
+        return None
+    own: dict[str, Any] = {}
+    for name in settings.metrics:
+        if ":" in name:
+            own[name] = named("metrics", name)
+        elif name not in (AUTO, *_CLASSES, *_NUMBERS):
+            known = ", ".join((AUTO, *_CLASSES, *_NUMBERS))
+            raise ConfigError(f"metrics = {name!r}: give {known}, or a function of your own as 'package.module:name'")
+    return partial(Metrics, tuple(settings.metrics), own, tuple(settings.class_names))
+
+
+class Metrics:
+    """Metrics of one validation. What is measured by name follows from the first batch."""
+
+    def __init__(self, names: Sequence[str], own: dict[str, Any], class_names: Sequence[str]) -> None:
+        self._names, self._class_names = names, class_names
+        self._own = [_own_meter(name, each) for name, each in own.items()]
+        self._confusion: Confusion | None = None
+        self._regression: Regression | None = None
+        self._shown: list[str] = []
+        self._begun = False
+
+    def update(self, output: Any, batch: Batch) -> None:
+        if not self._begun:
+            self._begin(output, batch["y"])
+        if self._confusion is not None:
+            self._confusion.update(output, {"y": _classes(output, batch["y"])})
+        if self._regression is not None:
+            self._regression.update(output, batch)
+        for each in self._own:
+            each.update(output, batch)
+
+    def _begin(self, output: Any, y: Tensor) -> None:
+        self._begun = True
+        of_classes, of_numbers = _no_classes(output, y), _no_numbers(output, y)
+        for name in (each for each in self._names if ":" not in each):
+            if name == AUTO:
+                few = _CLASSES if isinstance(output, Tensor) and output.ndim > 2 else ("accuracy",)
+                self._shown += few if not of_classes else _NUMBERS if not of_numbers else ()
+                continue
+            why = of_classes if name in _CLASSES else of_numbers
+            if why:
+                raise ConfigError(f"metrics = {name!r}: {why}; give a function of your own as 'package.module:name'")
+            self._shown.append(name)
+        if set(self._shown) & set(_CLASSES):
+            self._confusion = Confusion(output.shape[1])
+            self._check_names(output.shape[1])
+        if set(self._shown) & set(_NUMBERS):
+            self._regression = Regression()
+
+    def _check_names(self, classes: int) -> None:
+        if self._class_names and len(self._class_names) != classes:
+            raise ConfigError(
+                f"class_names = {list(self._class_names)}: there are {len(self._class_names)}, and the network tells "
+                f"{classes} classes apart; name them all, the background too"
+            )
+
+    def result(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if self._regression is not None:
+            found |= {name: value for name, value in self._regression.result().items() if name in self._shown}
+        if self._confusion is not None:
+            by_class = self._confusion.by_class()
+            for name in (each for each in self._shown if each in _CLASSES):
+                mean = self._confusion.accuracy if name == "accuracy" else float(by_class[name].nanmean())
+                found |= {name: mean, **self._each(name, by_class[name])}
+        for own in self._own:
+            found |= {key: value for name, each in own.result().items() for key, value in self._told(name, each)}
+        return found
+
+    def _told(self, name: str, value: Any) -> list[tuple[str, float]]:
+        """A number, or the mean and the numbers of all classes."""
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return [(name, float(value))]
+        return [(name, float(value.nanmean())), *self._each(name, value).items()]
+
+    def _each(self, name: str, values: Tensor) -> dict[str, float]:
+        """By class; a class that occurs neither in the truth nor in the answers is left out."""
+        if len(values) > _MOST:
+            return {}
+        words = self._class_names or [str(number) for number in range(len(values))]
+        return {
+            f"{name}/{word}": value
+            for word, value in zip(words, values.tolist(), strict=False)
+            if value == value  # no NaN
+        }
+
+
+def _own_meter(name: str, target: Any) -> Any:
+    if isinstance(target, type):
+        made = called("metrics", target)
+        if not all(hasattr(made, method) for method in ("update", "result")):
+            raise ConfigError(f"metrics = {name!r}: a class has the methods update(output, batch) and result()")
+        return made
+    return _Mean(name.partition(":")[2], target)
+
+
+class _Mean:
+    """A function ``metric(output, y)``, averaged over batches by their samples."""
+
+    def __init__(self, name: str, function: Callable[[Any, Tensor], Any]) -> None:
+        self._name, self._function = name, function
+        self._total, self._samples = torch.zeros((), dtype=torch.float64), 0
+
+    @torch.no_grad()
+    def update(self, output: Any, batch: Batch) -> None:
+        count = len(batch["y"])
+        value = torch.as_tensor(self._function(output, batch["y"]))
+        value = gather(value).detach().double().cpu()
+        if value.ndim == 2:  # a row for each sample
+            value = value.nanmean(0)
+        if value.ndim > 1:
+            raise ConfigError(
+                f"metrics: {self._name} gives a tensor of {list(value.shape)}; a number, or one for each class"
+            )
+        self._total, self._samples = self._total + value * count, self._samples + count
+
+    def result(self) -> dict[str, Tensor]:
+        return {self._name: self._total / max(1, self._samples)}
+
+
+def _classes(output: Tensor, y: Tensor) -> Tensor:
+    """Class numbers without a channel dim of size 1, which some losses want."""
+    return y.squeeze(1) if y.ndim == output.ndim and y.shape[1] == 1 else y
+
+
+def _no_classes(output: Any, y: Tensor) -> str:
+    """Why classes cannot be counted; empty if they can."""
+    if not isinstance(output, Tensor):
+        return f"the network gives a {type(output).__name__}, not a tensor"
+    if y.is_floating_point() or y.is_complex():
+        return "y holds no whole numbers (for class numbers stored as floats set data.y.classes = true)"
+    if output.ndim < 2 or output.shape[1] < 2:
+        return f"the output {list(output.shape)} has no scores of classes along dim 1"
+    wanted = [output.shape[0], *output.shape[2:]]
+    truth = _classes(output, y)
+    return "" if list(truth.shape) == wanted else f"y of {list(y.shape)} does not fit an output of {list(output.shape)}"
+
+
+def _no_numbers(output: Any, y: Tensor) -> str:
+    if not isinstance(output, Tensor):
+        return f"the network gives a {type(output).__name__}, not a tensor"
+    if output.shape != y.shape or output.is_complex() or y.is_complex():
+        return f"y of {list(y.shape)} does not fit an output of {list(output.shape)}"
+    return ""

@@ -1,0 +1,212 @@
+"""Data of the user's own: files opened, dims found or told, images paired with labels, samples held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data import Field, Normalize, Statistics, Store, open_store
+from ..data.stores.contents import contents
+from ..data.stores.derived import Labels, OneChannel
+from ..data.stores.files import FileStore
+from ..data.stores.open import files_of
+from ..data.stores.part import Part
+from ..errors import DataError, HaloclineError
+from ..geometry import Interval
+from .inputs import Input
+from .settings import ConfigError, DataSettings, FieldSettings
+
+#: What the dims of x are where nobody names them, by how many there are.
+_INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+
+
+@dataclass(frozen=True)
+class OwnData:
+    training: dict[str, Field]
+    validation: dict[str, Field] | None
+    input: Input
+    words: str  # which samples are for what
+
+
+@dataclass(frozen=True)
+class _Opened:
+    field: Field
+    store: FileStore  # the files, before a channel was added
+    stored: str | None  # dims as given
+    dataset: str
+
+
+def own_data(data: DataSettings, dtype: torch.dtype) -> OwnData:
+    """The fields x and y of all samples, the last of them held out for validation."""
+    x, y = _opened(data, "x", dtype), _opened(data, "y", dtype)
+    _check_pairs(x.store, y.store)
+    _check_shapes(x.field.store, y.field.store)
+    samples = len(x.store)
+    kept = data.held_out(samples)
+    if kept >= samples:
+        raise ConfigError(
+            f"data.validation = {data.validation:g}: the data have {samples} samples, and some must be left to train on"
+        )
+    both = {"x": x.field, "y": y.field}
+    letters = "".join(letter for letter in x.field.dims if letter in "DHW")
+    return OwnData(
+        _some(both, Interval(0, samples - kept)),
+        _some(both, Interval(samples - kept, samples)) if kept else None,
+        Input.of(x.field, letters, x.field.store is not x.store, x.stored, x.dataset or None),
+        _words(x, y, samples, kept, data.validation),
+    )
+
+
+def _words(x: _Opened, y: _Opened, samples: int, kept: int, told: float) -> str:
+    fields = "; ".join(f"{name}: {_described(each.field)}" for name, each in (("x", x), ("y", y)))
+    if not kept:
+        return f"{fields}; all {samples} samples for training, none for validation (data.validation = 0)"
+    last = f"the last {kept if kept > 1 else 'one'} ({_names(x.store, samples - kept, samples)})"
+    return (
+        f"{fields}; {samples} samples: the first {samples - kept} for training, {last} for validation "
+        f"(data.validation = {told:g})"
+    )
+
+
+def _described(field: Field) -> str:
+    sizes = " x ".join(str(size) for size in field.store.shape) or "one number"
+    return f"{sizes} ({field.dims or 'a number'}) as {str(field.tensor_dtype).removeprefix('torch.')}"
+
+
+def _names(store: FileStore, first: int, end: int) -> str:
+    if len(store.paths) == len(store):
+        names = [path.name for path in store.paths[first:end]]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"index {first}" if end - first == 1 else f"index {first} to {end - 1}"
+
+
+# -- one field
+
+
+def _opened(data: DataSettings, which: str, dtype: torch.dtype) -> _Opened:
+    told: FieldSettings = getattr(data, which)
+    path = told.path or data.path
+    if path is None:
+        raise ConfigError(f"data.{which}.path is not given, and there is no data.path for all fields")
+    try:
+        store, stored, dataset = _store(path, told, which)
+        field = _as_field(store, told, which, dtype)
+    except HaloclineError as error:
+        raise ConfigError(f"data.{which}: {error}") from error
+    return _Opened(field, store, stored, dataset)
+
+
+def _store(path: str, told: FieldSettings, which: str) -> tuple[FileStore, str | None, str]:
+    """The store, the dims that were given or guessed (None: the file names them), and the dataset's name."""
+    paths, _ = files_of(path)
+    there = {each.name: each for each in contents(paths[0])}
+    dataset = _dataset(paths[0], there, told, which)
+    if told.dims is not None:
+        return open_store(path, told.dims, dataset or None), told.dims, dataset
+    found = there[dataset]
+    if found.dims is not None:
+        return open_store(path, found.dims, dataset or None), None, dataset
+    guessed = _INPUTS.get(len(found.shape)) if which == "x" else _target_dims(there, found.shape)
+    if guessed is None:
+        raise DataError(
+            f"{paths[0]} does not name the dims of {dataset or 'its array'!r} {list(found.shape)}; give them, such as "
+            f"data.{which}.dims = 'NCDHW'"
+        )
+    return open_store(path, guessed, dataset or None), guessed, dataset
+
+
+def _dataset(path: Path, there: Mapping[str, Any], told: FieldSettings, which: str) -> str:
+    """Its name in the file: as told, the field's own name, or the only one there is; empty where arrays have none."""
+    if told.dataset is not None:
+        wanted = told.dataset.strip("/")
+    elif set(there) == {""} or (len(there) == 1 and told.path is not None):
+        wanted = next(iter(there))
+    else:
+        wanted = which
+    if wanted not in there:
+        raise DataError(
+            f"{path} has no dataset {wanted!r}; there: {', '.join(filter(None, there)) or 'one array without a name'}; "
+            f"name it with data.{which}.dataset"
+        )
+    return wanted
+
+
+def _target_dims(there: Mapping[str, Any], shape: tuple[int, ...]) -> str | None:
+    """Of labels beside an input: a number, a vector, a volume of classes, or channels of the input's size."""
+    inputs = _INPUTS.get(len(there["x"].shape), "") if "x" in there else ""
+    choices = {1: "N", 2: "NC", len(inputs) - 1: inputs.replace("C", ""), len(inputs): inputs}
+    return choices.get(len(shape)) or None
+
+
+def _as_field(store: Store, told: FieldSettings, which: str, dtype: torch.dtype) -> Field:
+    values = [_normalizing(store, told.normalize)] if told.normalize != "none" else []
+    integers = store.dtype.kind in "biu" and "C" not in store.dims
+    classes = told.classes if told.classes is not None else which == "y" and integers and not values
+    if classes and values:
+        raise DataError(f"normalize = {told.normalize!r} and classes = true: class numbers are not normalised")
+    if classes:
+        store = Labels(store)
+    space = {"C", "T"}.isdisjoint(store.dims) and bool(store.dims)
+    if told.channel if told.channel is not None else which == "x" and space:
+        store = OneChannel(store)
+    return Field(store, dtype=torch.int64 if classes else dtype, values=values, fill=told.fill)
+
+
+def _normalizing(store: Store, how: str) -> Normalize:
+    statistics = Statistics.load(store)
+    return Normalize.standard(statistics) if how == "standard" else Normalize.minmax(statistics)
+
+
+def _some(fields: Mapping[str, Field], samples: Interval) -> dict[str, Field]:
+    return {name: replace(each, store=Part(each.store, samples)) for name, each in fields.items()}
+
+
+# -- do x and y belong together?
+
+
+def _check_pairs(x: FileStore, y: FileStore) -> None:
+    if len(x) != len(y):
+        raise ConfigError(
+            f"data: x has {len(x)} samples ({x.name}) and y has {len(y)} ({y.name}); each x needs its y, in the same "
+            "order of names"
+        )
+    if x.paths == y.paths or not len(x.paths) == len(y.paths) == len(x):
+        return
+    of_x, of_y = _keys(x.paths), _keys(y.paths)
+    if of_x == of_y or not set(of_x) & set(of_y):  # names without anything in common say nothing
+        return
+    odd = next(place for place, (a, b) in enumerate(zip(of_x, of_y, strict=True)) if a != b)
+    raise ConfigError(
+        f"data: sample {odd} has x {x.paths[odd].name} and y {y.paths[odd].name}, which do not belong together by "
+        "their names; give files whose sorted names pair up"
+    )
+
+
+def _keys(paths: Sequence[Path]) -> list[str]:
+    """Names without what they all begin and end with."""
+    names = [path.name for path in paths]
+    start = _alike(names)
+    end = _alike([name[start:][::-1] for name in names])
+    return [name[start : len(name) - end] for name in names]
+
+
+def _alike(words: Sequence[str]) -> int:
+    """How many first letters all have in common."""
+    return next(
+        (place for place, letters in enumerate(zip(*words, strict=False)) if len(set(letters)) > 1),
+        min(map(len, words)),
+    )
+
+
+def _check_shapes(x: Store, y: Store) -> None:
+    for letter in "DHW":
+        if letter in x.dims and letter in y.dims and x.size(letter) != y.size(letter):
+            sizes = ", ".join(f"{name} {list(each.shape)} ({each.dims})" for name, each in (("x", x), ("y", y)))
+            raise ConfigError(
+                f"data: {letter} has {x.size(letter)} in x and {y.size(letter)} in y: {sizes}; are the dims in the "
+                "order in which the files store them (data.x.dims, data.y.dims)?"
+            )
