@@ -22,6 +22,11 @@ no_torch_functions = torch._C.DisableTorchFunction
 unseen = torch.utils._python_dispatch._disable_current_modes
 
 
+#: The ``__module__`` of the library's tensor classes. opt_einsum and its like take the first part of this name for the
+#: library whose functions they are to call, and know nothing of subclasses.
+TENSOR_MODULE = "torch"
+
+
 def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
     """A tensor's own grad_fn and requires_grad, past any subclass."""
     with no_torch_function():

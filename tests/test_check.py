@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import halocline as hc
 from halocline.testing.check import BadUsage, Report, _error, _verdict, check_network
 from halocline.testing.pool import Outcome, RankError, RankPool, shared_pool
-from halocline.testing.task import make_task
+from halocline.testing.task import make_model, make_task
 
 KEYS = {
     *("target", "verdict", "output_error", "gradient_error", "worst_parameter", "refusals", "activation_ratio"),
@@ -76,6 +76,42 @@ def untrue() -> nn.Module:
     return Calls(torch.special.i1)
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: complex weights, and a buffer that takes the lowest modes."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(2, 2, 4, 4, 3, dtype=torch.cfloat))
+
+    def forward(self, volume: Tensor) -> Tensor:
+        modes = torch.fft.rfftn(volume, dim=(2, 3, 4))
+        kept = torch.zeros(modes.shape, dtype=self.kind)
+        backend = sys.modules[type(modes).__module__.split(".")[0]]  # as opt_einsum finds the library to call
+        kept[:, :, :4, :4, :3] = backend.einsum("bixyz,ioxyz->boxyz", modes[:, :, :4, :4, :3], self.weight).to(
+            self.kind
+        )
+        return torch.fft.irfftn(kept, s=volume.shape[2:], dim=(2, 3, 4)).to(volume.dtype)
+
+
+def spectral() -> nn.Module:
+    return Spectral(torch.cdouble)
+
+
+def single_inside() -> nn.Module:
+    return nn.Sequential(Spectral(torch.cfloat), Spectral(torch.cfloat))
+
+
+class Off(nn.Module):
+    """Computes in float32, and on the ranks alone is a little off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(2, 2, 3, padding=1)
+
+    def forward(self, volume: Tensor) -> Tensor:
+        return self.first(volume).float() * (1 + 3e-5 * dist.is_initialized())
+
+
 def gathers() -> nn.Module:
     return nn.Sequential(Picks(), nn.Conv3d(2, 2, 3, padding=1))
 
@@ -133,6 +169,26 @@ def test_a_wrong_rule_is_found() -> None:
     assert report.verdict == "wrong"
     assert report.output_error > 1e-3
     assert report.gradient_error > 1e-3
+
+
+def test_complex_weights_stay_complex() -> None:
+    task = make_task("test_check:spectral", shapes=VOLUME)
+    assert next(make_model(task).parameters()).dtype == torch.complex128
+    found = check("test_check:spectral", shapes=VOLUME)
+    assert found.verdict != "wrong" and found.gradient_error < 1e-12 and found.noise is None
+
+
+def test_a_network_that_computes_in_float32_is_held_to_its_own_noise() -> None:
+    found = check("test_check:single_inside", shapes=VOLUME)
+    assert found.verdict != "wrong"
+    assert 1e-8 < found.noise < 1e-6
+    assert found.gradient_error <= found.tolerance <= 1e-5
+
+
+def test_noise_excuses_no_more_than_a_hundred_thousandth() -> None:
+    found = check("test_check:Off", shapes=VOLUME)
+    assert found.verdict == "wrong"
+    assert found.noise is not None and found.output_error > 1e-5
 
 
 def test_a_refusal_has_four_parts_and_names_every_function_without_rule() -> None:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import halocline as hc
+from halocline.reduction.late import DueParameter, LateGradient
+from halocline.tensor.copy import WholeCopy
 from halocline.world import run_local
 
 DIMS = {2: "height"}
@@ -229,3 +231,11 @@ def test_from_tile_finds_the_global_shape() -> None:
     for shape, whole in run_local(4, body):
         assert shape == (4, 7)
         assert whole[:2, :3].eq(0).all() and whole[:2, 3:].eq(1).all() and whole[2:, 3:].eq(3).all()
+
+
+def test_libraries_that_dispatch_by_the_name_of_a_module_find_torch() -> None:
+    """opt_einsum, autoray and others take ``type(x).__module__.split(".")[0]`` for the library to call."""
+    kinds = (hc.ShardedTensor, WholeCopy, DueParameter, LateGradient)
+    assert {kind.__module__.split(".")[0] for kind in kinds} == {"torch"}
+    assert pickle.loads(pickle.dumps(hc.ShardedTensor)) is hc.ShardedTensor
+    assert "ShardedTensor(tile [1, 2, 4, 4]" in on_ranks(lambda mesh, x: repr(x), 2)[0]

@@ -143,6 +143,7 @@ def test_zoos_are_listed_without_their_packages() -> None:
     counts = {name: len(set(find_zoo(name).names)) for name in ZOOS}
     assert counts["monai"] == len(find_zoo("monai").entries) == 49
     assert counts["transformers"] == len(find_zoo("transformers").entries) >= 14
+    assert counts["neuralop"] == len(find_zoo("neuralop").entries) == 13
     assert {len(entry.shapes[0]) for entry in find_zoo("monai").entries} == {5}
     assert {len(entry.shapes[0]) for entry in find_zoo("transformers").entries} == {4}
 
@@ -166,7 +167,12 @@ def test_every_rank_makes_the_same_from_the_name_alone() -> None:
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("monai/Unet", {}, NoSuchNetwork, "no network 'Unet' in the zoo monai; it has UNet, BasicUNet"),
-    ("mona/UNet", {}, NoSuchNetwork, "no zoo 'mona'; it is monai, transformers, or package.module:zoo"),
+    (
+        "mona/UNet",
+        {},
+        NoSuchNetwork,
+        "no zoo 'mona'; it is monai, transformers, neuralop, or package.module:zoo",
+    ),
     ("test_zoo:NO_ZOO/x", {}, NoSuchNetwork, "must be a halocline.zoo.Zoo"),
     ("test_zoo:ZOO/exact", {"shapes": [[1, 1, 8, 8, 8]]}, BadUsage, "inputs of its own"),
 ]
@@ -190,7 +196,7 @@ def test_a_missing_package_says_how_to_install_it() -> None:
 
 def canned(**verdicts: str) -> ZooReport:
     found = {
-        name: Report(f"mine/{name}", verdict, 0.0, 0.0, "weight", activation_ratio=0.5, moved_bytes=1, gathered_bytes=0)
+        name: Report(f"mine/{name}", verdict, 0.0, 0.0, "weight", [], 0.5, 1, 0, 2, {"depth": 2})
         for name, verdict in verdicts.items()
     }
     return ZooReport("mine", 2, {"depth": 2}, found)

@@ -26,7 +26,9 @@ Target = Annotated[
 ]
 Zoo = Annotated[
     str | None,
-    typer.Option("--zoo", metavar="ZOO", help="All networks of a zoo: monai, transformers, or package.module:zoo."),
+    typer.Option(
+        "--zoo", metavar="ZOO", help="All networks of a zoo: monai, transformers, neuralop, or package.module:zoo."
+    ),
 ]
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="NAME", help="Of the zoo, this network; repeat for more.")
@@ -169,6 +171,8 @@ def measured_facts(report: Report) -> dict[str, str]:
         "worst gradient error": escape(f"{report.gradient_error:.1e} ({worst})"),
         "buffer error": f"{report.buffer_error:.1e}",
     }
+    if report.noise is not None:
+        facts["noise of the network itself"] = f"{report.noise:.1e} on one rank, by one unit in the last place"
     if report.loss_error is not None:
         facts[f"loss curve, {report.steps} steps"] = f"{report.loss_error:.1e} apart"
     peaks = f"{size_text(report.peak_bytes or 0)} a rank, {size_text(report.one_rank_peak_bytes or 0)} on one"

@@ -42,8 +42,8 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
 
 
 def show(report: ZooReport) -> None:
-    console, cut = stdout(), ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
-    title = f"{report.zoo}: {len(report.networks)} networks on {report.ranks} ranks ({cut})"
+    console = stdout()
+    title = f"{report.zoo}: {len(report.networks)} networks on {report.ranks} ranks ({cuts(report)})"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("network", "verdict"):
         table.add_column(column, no_wrap=True)
@@ -56,6 +56,12 @@ def show(report: ZooReport) -> None:
         for text in reasons(one):
             say(console, f"{escape(name)}: {coloured(one.verdict)}: {escape(text)}")
     say(console, ", ".join(f"{count} {coloured(verdict)}" for verdict, count in report.counts.items()))
+
+
+def cuts(report: ZooReport) -> str:
+    """As each network says, where none was asked for: along its first spatial dim."""
+    found = {", ".join(f"{axis}={size}" for axis, size in one.cut.items()): None for one in report.networks.values()}
+    return " or ".join(found)
 
 
 def coloured(verdict: str) -> str:

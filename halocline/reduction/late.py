@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch_private import no_torch_function, run_eagerly
+from .._torch_private import TENSOR_MODULE, no_torch_function, run_eagerly
 
 _DUE = "_halocline_due"
 _PROPERTIES = """
@@ -46,6 +46,8 @@ _MAKING = nn.Parameter.__new__.__code__
 
 class DueParameter(nn.Parameter):
     """What a parameter is while its step is still to be made. It is the same object before, meanwhile and after."""
+
+    __module__ = TENSOR_MODULE
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +126,8 @@ for _function in (settle, settle_own, DueParameter.__torch_function__.__func__):
 
 class LateGradient(Tensor):
     """A gradient that is still being summed, in the memory where its mean will stand."""
+
+    __module__ = TENSOR_MODULE
 
     _arrive: Callable[[], None]
 

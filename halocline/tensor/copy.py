@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch_private import TENSOR_MODULE
 from ..errors import Refused
 from .place import here
 
@@ -65,6 +66,7 @@ class WholeCopy(Tensor):
     What is computed from it is plain; what shares its memory is marked alike.
     """
 
+    __module__ = TENSOR_MODULE
     _plain: Tensor
     _copy_of: CopyOf
 

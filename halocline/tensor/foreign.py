@@ -21,12 +21,13 @@ from .place import here
 from .sharded import ShardedTensor, unwrap, wrap
 from .sharding import Sharding
 
-#: Functions of torch that hand on what they get, so that each gradient lies as the output of its place does.
+#: Functions that hand on what they get, so that each gradient lies as the output of its place does.
 _IDENTITIES = frozenset(
     {
         "torch.nn.modules._functions.BackwardHookFunction",
         "torch.nn.parallel.distributed._DDPSink",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
+        "torch_harmonics.utils._EnsureContiguous",
     }
 )
 _REENTRANT = "torch.utils.checkpoint.CheckpointFunction"  # gives what autograd gave its inputs

@@ -7,13 +7,14 @@ function): on the bare tile it would give a wrong number.
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch_private import autograd_state, no_torch_function
+from .._torch_private import TENSOR_MODULE, autograd_state, no_torch_function
 from ..errors import Refused
 from .copy import CopyOf, Loose
 from .leaf import watch_leaf
@@ -23,9 +24,14 @@ from .sharding import Sharding
 _OURS = ("AliasBackward0", "AsStridedBackward0")
 
 
-class ShardedTensor(Tensor):
+class _TensorKind(type(Tensor)):  # type: ignore[misc]
+    """The class of the class below, whose ``__module__`` does not say where to find it: pickle asks here."""
+
+
+class ShardedTensor(Tensor, metaclass=_TensorKind):
     """Made by :func:`wrap`. ``sharding`` says how it lies on the mesh; :func:`unwrap` gives this rank's tile."""
 
+    __module__ = TENSOR_MODULE
     sharding: Sharding
     _tile: Tensor
     _copy_of: CopyOf | None = None
@@ -57,6 +63,13 @@ class ShardedTensor(Tensor):
         twin = tile.detach().clone().requires_grad_(tile.requires_grad)
         twin.grad = None if tile.grad is None else tile.grad.clone()
         return wrap(twin, self.sharding)
+
+
+def _find_class(name: str) -> Any:
+    return globals()[name]
+
+
+copyreg.pickle(_TensorKind, lambda kind: (_find_class, (kind.__qualname__,)))
 
 
 def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:

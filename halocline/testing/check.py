@@ -33,7 +33,10 @@ from .task import BadUsage, Task, make_inputs, make_keywords, make_model, make_t
 
 #: In float32 rounding sets one rank itself apart from the true answer, some tensors far. The cut run may be so many
 #: times as far from one rank as that is from its own float64 answer, and need never be nearer than the second number.
-SLACK_32, FLOOR_32 = 10.0, 1e-5
+SLACK, FLOOR_32 = 10.0, 1e-5
+#: In float64, where the network itself computes in less, it may be as many times as far as one rank is from itself with
+#: everything one unit in the last place off, and never further than this.
+LOOSEST = 1e-5
 
 PARTS = ("operation", "place", "why", "remedy")  # of a refusal
 MARK = "_halocline_of_the_inputs"
@@ -63,6 +66,7 @@ class Report:
     buffer_error: float | None = None
     loss_error: float | None = None
     tolerance: float | None = None  # for the gradient of the worst parameter
+    noise: float | None = None  # of the network itself on one rank, where it was asked for
     gradient_zero: bool = False
     peak_bytes: int | None = None
     one_rank_peak_bytes: int | None = None
@@ -201,7 +205,7 @@ def _report(task: Task, verdict: str, **found: Any) -> Report:
 
 def _judged(task: Task, true: Answer, found: list[Found]) -> Report:
     errors = {kind: _maximum([one.errors[kind] for one in found]) for kind in found[0].errors}
-    allowed = _allowed(task, true.tensors)
+    allowed, noise = _allowed(task, true.tensors, errors)
     worst = {kind: _worst(errors[kind], allowed[kind]) for kind in errors}
     right = all(one.error <= one.allowed for one in worst.values())
     peak, gathered = max(one.peak for one in found), max(one.traffic.gathered_bytes for one in found)
@@ -218,6 +222,7 @@ def _judged(task: Task, true: Answer, found: list[Found]) -> Report:
         buffer_error=worst["buffers"].error,
         loss_error=worst["losses"].error if task.steps else None,
         tolerance=worst["gradients"].allowed,
+        noise=noise,
         gradient_zero=not _largest(true.tensors["gradients"]),
         peak_bytes=peak,
         one_rank_peak_bytes=true.peak,
@@ -252,14 +257,31 @@ def _maximum(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0) for one in errors) for name in sorted(names)}
 
 
-def _allowed(task: Task, found: Tensors) -> dict[str, Mapping[str, float]]:
-    """float64: the one bound. float32: in proportion to how far one rank in float32 is from one rank in float64."""
+def _allowed(task: Task, found: Tensors, errors: Errors) -> tuple[dict[str, Mapping[str, float]], float | None]:
+    """What each tensor may be off by, and the network's own noise where that decides.
+
+    float64: one bound, unless the network itself is less exact (:mod:`.noise`), which is looked at only if the bound is
+    not kept. float32: in proportion to how far one rank in float32 is from one rank in float64.
+    """
     if task.dtype == "float64":
-        return {kind: _Everywhere(EXACT) for kind in found}
+        if all(error <= EXACT for named in errors.values() for error in named.values()):
+            return {kind: _Everywhere(EXACT) for kind in found}, None
+        noise = _noise(task, found)
+        bounds = {kind: min(LOOSEST, max(EXACT, SLACK * one)) for kind, one in noise.items()}
+        return {kind: _Everywhere(bound) for kind, bound in bounds.items()}, max(noise.values())
     return {
-        kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK_32 * error) for name, error in errors.items()})
+        kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK * error) for name, error in errors.items()})
         for kind, errors in _rounding(task, found).items()
-    }
+    }, None
+
+
+def _noise(task: Task, found: Tensors) -> dict[str, float]:
+    """How far one rank is from itself with all numbers off by one unit in the last place, by kind.
+
+    Infinite where whole numbers change (a class, a position): then it says nothing about the others.
+    """
+    errors = _errors(one_rank(task, nudged=True).tensors, found)
+    return {kind: max((e for e in named.values() if e != inf), default=0.0) for kind, named in errors.items()}
 
 
 def _rounding(task: Task, found: Tensors) -> Errors:
@@ -283,7 +305,8 @@ class _Everywhere(dict[str, float]):
 
 
 def _as_float64(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
+    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    return tensor.to(wider.get(tensor.dtype, tensor.dtype))
 
 
 def _refused(task: Task, refusals: Sequence[Refused]) -> Report:

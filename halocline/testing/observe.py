@@ -18,6 +18,7 @@ from ..rules import from_tile, gather, shard
 from ..tensor import ShardedTensor, unwrap
 from ..world import AVERAGED, Label, Mesh, Traffic
 from .memory import peak_bytes
+from .noise import LastPlaces, is_real, nudge
 from .task import BadUsage, Task, make_inputs, make_keywords, make_model
 
 RATE, MOMENTUM = 0.01, 0.9  # of the SGD that loss curves come from
@@ -119,7 +120,7 @@ def _is_fixed(model: nn.Module) -> bool:
 
 def _leaves(side: Side, differentiable: bool) -> list[Tensor]:
     """Whole numbers have no gradient."""
-    return [leaf.detach().requires_grad_(differentiable and leaf.is_floating_point()) for leaf in side.leaves]
+    return [leaf.detach().requires_grad_(differentiable and is_real(leaf)) for leaf in side.leaves]
 
 
 def _step(side: Side, leaves: list[Tensor]) -> dict[str, Tensor]:
@@ -172,22 +173,20 @@ def _train(side: Side, steps: int) -> Iterator[float]:
 
 
 def one_rank(task: Task, *, nudged: bool = False) -> Answer:
-    """The untouched network on plain tensors; ``nudged``: with every weight and input off by about a rounding."""
+    """The untouched network on plain tensors; ``nudged``: with every weight and input off by about a rounding.
+
+    So are all results of less precision than float64, if the task is in float64.
+    """
     try:
         side = Side(task)
-        if nudged:
-            _nudge([*side.model.parameters(), *side.leaves])
-        return observe(side, task.steps)
+        if not nudged:
+            return observe(side, task.steps)
+        generator = torch.Generator().manual_seed(0)
+        for tensor in filter(is_real, [*side.model.parameters(), *side.leaves]):
+            nudge(tensor, generator)
+        with LastPlaces() if task.dtype == "float64" else nullcontext():
+            return observe(side, task.steps)
     except HaloclineError:
         raise
     except Exception as error:
         raise BadUsage(f"{task.target} fails on one rank, before any cut: {type(error).__name__}: {error}") from error
-
-
-@torch.no_grad()
-def _nudge(tensors: list[Tensor]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) * 2 - 1
-            tensor.mul_(1 + torch.finfo(tensor.dtype).eps * noise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from ..workloads import WORKLOADS
 from ..zoo import draw, entry_of, find_zoo, load, split
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+COMPLEX = {"float64": torch.complex128, "float32": torch.complex64}
 #: Axes and the dims of the volume that they cut; spatial ones count from the end.
 DIMS = {"data": 0, "depth": -3, "height": -2, "width": -1}
 
@@ -132,7 +134,18 @@ def make_model(task: Task) -> nn.Module:
         raise BadUsage(f"{task.target} cannot be built with {dict(task.arguments)}: {error}") from error
     if not isinstance(model, nn.Module):
         raise BadUsage(f"{task.target} gave a {type(model).__name__}; it must return a torch.nn.Module")
-    return model.to(DTYPES[task.dtype])
+    return _cast_model(model, task)
+
+
+def _cast_model(model: nn.Module, task: Task) -> nn.Module:
+    """``model.to(dtype)``, but for complex weights: of those it would take the real part, and they stay complex."""
+    complex_ones = {t: t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_complex()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model = model.to(DTYPES[task.dtype])
+    for tensor, values in complex_ones.items():
+        tensor.data = _cast(values, task)
+    return model
 
 
 def find_factory(target: str) -> Callable[..., Any]:
@@ -167,4 +180,6 @@ def make_keywords(task: Task) -> dict[str, Any]:
 
 
 def _cast(tensor: Tensor, task: Task) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(COMPLEX[task.dtype])
     return tensor.to(DTYPES[task.dtype]) if tensor.is_floating_point() else tensor

@@ -21,7 +21,8 @@ VERDICTS = ("exact", "gathered", "refused", "wrong")
 #: Verdicts that prove nothing: no gradient to compare, or a network that fails by itself. Each says why.
 UNPROVEN = ("vacuous", "broken")
 SHOWN = (
-    *("verdict", "why", "output_error", "gradient_error", "worst_parameter", "activation_ratio", "gathered_bytes"),
+    *("verdict", "why", "output_error", "gradient_error", "worst_parameter", "noise", "activation_ratio"),
+    "gathered_bytes",
     *("gathers", "moved_bytes", "messages", "seconds", "refusals", "without_rule", "gradient_zero", "dtype", "shapes"),
 )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import HaloclineError
 
 Input = tuple[int, ...] | Tensor
-ZOOS = {"monai": "halocline.zoo.monai:ZOO", "transformers": "halocline.zoo.transformers:ZOO"}
+ZOOS = {name: f"halocline.zoo.{name}:ZOO" for name in ("monai", "transformers", "neuralop")}
 
 
 class NoSuchNetwork(HaloclineError, LookupError):
@@ -33,7 +33,7 @@ class NotInstalled(HaloclineError, ImportError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A network and what goes into it.
+    """A network (or a loss, a metric) and what goes into it.
 
     ``build`` takes the zoo's package. An input is a shape, for normal numbers, or a tensor; the first is the volume to
     cut. ``dtype`` is float32 for what fails in float64 even uncut.
@@ -52,12 +52,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Zoo:
-    """``library`` is the module that ``Entry.build`` is given, ``extra`` what to install for it."""
+    """``library`` is the module that ``Entry.build`` is given, ``extra`` what to install for it.
+
+    ``alone`` are packages to install without what they ask for, which the networks do not need.
+    """
 
     name: str
     library: str
     entries: tuple[Entry, ...]
     extra: str = ""
+    alone: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -73,8 +77,13 @@ class Zoo:
         try:
             return importlib.import_module(self.library)
         except ImportError as error:
-            how = f"; install it with: pip install -c constraints.txt -e '.[{self.extra}]'" if self.extra else ""
-            raise NotInstalled(f"the zoo {self.name} needs {self.library} ({error}){how}") from error
+            raise NotInstalled(f"the zoo {self.name} needs {self.library} ({error}){self._how()}") from error
+
+    def _how(self) -> str:
+        if not self.extra:
+            return ""
+        alone = f" && pip install -c constraints.txt --no-deps {' '.join(self.alone)}" if self.alone else ""
+        return f"; install it with: pip install -c constraints.txt -e '.[{self.extra}]'{alone}"
 
     def build(self, name: str) -> nn.Module:
         return prepare(self[name].build(self.package()))
