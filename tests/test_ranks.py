@@ -11,8 +11,8 @@ from torch import nn
 
 import halocline as hc
 from halocline.testing.pool import RankPool, shared_pool
+from halocline.world.launcher import adopt_environment
 from halocline.world.mesh import forget
-from halocline.world.process import adopt_environment
 
 
 class Net(nn.Module):

@@ -227,7 +227,7 @@ def attempts(monkeypatch, tmp_path, ending, during=lambda: None):
     made = []
 
     class Fake:
-        def __init__(self, command, ranks, folder):
+        def __init__(self, command, ranks, folder, deadline, lock):
             made.append(self)
             self.signals = []
 
@@ -259,7 +259,7 @@ def test_whoever_asks_to_stop_is_not_started_again(monkeypatch, tmp_path):
 
 
 class FakeTrainer:
-    def __init__(self, settings, folder, tell):
+    def __init__(self, settings, folder, tell, lock):
         pass
 
     def train(self):
@@ -269,6 +269,7 @@ class FakeTrainer:
 def test_results_are_json_of_the_first_rank_and_of_this_run(monkeypatch, tmp_path):
     monkeypatch.setattr("halocline.train.trainer.Trainer", FakeTrainer)
     settings = make_settings({"workload": "unet3d"})
+    monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "1")
     train_rank.run_rank(settings, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -291,7 +292,7 @@ def test_results_are_json_of_the_first_rank_and_of_this_run(monkeypatch, tmp_pat
 def test_an_error_of_the_network_is_told_with_its_kind(monkeypatch, tmp_path):
     write_settings(make_settings({"workload": "unet3d"}), tmp_path / "config.toml")
 
-    def fail(settings, folder):
+    def fail(settings, folder, lock):
         raise ValueError("a volume of [20] does not halve")
 
     monkeypatch.setattr(train_rank, "run_rank", fail)

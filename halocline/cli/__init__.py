@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
+from collections.abc import Callable
 
 __all__ = ["main"]
 
@@ -15,4 +18,32 @@ def main() -> None:
         if error.name not in ("typer", "rich", "click"):
             raise
         sys.exit(f"halocline: the commands need {error.name}; install them with: pip install 'halocline[cli]'")
-    app()
+    from ..train.heartbeat import follow_launcher
+    from ..world import this_place
+
+    place = this_place()
+    if place is None or place.by == "MPI":  # MPI ends in a way of its own, on all ranks together
+        app()
+    else:
+        follow_launcher()
+        end_at_once_on_failure(app)
+
+
+def end_at_once_on_failure(run: Callable[[], object]) -> None:
+    """For a rank: what fails waits neither for its threads nor for other ranks, which hear of it by its end."""
+    try:
+        run()
+    except SystemExit as ending:
+        if ending.code in (None, 0):
+            raise
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+        status = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:  # noqa: BLE001  it ends the process, as it would have
+        traceback.print_exc()
+        status = 1
+    else:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

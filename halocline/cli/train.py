@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +14,12 @@ import typer
 from rich.markup import escape
 
 from ..errors import HaloclineError
+from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.config import CONFIG, load_settings, make_settings, with_changes, write_settings
 from ..train.launch import Ending, LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
 from ..train.settings import ConfigError, Settings
+from ..world import this_place
 from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .train_rank import RESULT, run_rank
 
@@ -120,8 +123,9 @@ def _told(path: Path) -> dict[str, Any]:
 
 def _new_folder(name: str) -> Path:
     """``runs/NAME-1``, or the next number that is free. Ranks of a launcher must be told one folder."""
-    if launched() and int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) > 1:
-        raise ConfigError("under torchrun or srun all ranks must write into one folder: give --out")
+    place = this_place()
+    if place is not None and place.size != 1:
+        raise ConfigError("under torchrun, srun and mpiexec all ranks must write into one folder: give --out")
     number = 1
     while (Path("runs") / f"{name}-{number}").exists():
         number += 1
@@ -129,15 +133,27 @@ def _new_folder(name: str) -> Path:
 
 
 def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_settings(settings, folder / CONFIG)
-    command, stop = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)], _Stop()
+    """Train on processes that are started here, and again after a failure, as often as ``restarts`` says."""
+    checkpoints = Folder(folder / CHECKPOINTS)
+    checkpoints.claim()  # before anything of a run that may be going on in this folder is touched
+    try:
+        write_settings(settings, folder / CONFIG)
+        with _Stop() as stop:
+            return _attempts(settings, folder, ranks, restarts, stop, checkpoints.lock)
+    finally:
+        checkpoints.release()
+
+
+def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: _Stop, lock: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
     for attempt in range(restarts + 1):
-        ending = _attempt(command, ranks, folder, stop)
+        ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline, lock))
         if ending is None:
             return {**with_numbers(json.loads((folder / RESULT).read_text())), "restarts": attempt}
         words = f"rank {ending.rank}: {ending.words}"
-        if attempt == restarts or stop.asked or ending.is_final:
+        if stop.asked:
+            raise LaunchError(f"stopped, as asked, before the ranks could write a checkpoint ({words})")
+        if attempt == restarts or ending.is_final:
             raise LaunchError(words)
         say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
     raise HaloclineError("unreachable")
@@ -147,24 +163,33 @@ class _Stop:
     """SIGTERM and Ctrl-C, handed on to the ranks: the first asks them to write a checkpoint, the next ends them."""
 
     def __init__(self) -> None:
-        self.asked, self.running = 0, list[LocalRanks]()
+        self.asked, self._running = 0, list[LocalRanks]()
 
-    def __call__(self, *_: object) -> None:
+    def __enter__(self) -> _Stop:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, *_: object) -> None:
         self.asked += 1
-        for each in self.running:
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        for each in self._running:
             each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
-
-def _attempt(command: list[str], ranks: int, folder: Path, stop: _Stop) -> Ending | None:
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        running = LocalRanks(command, ranks, folder)
-        stop.running.append(running)
-        return running.wait()
-    finally:
-        stop.running.clear()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def follow(self, start: Callable[[], LocalRanks]) -> Ending | None:
+        """Start ranks and wait for their end. A signal that came while they started is handed on when they have."""
+        self._running = [running := start()]
+        try:
+            if self.asked:
+                self._hand_on()
+            return running.wait()
+        finally:
+            self._running = []
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:

@@ -13,9 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..errors import HaloclineError
 from ..train.config import read_settings
+from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line
 from ..train.settings import ConfigError, Settings
+from . import end_at_once_on_failure
 from .output import first_line, stderr
 
 RESULT = "result.json"
@@ -64,14 +66,14 @@ def _line(kind: str, values: dict[str, Any]) -> str:
     return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
 
 
-def run_rank(settings: Settings, folder: Path) -> dict[str, Any]:
-    """This process's part in a run; the result is the same on every rank."""
+def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[str, Any]:
+    """This process's part in a run; the result is the same on every rank. ``lock``: see :class:`Trainer`."""
     from ..train.trainer import Trainer
 
     began = time.monotonic()
     first = this_rank() == 0
     with Show(settings, stderr() if first else Console(quiet=True)) as show:
-        trainer = Trainer(settings, folder, show if first else (lambda kind, values: None))
+        trainer = Trainer(settings, folder, show if first else (lambda kind, values: None), lock)
         if first:
             (folder / RESULT).unlink(missing_ok=True)  # of a run that ended earlier: this one has not
         result = trainer.train()
@@ -91,9 +93,9 @@ def run_rank(settings: Settings, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """``python -m halocline.cli.train_rank FOLDER``, for the processes that ``halocline train`` starts."""
-    folder, rank = Path(sys.argv[1]), this_rank()
+    folder, rank, tie = Path(sys.argv[1]), this_rank(), follow_launcher()
     try:
-        run_rank(read_settings(folder), folder)
+        run_rank(read_settings(folder), folder, tie.lock)
     except (HaloclineError, OSError, MemoryError) as error:
         if os.environ.get("HALOCLINE_DEBUG") == "1":
             raise
@@ -106,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_at_once_on_failure(main)

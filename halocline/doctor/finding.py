@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
-
-T = TypeVar("T")
+from typing import Literal
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -41,27 +38,3 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' if len(runs) != 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result, or TimeoutError. Name servers and transports keep deadlines of their own, or none.
-
-    A late call is left behind in its thread, which does not keep the process alive.
-    """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            results.append(call())
-        except Exception as error:  # noqa: BLE001 - it is raised again by the one who waits
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return results[0]

@@ -8,8 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..world import process
-from ..world.joining import started_by_mpiexec
+from ..world.launcher import adopt_environment, started_by_mpiexec
 from .finding import Finding
 from .network import resolve
 
@@ -51,7 +50,7 @@ def contradictions(env: Mapping[str, str]) -> list[Finding]:
 def read_launch() -> Launch:
     """From the environment as the library reads it, which for Slurm puts torchrun's names there."""
     env, by = os.environ, "torchrun's variables" if "RANK" in os.environ else "Slurm"
-    if not launched(env) or not process.adopt_environment():
+    if not launched(env) or not adopt_environment():
         return Launch()
     return Launch(
         by=by,

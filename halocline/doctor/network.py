@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .finding import Finding, within
+from ..world.rendezvous import within
+from .finding import Finding
 
 TOPIC = "network"
 RESOLVE = 5.0  # seconds for a name

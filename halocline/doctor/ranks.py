@@ -21,8 +21,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ..errors import HaloclineError
 from ..testing.pool import RankPool
 from ..world import ProcessWorld, forget, init, this_world
+from ..world.rendezvous import within
 from .compare import About, about_this_rank, compare
-from .finding import Finding, problems, ranks_text, within
+from .finding import Finding, problems, ranks_text
 from .launch import Launch
 from .links import Links, examine_links, measure_links, together
 from .network import is_loopback, resolve

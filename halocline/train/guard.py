@@ -6,8 +6,8 @@ import logging
 import math
 import socket
 import statistics
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ _log = logging.getLogger("halocline.train")
 #: Of the loss in fp16. It is halved at every overflow: below this, some forty steps in a row have been left out.
 LEAST_SCALE = 2.0**-24
 _LABEL = Label("guard", "the training loop", "control")
+_MODEL = "model/"  # how the names of a model's tensors begin in a checkpoint
 
 
 class TrainingError(HaloclineError, RuntimeError):
@@ -42,6 +43,8 @@ class Guard:
         self._settings, self._model, self._mesh, self._warn = settings, model, mesh, warn
         self._everyone = tuple(range(mesh.size))
         self._busy: deque[float] = deque(maxlen=max(2, settings.drift_every))
+        #: Buffers that a model is made with, such as a table not filled in yet.
+        self._nan_from_the_start = {f"{_MODEL}{name}" for name, each in model.named_buffers() if _has_nan(each)}
 
     def look(self, step: int, loss: float, busy: float) -> None:
         """After each step: its loss, and the seconds that this rank computed in it."""
@@ -52,20 +55,48 @@ class Guard:
             self._compare_weights(step)
             self._compare_times(step)
 
-    def finite_weights(self, step: int) -> bool:
-        """May these weights be kept? A gradient that was no number shows in the loss of the next step only."""
-        bad = [name for name, weight in self._model.named_parameters() if not bool(weight.detach().isfinite().all())]
-        found = torch.tensor([float(len(bad))])
-        if self._mesh.size > 1:
-            found = self._mesh.world.maximum(found, self._everyone, _LABEL)
-        if not found.item():
-            return True
-        first = f", first {bad[0]}" if bad else ""
-        text = (
-            f"step {step}: {found.item():.0f} weights hold NaN or infinities{first}; no checkpoint is written of them"
-        )
-        self._report(self._settings.nan, f"{text}; lower the learning rate, or clip")
-        return False
+    def may_save(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Is this state sound: weights finite, nothing else NaN, and every tensor the same on every rank?
+
+        By all ranks together; they exchange one fingerprint of 8 bytes a tensor, twice, and a flag.
+        """
+        names, words = list(tensors), fingerprints(tensors)
+        weights = {f"{_MODEL}{name}" for name, _ in self._model.named_parameters()}
+        bad = torch.tensor([self._is_bad(name, tensors[name], name in weights) for name in names], dtype=torch.int64)
+        differ, bad_anywhere = self._compared(words, bad)
+        if bad_anywhere:
+            first = bad_anywhere[0]
+            ranks = [rank for rank, flag in enumerate(self._of_each_rank(bad[first])) if flag]
+            where = f"{_said(names[first])} on rank {_listed(ranks)}" if self._mesh.size > 1 else _said(names[first])
+            text = f"step {step}: {len(bad_anywhere)} tensors hold NaN or infinities, first {where}"
+            self._report(
+                self._settings.nan, f"{text}; no checkpoint is written of them; lower the learning rate, or clip"
+            )
+        elif differ:
+            self._report_drift(step, names, words, differ, "; no checkpoint is written of them")
+        return not (bad_anywhere or differ)
+
+    def _is_bad(self, name: str, tensor: Tensor, is_weight: bool) -> bool:
+        """Buffers may hold infinities, as masks do."""
+        if not (tensor.is_floating_point() or tensor.is_complex()) or name in self._nan_from_the_start:
+            return False
+        return not bool(tensor.detach().isfinite().all()) if is_weight else _has_nan(tensor)
+
+    def _compared(self, words: Tensor, flags: Tensor) -> tuple[list[int], list[int]]:
+        """Where ``words`` differ between ranks, and where a rank has a flag; in one exchange."""
+        count = len(words)
+        # The least is the complement of the complements' greatest; a negative of the smallest number there is not.
+        most = self._maximum(torch.cat([words, ~words, flags]))
+        differ = most[:count] != ~most[count : 2 * count]
+        return torch.nonzero(differ).flatten().tolist(), torch.nonzero(most[2 * count :]).flatten().tolist()
+
+    def _of_each_rank(self, word: Tensor) -> list[int]:
+        table = torch.full((self._mesh.size,), torch.iinfo(torch.int64).min)
+        table[self._mesh.rank] = word
+        return [int(each) for each in self._maximum(table).tolist()]
+
+    def _maximum(self, table: Tensor) -> Tensor:
+        return table if self._mesh.size == 1 else self._mesh.world.maximum(table, self._everyone, _LABEL)
 
     def overflowed(self, step: int, scale: float) -> None:
         """After a step that was left out, since gradients overflowed in fp16; ``scale`` of the loss is now this."""
@@ -76,13 +107,29 @@ class Guard:
             )
 
     def _compare_weights(self, step: int) -> None:
-        names, words = fingerprints(self._model)
-        # The least is the complement of the complements' greatest; a negative of the smallest number there is not.
-        most = self._mesh.world.maximum(torch.cat([words, ~words]), self._everyone, _LABEL)
-        differ = torch.nonzero(most[: len(names)] != ~most[len(names) :]).flatten().tolist()
+        tensors = {
+            f"{_MODEL}{name}": each for name, each in self._model.state_dict().items() if isinstance(each, Tensor)
+        }
+        words = fingerprints(tensors)
+        differ, _ = self._compared(words, torch.zeros(0, dtype=torch.int64))
         if differ:
-            text = f"step {step}: {len(differ)} of {len(names)} weights differ between ranks, first {names[differ[0]]}"
-            self._report(self._settings.drift, f"{text}; go back to a checkpoint, and look for a faulty machine")
+            self._report_drift(step, list(tensors), words, differ)
+
+    def _report_drift(
+        self, step: int, names: Sequence[str], words: Tensor, differ: Sequence[int], consequence: str = ""
+    ) -> None:
+        """Name the first tensor and the ranks that have another than most; of two ranks nobody knows which is right."""
+        name, found = _said(names[differ[0]]), self._of_each_rank(words[differ[0]])
+        (usual, most), (_, second), *_ = Counter(found).most_common()
+        if most > second:
+            where = f"on rank {_listed([rank for rank, word in enumerate(found) if word != usual])}"
+        else:
+            apart = sorted({found.index(word) for word in found})
+            where = f"(ranks {_listed(apart)} differ, and no majority tells which is right)"
+        text = f"step {step}: {len(differ)} of {len(names)} tensors differ between ranks, first {name} {where}"
+        self._report(
+            self._settings.drift, f"{text}{consequence}; go back to a checkpoint, and look for a faulty machine"
+        )
 
     def _compare_times(self, step: int) -> None:
         """A rank far slower than the others holds all of them up; it is named once for each look."""
@@ -106,18 +153,30 @@ class Guard:
             self._warn(text)
 
 
-def fingerprints(model: nn.Module) -> tuple[list[str], Tensor]:
-    """A number for each weight and buffer: the sum of its bits, read as whole numbers, with each place weighted."""
-    tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+def fingerprints(tensors: Mapping[str, Tensor]) -> Tensor:
+    """A number for each tensor: the sum of its bits, read as whole numbers, with each place weighted."""
     words = [_fingerprint(tensor.detach()) for tensor in tensors.values()]
-    return list(tensors), torch.stack(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
+    return torch.stack([word.cpu() for word in words]) if words else torch.zeros(0, dtype=torch.int64)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.detach().isnan().any())
+
+
+def _said(name: str) -> str:
+    """A tensor's name for people: weights and buffers by their own."""
+    return name.removeprefix(_MODEL)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, its bits as good as random
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
     mixed = words * _MIX
     mixed = mixed ^ (mixed >> 32)  # or two highest bits that change would cancel out

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HaloclineError
+from ..world import serve_store, this_place
+from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
 
 LOGS = "ranks"
 WRONG_SETTINGS = 2  # exit status of a rank
 _STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
-_GRACE = 20.0  # seconds in which ranks may end by themselves, once one has
+_LEAST_GRACE, _MOST_GRACE = 5.0, 20.0  # seconds in which ranks may end by themselves, once one has failed
+_SILENT = 5.0  # seconds without a heartbeat that make a rank the culprit, once another has failed
 
 
 class LaunchError(HaloclineError, RuntimeError):
@@ -29,12 +31,13 @@ class LaunchError(HaloclineError, RuntimeError):
 
 
 def launched() -> bool:
-    """Has torchrun or Slurm given this process a place among others?"""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    """Has torchrun, Slurm, mpiexec or our own launcher given this process a place among others?"""
+    return this_place() is not None
 
 
 def this_rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    place = this_place()
+    return 0 if place is None else place.rank
 
 
 def join(deadline: float) -> None:
@@ -70,31 +73,46 @@ class Ending:
 
 
 class LocalRanks:
-    """``command`` in as many processes, each told its place. What ranks other than 0 print goes to files."""
+    """``command`` in as many processes, each told its place. What ranks other than 0 print goes to files.
 
-    def __init__(self, command: list[str], ranks: int, folder: Path) -> None:
-        self._folder = folder / LOGS
+    This process serves the store that the ranks meet at, so that no rank depends on another for it, and watches their
+    heartbeats: a rank that shows no life for ``deadline`` seconds has failed. ``lock`` is a descriptor for all of them.
+    """
+
+    def __init__(
+        self, command: list[str], ranks: int, folder: Path, deadline: float = 600.0, lock: int | None = None
+    ) -> None:
+        self._folder, self._deadline, self._lock = folder / LOGS, deadline, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
             old.unlink()
-        port = str(free_port())
+        self._store, port = serve_store("127.0.0.1")
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._pulses: list[Pulse] = []
         try:
             with _deaf_to_interrupts():
                 for rank in range(ranks):
-                    self.processes.append(self._start(command, rank, ranks, port))
+                    self.processes.append(self._start(command, rank, ranks, str(port)))
         except BaseException:
             self.end()
             raise
 
     def _start(self, command: list[str], rank: int, ranks: int, port: str) -> subprocess.Popen[bytes]:
+        pulse = Pulse()
+        self._pulses.append(pulse)
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting}
-        if rank == 0:  # its progress is for people; standard output is for results
-            return subprocess.Popen(command, env=environment, stdout=_STDERR)
-        with (self._folder / f"rank-{rank}.log").open("ab") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        # The last is how torchrun, too, tells ranks that it serves the store.
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        tie = {LAUNCHER: told_to_rank(pulse, self._lock)}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting, **tie}
+        kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
+        try:
+            if rank == 0:  # its progress is for people; standard output is for results
+                return subprocess.Popen(command, env=environment, stdout=_STDERR, pass_fds=kept)
+            with (self._folder / f"rank-{rank}.log").open("ab") as log:
+                return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=kept)
+        finally:
+            pulse.started()
 
     def wait(self) -> Ending | None:
         """None when all have ended well; else how the first that did not ended, the others having been ended too."""
@@ -105,24 +123,59 @@ class LocalRanks:
                     return self._give_up()
                 if all(state == 0 for state in states):
                     return None
+                self._look()
+                if any(pulse.silence > self._deadline for pulse in self._pulses):
+                    return self._give_up()
                 time.sleep(_POLL)
         finally:
             self.end()
+
+    def _look(self) -> None:
+        for process, pulse in zip(self.processes, self._pulses, strict=True):
+            if process.poll() is None:
+                pulse.look(process.pid)
+            else:
+                pulse.silence = 0.0
 
     def _give_up(self) -> Ending:
         """The others notice by themselves and say what they saw; those that do not are ended."""
         failed = [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
         # One that was killed says nothing, and others may have noticed, and ended, before we looked.
-        first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank))
-        end = time.monotonic() + _GRACE
-        while time.monotonic() < end and any(process.poll() is None for process in self.processes):
-            time.sleep(_POLL)
+        first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank), default=None)
+        hung = None if first is not None and self.processes[first].returncode < 0 else self._end_hung()
+        self._wait_for_others()
+        if hung is not None:
+            return hung
+        assert first is not None, "a rank has failed, or hangs"
         told = sorted(self._folder.glob("rank-*.error"), key=self._said_first)
         status = self.processes[first].returncode
         if status < 0 or not told:  # killed, it said nothing
             return Ending(first, status, _manner(status) + (self._last_line(first) if status > 0 else ""))
         rank = _rank_of(told[0])
         return Ending(rank, self.processes[rank].returncode or 1, told[0].read_text().strip())
+
+    def _end_hung(self) -> Ending | None:
+        """Kill the ranks that show no life, so that the others notice at once; how the first of them was found."""
+        self._look()
+        silent = [
+            rank
+            for rank, (process, pulse) in enumerate(zip(self.processes, self._pulses, strict=True))
+            if process.poll() is None and (pulse.silence > min(_SILENT, self._deadline) or is_stopped(process.pid))
+        ]
+        words = [self._silent(rank) for rank in silent]
+        for rank in silent:
+            self.processes[rank].kill()
+        return Ending(silent[0], -signal.SIGKILL, words[0]) if silent else None
+
+    def _silent(self, rank: int) -> str:
+        if is_stopped(self.processes[rank].pid):
+            return "it is stopped (SIGSTOP, or a debugger) and was killed: the other ranks waited for it"
+        return f"no sign of life for {self._pulses[rank].silence:.0f} s; it hangs, and was killed"
+
+    def _wait_for_others(self) -> None:
+        end = time.monotonic() + min(_MOST_GRACE, max(_LEAST_GRACE, self._deadline / 2))
+        while time.monotonic() < end and any(process.poll() is None for process in self.processes):
+            time.sleep(_POLL)
 
     def _said_first(self, path: Path) -> tuple[bool, float]:
         """Wrong settings before what others made of them."""
@@ -143,6 +196,8 @@ class LocalRanks:
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        while self._pulses:
+            self._pulses.pop().close()
 
 
 def _rank_of(words: Path) -> int:
@@ -170,12 +225,6 @@ def say_last_words(folder: Path, rank: int, words: str) -> None:
 
 def _manner(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 SLURM = """#!/bin/bash

@@ -21,7 +21,7 @@ from ..distribute import distribute
 from ..errors import DataError
 from ..world import this_world
 from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, Writer
-from .checkpoints import Checkpoints
+from .checkpoints import CHECKPOINTS, Checkpoints
 from .config import read_settings
 from .imports import use_code
 from .inputs import Input
@@ -29,7 +29,7 @@ from .launch import join
 from .precision import Precision
 from .settings import AXES
 from .task import make_mesh, model_maker, together
-from .trainer import CHECKPOINTS, this_device
+from .trainer import this_device
 
 Progress = Callable[[int, int], None]
 

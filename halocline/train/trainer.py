@@ -25,7 +25,7 @@ from ..sizes import bytes_from
 from ..world import Label, this_world
 from .callbacks import Callbacks
 from .changes import changed, check_optimizer
-from .checkpoints import Checkpoints
+from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
 from .config import CONFIG, write_settings
 from .export import load_weights
 from .forecast import check_room
@@ -42,7 +42,6 @@ from .task import augmentations, make_mesh, make_task, together
 from .trace import STEPS, Tracer, merge
 
 Listener = Callable[[str, dict[str, Any]], None]
-CHECKPOINTS = "checkpoints"
 _STOP = Label("stop", "the training loop", "control")
 _RANKS = Label("memory of ranks", "the training loop", "control")
 
@@ -58,9 +57,18 @@ class Result:
 
 
 class Trainer:
-    """One run in a folder of its own. Made on every rank; what is there of an earlier run is gone on with."""
+    """One run in a folder of its own, made on every rank; resumes an earlier run that it finds there.
 
-    def __init__(self, settings: Settings, folder: Path, tell: Listener = lambda kind, values: None) -> None:
+    ``lock`` is a descriptor by which the launcher of this rank holds the lock on the run's checkpoints.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        tell: Listener = lambda kind, values: None,
+        lock: int | None = None,
+    ) -> None:
         self.settings, self.folder, self._tell = settings, folder, tell
         join(settings.deadline)
         world = this_world()
@@ -83,7 +91,9 @@ class Trainer:
         self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
         self._validation = self._loader(task.validation, settings.batch, False, device) if task.validation else None
         self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, self.mesh, keep=settings.keep)
+        self.checkpoints = Checkpoints(
+            folder / CHECKPOINTS, self.mesh, keep=settings.keep, deadline=settings.deadline, lock=lock
+        )
         self.checkpoints.claim()  # before anything of another run in this folder is touched
         self._log = RunLog(folder) if self.mesh.rank == 0 else None
         if self._log is not None:
@@ -217,11 +227,14 @@ class Trainer:
         self._tell("note", {"text": text})
 
     def _after_step(self) -> bool:
-        """Validation, a checkpoint, and whether somebody asked to stop; the same on every rank."""
+        """Validation, a checkpoint, and whether to stop, the same on every rank. Raises what a save failed with."""
         settings = self.settings
         if settings.validate_every and self.step % settings.validate_every == 0 and self.step < settings.steps:
             self.validate()
-        if self._agreed_to_stop():
+        stop, failed = self._agreed(self._stop_asked, self.checkpoints.failed)
+        if failed:
+            self.checkpoints.raise_failure()
+        if stop:
             self.save(wait=True)
             return True
         if settings.checkpoint_every and self.step % settings.checkpoint_every == 0 and self.step < settings.steps:
@@ -276,7 +289,9 @@ class Trainer:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self, wait: bool = False) -> None:
-        if not self._guard.finite_weights(self.step):
+        """Write a checkpoint, unless the state is corrupt: not a number, or not the same on every rank."""
+        tensors = self._tensors()
+        if not self._guard.may_save(self.step, named_tensors(tensors)):
             return
         state = {
             "step": self.step,
@@ -287,7 +302,7 @@ class Trainer:
         }
         if self.settings.gradients.lag:
             state["lagged"] = lagged_gradients(self.model)
-        self.checkpoints.save(self.step, self._tensors(), state, wait=wait)
+        self.checkpoints.save(self.step, tensors, state, wait=wait)
         self._tell("checkpoint", {"step": self.step})
 
     def resume(self) -> None:
@@ -314,12 +329,12 @@ class Trainer:
             raise KeyboardInterrupt
         self._stop_asked = True
 
-    def _agreed_to_stop(self) -> bool:
-        """A signal may reach one rank alone, and between any two steps; all stop after the same."""
+    def _agreed(self, *flags: bool) -> list[bool]:
+        """Each flag, true on all ranks if it is on one: signals and failing disks may reach one rank alone."""
         if self.mesh.size == 1:
-            return self._stop_asked
-        asked = torch.tensor([float(self._stop_asked)])
-        return bool(self.mesh.world.maximum(asked, tuple(range(self.mesh.size)), _STOP))
+            return list(flags)
+        raised = self.mesh.world.maximum(torch.tensor(flags).float(), tuple(range(self.mesh.size)), _STOP)
+        return [bool(flag) for flag in raised.tolist()]
 
 
 @contextmanager

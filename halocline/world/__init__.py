@@ -2,6 +2,7 @@
 
 from .base import Began, Exchange, Label, PendingSum, Receive, Send, Summed, Traffic, Waited, World
 from .dry import DryWorld
+from .launcher import Place, this_place
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
 from .movement import (
@@ -21,6 +22,7 @@ from .movement import (
 )
 from .mpi import MpiWorld
 from .process import ProcessWorld
+from .rendezvous import new_group, serve_store
 
 __all__ = [
     "AVERAGED",
@@ -36,6 +38,7 @@ __all__ = [
     "MoveTogether",
     "MpiWorld",
     "PendingSum",
+    "Place",
     "ProcessWorld",
     "Receive",
     "Route",
@@ -51,9 +54,12 @@ __all__ = [
     "exchange_messages",
     "forget",
     "init",
+    "new_group",
     "pack",
     "run_local",
     "scaled",
+    "serve_store",
+    "this_place",
     "this_world",
     "unpack",
 ]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .._torch_private import default_store
 from ..errors import RankFailure
 from .base import Label, World
 from .caller import Launch, meeting_calls
+from .rendezvous import BoundedStore, joined_store, within
 from .tags import called_elsewhere, divergence
 from .wire import Diverged
 
 _DEEPEST = 64  # calls that are compared where ranks meet
+_QUICK = 1.0  # seconds that the store has to answer, where an answer is of use during a wait only
 _GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
 
 
@@ -32,6 +32,7 @@ class JoinedWorld(World):
         super().__init__(rank, size, deadline)
         self.set_deadline(deadline)
         self._failed: str | None = None
+        self._store_is_silent = False
         self._wide = False
         self._spare: dict[bool, list[Any]] = {}  # of its own kind: those that are not wide, and those that are
         self._lent = False
@@ -120,38 +121,52 @@ class JoinedWorld(World):
     def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
         """Where each of these says it stopped; None for one that says nothing within a short grace."""
         heard: dict[int, str | None] = dict.fromkeys(ranks)
-        store = default_store()
+        store = joined_store(_GRACE)
         if store is None:
             return {}
 
         def talk() -> None:
-            with suppress(RuntimeError, ValueError):  # the store itself may be gone with the rank that held it
-                store.set(f"halocline/failed/{self.rank}", called)
-                end = time.monotonic() + _GRACE
-                while None in heard.values() and time.monotonic() < end:
-                    for rank in [r for r, words in heard.items() if words is None]:
-                        if store.check([f"halocline/failed/{rank}"]):
-                            heard[rank] = store.get(f"halocline/failed/{rank}").decode()
-                    time.sleep(0.05)
+            store.set(f"halocline/failed/{self.rank}", called)
+            end = time.monotonic() + _GRACE
+            while None in heard.values() and time.monotonic() < end:
+                for rank in [r for r, words in heard.items() if words is None]:
+                    if store.check(f"halocline/failed/{rank}"):
+                        heard[rank] = store.get(f"halocline/failed/{rank}")
+                time.sleep(0.05)
 
-        # In a thread: where the rank that holds the store is stopped, a call to it never returns.
-        thread = threading.Thread(target=talk, daemon=True, name="halocline last words")
-        thread.start()
-        thread.join(_GRACE + 1.0)
+        with suppress(RuntimeError, ValueError, OSError):  # the store may be gone, or stopped, with whoever holds it
+            within(_GRACE, talk)
         return dict(heard)
 
     def compare_places(self, peer: int, awaited: int, label: Label) -> None:
         """During a long wait for ``peer``: raise Diverged if it says that it waits elsewhere in the program."""
-        store = default_store()
+        store = self._answering_store()
         if store is None or not self._first or label.channel not in ("moves", "control"):
             return
-        with suppress(RuntimeError, ValueError):
+        theirs = None
+        with self._noticing_silence():
             store.set(f"halocline/at/{self.rank}/{peer}", str(awaited))
             name = f"halocline/at/{peer}/{self.rank}"
-            if store.check([name]) and called_elsewhere(awaited, int(store.get(name).decode())):
-                raise Diverged(f"rank {peer} runs another operation")
+            theirs = int(store.get(name)) if store.check(name) else None
+        if theirs is not None and called_elsewhere(awaited, theirs):
+            raise Diverged(f"rank {peer} runs another operation")
 
     def forget_place(self, peer: int) -> None:
         """The long wait has ended."""
-        with suppress(RuntimeError, ValueError):
-            default_store().delete_key(f"halocline/at/{self.rank}/{peer}")
+        store = self._answering_store()
+        if store is not None:
+            with self._noticing_silence():
+                store.delete_key(f"halocline/at/{self.rank}/{peer}")
+
+    def _answering_store(self) -> BoundedStore | None:
+        return None if self._store_is_silent else joined_store(_QUICK)
+
+    @contextmanager
+    def _noticing_silence(self) -> Iterator[None]:
+        """A store that did not answer once is not asked again: each time would cost a part of the deadline."""
+        try:
+            yield
+        except TimeoutError:
+            self._store_is_silent = True
+        except (RuntimeError, ValueError):  # gone with the rank that held it
+            pass

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from ..errors import MeshError
 from . import mpi, process
 from .joined import JoinedWorld
+from .launcher import adopt_environment, started_by_mpiexec
 
 TRANSPORTS = ("torch", "mpi")
-#: By which the launchers of MPICH, of PMIx and of Open MPI tell a process that it is a rank; and how many there are.
-_RANK_BY_MPI = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-_SIZE_BY_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 
 _joined_by_mpi: list[bool] = []  # from then on torch.distributed runs too, and its variables are set
 
@@ -34,15 +31,9 @@ def _found() -> str:
     """Variables of torchrun and Slurm come first, since MPI's may be inherited from a shell on a cluster."""
     if _joined_by_mpi:
         return "mpi"
-    if dist.is_initialized() or process.adopt_environment():
+    if dist.is_initialized() or adopt_environment():
         return "torch"
     return "mpi" if started_by_mpiexec(os.environ) else "torch"
-
-
-def started_by_mpiexec(environment: Mapping[str, str]) -> bool:
-    """As one of several ranks."""
-    sizes = [environment[name] for name in _SIZE_BY_MPI if name in environment]
-    return any(name in environment for name in _RANK_BY_MPI) and sizes[:1] != ["1"]
 
 
 def check_transport(joined: JoinedWorld, transport: str | None) -> None:

@@ -29,6 +29,7 @@ from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .joined import JoinedWorld
 from .mpi_library import at_the_end, library, poll, progress
 from .process import start_torch
+from .rendezvous import within
 from .tags import folded
 from .wire import Diverged
 
@@ -393,7 +394,9 @@ def _meet(world: MpiWorld) -> Any:
     options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
     wait = timedelta(seconds=world.deadline)
     store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
-    return store(address, int(port), world.size, listener is not None, wait, False, **options)
+    return within(
+        world.deadline, lambda: store(address, int(port), world.size, listener is not None, wait, False, **options)
+    )
 
 
 def _told(world: MpiWorld, text: str, everyone: tuple[int, ...], label: Label) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_private import default_store
-from ..errors import MeshError
+from ..errors import RankFailure
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .bulk import POSSIBLE, Bulk, BulkError
 from .joined import JoinedWorld
+from .launcher import adopt_environment
+from .rendezvous import init_process_group, new_group
 from .tags import folded
 from .wire import LARGEST, Arrival, Wire, memory_of
 
@@ -50,7 +51,7 @@ class ProcessWorld(JoinedWorld):
         in_bulk = wide and self.puts_urgent_first
         # Each group of gloo's has threads, which wake up a hundred times a second.
         channels = CHANNELS if not in_bulk or self._nccl else ()
-        self._groups = {channel: dist.new_group(timeout=self._wait, backend=self._backend) for channel in channels}
+        self._groups = {channel: new_group(deadline, backend=self._backend) for channel in channels}
         self._bulk = Bulk(self.rank, deadline) if in_bulk else None
         self._wire = Wire(self.rank, deadline) if own_sockets and not in_bulk else None
 
@@ -154,7 +155,7 @@ class ProcessWorld(JoinedWorld):
         self.traffic.transport_bytes += real.numel() * real.element_size()
         try:
             dist.all_reduce(real, group=self._ring(ranks, label.channel), async_op=True).wait(self._wait)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self._failure(None, error, label) from error
         if host is not tensor:
             tensor.copy_(host)
@@ -163,7 +164,7 @@ class ProcessWorld(JoinedWorld):
         self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
         try:
             return dist.all_reduce(tensor, group=self._ring(ranks, label.channel), async_op=True)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self._failure(None, error, label) from error
 
     def complete_sum(self, posted: Any, label: Label) -> None:
@@ -175,7 +176,7 @@ class ProcessWorld(JoinedWorld):
     def _another(self, wide: bool) -> ProcessWorld:
         try:
             return ProcessWorld(self.deadline, wide)
-        except RuntimeError as error:  # a rank is gone, and the store waits for it
+        except (RuntimeError, OSError) as error:  # a rank is gone, or the store with it
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
 
     def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
@@ -198,8 +199,8 @@ class ProcessWorld(JoinedWorld):
         """A group for these ranks, made when first needed by its members alone."""
         key = (channel, ranks)
         if key not in self._rings:
-            self._rings[key] = dist.new_group(
-                list(ranks), timeout=self._wait, backend=self._backend, use_local_synchronization=True
+            self._rings[key] = new_group(
+                self.deadline, list(ranks), backend=self._backend, use_local_synchronization=True
             )
         return self._rings[key]
 
@@ -240,11 +241,17 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def connect(deadline: float = 600.0) -> ProcessWorld | None:
     """Join the ranks that torchrun or Slurm started; None where this process stands alone."""
-    if not dist.is_initialized():
-        if not adopt_environment():
-            return None
-        start_torch(deadline)
-    return ProcessWorld(deadline)
+    if not dist.is_initialized() and not adopt_environment():
+        return None
+    try:
+        if not dist.is_initialized():
+            start_torch(deadline)
+        return ProcessWorld(deadline)
+    except TimeoutError as error:
+        raise RankFailure(
+            f"rank {os.environ.get('RANK', '?')}, joining: {error}. Do all ranks run, and is none stopped? Look at "
+            "their own output first"
+        ) from error
 
 
 def start_torch(deadline: float, **meeting: Any) -> None:
@@ -253,45 +260,8 @@ def start_torch(deadline: float, **meeting: Any) -> None:
     if with_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if with_gpus else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=deadline), **meeting)
+    init_process_group(deadline, backend, **meeting)
 
 
 def _one_gpu_each() -> bool:
     return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def adopt_environment() -> bool:
-    """torchrun's variables as they are, or made from Slurm's."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return True
-    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
-    if "SLURM_PROCID" not in os.environ or tasks == 1:
-        return False
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = str(tasks)
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", _tasks_per_node())
-    os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_JOB_NODELIST", "localhost")))
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 40000))
-    return True
-
-
-def _tasks_per_node() -> str:
-    """Slurm says it in one of several ways, as "4", "4(x2)" or "4,3"; without a word, one task a node."""
-    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if os.environ.get(name):
-            return re.split(r"[(,]", os.environ[name])[0]
-    return "1"
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
-
-    >>> first_host("gpu[007-010,12],login1"), first_host("a1,a2")
-    ('gpu007', 'a1')
-    """
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodelist)
-    if not match:
-        raise MeshError(f"SLURM_JOB_NODELIST {nodelist!r} names no host; set MASTER_ADDR by hand")
-    prefix, numbers = match.groups()
-    return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "")

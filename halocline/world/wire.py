@@ -15,14 +15,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable
-from datetime import timedelta
 from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch_private import default_store
+from .rendezvous import BoundedStore, joined_store
 from .tags import diverged
 
 LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
@@ -216,7 +215,7 @@ class Wire:
     """This rank's pipes, each made when first needed: the lower rank calls, the higher one answers."""
 
     def __init__(self, rank: int, deadline: float, card: str = "") -> None:
-        store = default_store()
+        store = self._store(deadline)
         turn = store.add(f"halocline/wires/{rank}", 1)  # every rank's first at this meeting, its second, ...
         self.rank, self.deadline, self._name = rank, deadline, f"halocline/wire/{turn}"
         self.pipes: dict[int, Pipe] = {}
@@ -225,6 +224,12 @@ class Wire:
         self._door = socket.create_server((_own_address(card), 0), backlog=256)
         host, port = self._door.getsockname()[:2]
         store.set(f"{self._name}/{rank}", f"{host} {port} {self._token.hex()}")
+
+    @staticmethod
+    def _store(deadline: float) -> BoundedStore:
+        store = joined_store(deadline)
+        assert store is not None, "sockets of our own are for ranks that have met"
+        return store
 
     def close(self) -> None:
         for pipe in self.pipes.values():
@@ -243,9 +248,7 @@ class Wire:
         return self.pipes[peer]
 
     def _call(self, peer: int) -> socket.socket:
-        store, name = default_store(), f"{self._name}/{peer}"
-        store.wait([name], timedelta(seconds=self.deadline))
-        host, port, token = store.get(name).decode().split()
+        host, port, token = self._store(self.deadline).get(f"{self._name}/{peer}").split()
         connection = socket.create_connection((host, int(port)), timeout=self.deadline)
         connection.sendall(bytes.fromhex(token) + struct.pack("<q", self.rank))
         return connection

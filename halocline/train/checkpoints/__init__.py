@@ -1,6 +1,8 @@
 """Checkpoints of a run: written in the background, whole or not there at all, and verified before they are used."""
 
+from .files import CHECKPOINTS, Folder
 from .peers import CheckpointError, Mismatch
 from .saving import Checkpoints, Loaded
+from .tree import named_tensors
 
-__all__ = ["CheckpointError", "Checkpoints", "Loaded", "Mismatch"]
+__all__ = ["CHECKPOINTS", "CheckpointError", "Checkpoints", "Folder", "Loaded", "Mismatch", "named_tensors"]

@@ -22,6 +22,7 @@ from .peers import CheckpointError, reason
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 FORMAT = 1
+CHECKPOINTS = "checkpoints"  # the folder of these folders in that of a run
 _LOCK_PATIENCE = 10.0  # seconds: children of a killed run may hold its lock a little longer
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.(step-\d{8,})\.(part|old|gone)")
@@ -30,12 +31,21 @@ Facts = dict[str, Any]  # of one file: size and checksum
 
 
 class Folder:
-    """Where the checkpoints of a run lie. One rank changes it, and one run at a time."""
+    """Where the checkpoints of a run lie. One rank changes it, and one run at a time.
 
-    def __init__(self, root: Path) -> None:
+    ``lock`` is a descriptor of the folder that the launcher of this rank has locked, for the launcher and its ranks.
+    """
+
+    def __init__(self, root: Path, lock: int | None = None) -> None:
         self.root = root
+        self._inherited = lock
         self._lock = -1
         self._unlock: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def lock(self) -> int:
+        """The locked descriptor, for processes that inherit it."""
+        return self._lock
 
     def path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
@@ -55,7 +65,13 @@ class Folder:
 
     def tidy(self) -> None:
         """Put right what a killed run left, unless a run is writing here now."""
-        if self._lock < 0 and self.root.is_dir() and os.access(self.root, os.W_OK) and self._take(0.0):
+        if (
+            self._inherited is None
+            and self._lock < 0
+            and self.root.is_dir()
+            and os.access(self.root, os.W_OK)
+            and self._take(0.0)
+        ):
             self._clear()
             self.release()
 
@@ -64,7 +80,9 @@ class Folder:
         if self._lock >= 0:
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        if not self._take(_LOCK_PATIENCE):
+        if self._inherited is not None:
+            self._lock = self._inherited
+        elif not self._take(_LOCK_PATIENCE):
             raise CheckpointError(
                 f"{self.root}: another run writes its checkpoints here, or another Checkpoints of this one; give each "
                 "run its own folder, and close() what is no longer used"

@@ -6,13 +6,14 @@ import errno
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 
 from ...errors import HaloclineError, RankFailure
-from ...world import Mesh, World
+from ...world import Mesh, World, new_group
+
+_ALONE = 600.0  # seconds: the deadline of one rank, which waits for its storage alone
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,9 +39,9 @@ class _Answer(Generic[T]):
 class Peers:
     """All ranks, in a gloo group of their own, so that a thread may talk beside the training. Made by all together."""
 
-    def __init__(self, world: World | Mesh | None, deadline: float) -> None:
+    def __init__(self, world: World | Mesh | None, deadline: float | None) -> None:
         self.rank, self.size = (0, 1) if world is None else (_world(world).rank, _world(world).size)
-        self.deadline = deadline
+        self.deadline = deadline or (_ALONE if world is None or self.size == 1 else _world(world).deadline)
         self._spare = _spare(_world(world)) if world is not None else {}
         self._group = self._own_group() if self.size > 1 else None
 
@@ -52,7 +53,7 @@ class Peers:
             )
         if (self.deadline, self.size) in self._spare:
             return self._spare.pop((self.deadline, self.size))
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
+        return new_group(self.deadline, backend="gloo")
 
     @property
     def is_first(self) -> bool:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import HaloclineError
+from ...errors import HaloclineError, RankFailure
 from ...world import Mesh, World
 from .files import FORMAT, STATE, Facts, Folder, problems, read_manifest, share, write, write_manifest
 from .peers import CheckpointError, Mismatch, Peers, reason
@@ -25,6 +27,9 @@ from .store import Stored, write_tensors
 from .tree import Parts, as_it_is, assembled, host_copy, leaves
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded", "Mismatch"]
+
+_log = logging.getLogger("halocline.train")
+_LEAVING = 3.0  # seconds for what is being written when another rank is lost: it may need nothing but its name
 
 
 @dataclass(frozen=True)
@@ -41,31 +46,38 @@ class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
     Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other saved.
-    ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing.
+    ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing; without it, that of the
+    ranks' other waits (``hc.init(deadline=...)``). ``lock`` is for :class:`Folder`.
     """
 
     def __init__(
-        self, folder: Path | str, world: World | Mesh | None, keep: int = 3, *, deadline: float = 1800.0
+        self,
+        folder: Path | str,
+        world: World | Mesh | None,
+        keep: int = 3,
+        *,
+        deadline: float | None = None,
+        lock: int | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"Checkpoints(keep={keep}): at least one has to be kept")
         self.folder, self.keep = Path(folder), keep
         self.completed: int | None = None  # the last step that this object saved, or loaded
         self._peers = Peers(world, deadline)
-        self._files = Folder(self.folder)
+        self._files = Folder(self.folder, lock)
         self._damaged: set[int] = set()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
+        self._late = False  # was the pending one waited for in vain?
         self._peers.told(self._files.tidy)
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         try:
-            self.close()
+            self._close(_LEAVING if isinstance(error, RankFailure) else self._peers.deadline)
         except HaloclineError:
-            if kind is None:  # or it would hide the error that ends the run
+            if error is None:  # or it would hide the error that ends the run
                 raise
 
     # ---- saving ----
@@ -94,21 +106,26 @@ class Checkpoints:
             return [None] * self._peers.size
 
         self._named(step, lambda: self._peers.centrally(copied, begun))
-        self._pending = step, self._writer.submit(self._write, step, parts[0])
+        self._pending = step, _in_background(lambda: self._write(step, parts[0]))
+        self._late = False
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Until what is being written is complete; raises, on every rank, if it could not be written."""
+        self._wait(self._peers.deadline)
+
+    def _wait(self, seconds: float) -> None:
         if self._pending is None:
             return
         step, future = self._pending
         try:
-            self._named(step, lambda: future.result(self._peers.deadline))
+            self._named(step, lambda: future.result(0 if self._late else seconds))
         except TimeoutError:
+            self._late = True
             raise CheckpointError(
-                f"{self._files.path(step)}: still being written after {self._peers.deadline:g} s; look whether the "
-                "storage answers, or allow it longer (deadline)"
+                f"{self._files.path(step)}: still being written after {seconds:g} s; look whether the storage answers, "
+                "or allow it longer (deadline)"
             ) from None
         finally:
             if future.done():
@@ -116,12 +133,26 @@ class Checkpoints:
         self.completed = step
         self._damaged.discard(step)
 
+    @property
+    def failed(self) -> bool:
+        """Has the save under way ended with an error on this rank? Waits for nothing."""
+        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
+
+    def raise_failure(self) -> None:
+        """Raise, on all ranks, what went wrong with the save under way: called by all once one of them ``failed``."""
+        self._peers.agree(self.wait)
+        raise CheckpointError("the last checkpoint was not saved, and no rank says why; look at the ranks' own output")
+
     def close(self) -> None:
         """Wait, and let go of the folder and of the other ranks."""
+        self._close(self._peers.deadline)
+
+    def _close(self, patience: float) -> None:
+        if self._pending is not None and not self._pending[1].done() and not self._late:
+            _log.info("step %d: waiting %g s at most for its checkpoint to be written", self._pending[0], patience)
         try:
-            self.wait()
+            self._wait(patience)
         finally:
-            self._writer.shutdown(wait=False)
             if self._pending is None:  # else a writer that hangs still has them
                 self._files.release()
                 self._peers.close()
@@ -229,6 +260,21 @@ class Checkpoints:
         stored.read(targets, self._peers.is_first)
         whole: dict[str, Any] = assembled(tree, targets)
         return whole
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """In a thread that does not keep the process alive, as one of a pool would: storage may never answer."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="halocline checkpoint").start()
+    return future
 
 
 def _signature(parts: Parts) -> str:

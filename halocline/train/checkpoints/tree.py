@@ -76,6 +76,11 @@ def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def named_tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors of a nested state by the names that a checkpoint gives them, not copied."""
+    return Parts(value, as_it_is).tensors
+
+
 def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """The state again, with these tensors."""
     if isinstance(tree, list):

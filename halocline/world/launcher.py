@@ -1,0 +1,99 @@
+"""Which rank of a run this process is, as its launcher's environment says: the one place where that is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import MeshError
+
+#: Rank and size, as the launchers of MPICH, Open MPI and PMIx name them.
+_MPI = (
+    ("PMI_RANK", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of its run. ``size`` is 0 where the environment does not say it."""
+
+    by: str  # "torchrun" (or whoever sets its variables), "Slurm" or "MPI"
+    rank: int
+    size: int
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """None for a process that no launcher started, or that Slurm or mpiexec started alone.
+
+    Variables of torchrun come first, then Slurm's: those of MPI may be inherited from a shell on a cluster.
+
+    >>> place_of({"PMI_RANK": "1", "PMI_SIZE": "4"}), place_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
+    (Place(by='MPI', rank=1, size=4), None)
+    """
+    if "RANK" in environment:
+        return Place("torchrun", int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1")))
+    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" in environment and tasks > 1:
+        return Place("Slurm", int(environment["SLURM_PROCID"]), tasks)
+    for rank, size in _MPI:
+        if rank in environment:
+            count = int(environment.get(size, "0"))
+            return None if count == 1 else Place("MPI", int(environment[rank]), count)
+    return None
+
+
+def this_place() -> Place | None:
+    """Of this process. Asks MPI itself where ranks are told to join over MPI and no variable says more."""
+    found = place_of(os.environ)
+    if found is not None or os.environ.get("HALOCLINE_TRANSPORT") != "mpi":
+        return found
+    from .mpi_library import library
+
+    world = library().COMM_WORLD
+    return Place("MPI", world.Get_rank(), world.Get_size()) if world.Get_size() > 1 else None
+
+
+def started_by_mpiexec(environment: Mapping[str, str]) -> bool:
+    """As one of several ranks, by a launcher of MPI alone."""
+    found = place_of(environment)
+    return found is not None and found.by == "MPI"
+
+
+def adopt_environment() -> bool:
+    """torchrun's variables as they are, or made from Slurm's; False where neither started this process."""
+    found = place_of(os.environ)
+    if found is None or found.by == "MPI" or (found.by == "torchrun" and "WORLD_SIZE" not in os.environ):
+        return False
+    if found.by == "torchrun":
+        return True
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(found.rank), str(found.size)
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", _tasks_per_node())
+    os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_JOB_NODELIST", "localhost")))
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 40000))
+    return True
+
+
+def _tasks_per_node() -> str:
+    """Slurm says it in one of several ways, as "4", "4(x2)" or "4,3"; without a word, one task a node."""
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if os.environ.get(name):
+            return re.split(r"[(,]", os.environ[name])[0]
+    return "1"
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu[007-010,12],login1"), first_host("a1,a2")
+    ('gpu007', 'a1')
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodelist)
+    if not match:
+        raise MeshError(f"SLURM_JOB_NODELIST {nodelist!r} names no host; set MASTER_ADDR by hand")
+    prefix, numbers = match.groups()
+    return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "")

@@ -1,0 +1,123 @@
+"""Where ranks meet: torch's store and its process groups, each call bounded by a deadline of ours.
+
+torch's own timeouts do not hold when the process that serves the store is stopped: it accepts connections and never
+answers, and a client waits in ``recv`` without a limit. So every call runs in a thread that can be left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._torch_private import default_store
+
+T = TypeVar("T")
+_MARGIN = 1.0  # seconds that torch's own timeout, whose text says more, has before ours
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result, or TimeoutError. Name servers and transports keep deadlines of their own, or none.
+
+    A late call is left behind in its thread, which does not keep the process alive.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except Exception as error:  # noqa: BLE001 - it is raised again by the one who waits
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]
+
+
+class BoundedStore:
+    """The store of torch.distributed. Every method raises TimeoutError when it does not answer by the deadline."""
+
+    def __init__(self, store: Any, deadline: float) -> None:
+        self._store, self._deadline = store, deadline
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call(lambda: self._store.add(key, amount)))
+
+    def check(self, key: str) -> bool:
+        return bool(self._call(lambda: self._store.check([key])))
+
+    def get(self, key: str) -> str:
+        """Waits for the key to be set."""
+        wait = timedelta(seconds=self._deadline)
+        self._call(lambda: self._store.wait([key], wait))
+        return str(self._call(lambda: self._store.get(key)).decode())
+
+    def delete_key(self, key: str) -> None:
+        self._call(lambda: self._store.delete_key(key))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return within(self._deadline + _MARGIN, call)
+        except TimeoutError:
+            raise TimeoutError(f"the store at {meeting_point()} did not answer within {self._deadline:g} s") from None
+
+
+def joined_store(deadline: float) -> BoundedStore | None:
+    """The store that this process met the others at, if there is one."""
+    store = default_store()
+    return None if store is None else BoundedStore(store, deadline)
+
+
+def meeting_point() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '?')}"
+
+
+def serve_store(address: str) -> tuple[Any, int]:
+    """A store in this process, for ranks that it starts, and its port; it ends when the object goes."""
+    import socket
+
+    listener = socket.create_server((address, 0))  # one that the store opens itself listens on every interface
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
+    return store(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+
+
+def new_group(deadline: float, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """``dist.new_group`` with ``deadline`` for all its waits and for itself."""
+    wait = timedelta(seconds=deadline)
+    return _on_this_device(deadline, lambda: dist.new_group(ranks, timeout=wait, **options))
+
+
+def init_process_group(deadline: float, backend: str, **meeting: Any) -> None:
+    wait = timedelta(seconds=deadline)
+    _on_this_device(deadline, lambda: dist.init_process_group(backend, timeout=wait, **meeting))
+
+
+def _on_this_device(deadline: float, call: Callable[[], T]) -> T:
+    """A thread has a current GPU of its own, which is the first unless it is set."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def work() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return call()
+
+    try:
+        return within(deadline + _MARGIN, work)
+    except TimeoutError:
+        text = f"the ranks did not meet at {meeting_point()} within {deadline:g} s: a rank or the store does not answer"
+        raise TimeoutError(text) from None

@@ -1,0 +1,199 @@
+"""Signals sent to the ranks and the launcher of a training run at random moments, with what came of it.
+
+``python tests/fault_trials.py stop --trials 20`` stops (SIGSTOP) a random rank at a random moment;
+``term`` sends SIGTERM to the launcher while the run starts; ``orphan`` kills the launcher (SIGKILL).
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SETTINGS = (
+    "network.width=2", "data.arguments.size=16", "data.samples=4", "data.validation=0", "checkpoint_every=1",
+)  # fmt: skip
+PATIENCE = 120.0  # seconds after which a run counts as hanging
+
+
+@dataclass
+class Outcome:
+    """What a run did after the signal: exit status, seconds until it ended, and its standard error."""
+
+    status: int | None  # None: it was still running after PATIENCE
+    seconds: float
+    stderr: str
+    stdout: str = ""
+    moment: str = ""
+
+
+def command(out: Path, steps: int, deadline: float, ranks: int, *more: str) -> list[str]:
+    told = [word for each in (*SETTINGS, f"steps={steps}", f"deadline={deadline}") for word in ("--set", each)]
+    base = [sys.executable, "-m", "halocline.cli", "train", "unet3d", "--out", str(out), *told]
+    return [*base, *(["--ranks", str(ranks)] if ranks else []), *more]
+
+
+def started(arguments: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+    """In a process group of its own, so that nothing of it outlives the trial."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        return subprocess.Popen(arguments, stdout=out, stderr=err, env=environment, process_group=0, cwd=folder)
+
+
+def ranks_of(launcher: int, name: str = "train_rank") -> dict[int, int]:
+    """The processes of the ranks below a launcher, by rank."""
+    found = {}
+    for pid in descendants(launcher):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            variables = dict(
+                each.split(b"=", 1) for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in each
+            )
+        except OSError:
+            continue
+        rank = variables.get(b"RANK", variables.get(b"PMI_RANK"))
+        if rank is not None and any(name.encode() in word for word in words):
+            found[int(rank)] = pid
+    return found
+
+
+def descendants(parent: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, new = [], [parent]
+    while new:
+        new = [child for each in new for child in parents.get(each, [])]
+        found += new
+    return sorted(found)
+
+
+def steps_made(out: Path) -> int:
+    log = out / "log.jsonl"
+    return log.read_bytes().count(b'"step"') if log.exists() else 0
+
+
+def finish(run: "subprocess.Popen[bytes]", folder: Path, since: float, moment: str) -> Outcome:
+    try:
+        status: int | None = run.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        status = None
+    seconds = time.monotonic() - since
+    with suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    return Outcome(status, seconds, (folder / "stderr").read_text(), (folder / "stdout").read_text(), moment)
+
+
+def until(condition, run: "subprocess.Popen[bytes]") -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition() and run.poll() is None:
+        if time.monotonic() > end:
+            raise TimeoutError("the run did not come to the moment of the trial")
+        time.sleep(0.01)
+
+
+# ---- trials ----
+
+
+def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, restarts: int) -> Outcome:
+    """SIGSTOP to any rank: while ranks start, in a step, or while a checkpoint is written."""
+    out, rank, when = folder / "run", rng.randrange(ranks), rng.choice(("start", "step", "save"))
+    steps = 40 if restarts else 100_000
+    run = started(command(out, steps, deadline, ranks, "--restarts", str(restarts), "--json"), folder)
+    until(lambda: rank in ranks_of(run.pid), run)
+    process = ranks_of(run.pid)[rank]
+    if when == "start":
+        time.sleep(rng.uniform(0, 6))
+    else:
+        first = rng.randrange(1, 12)
+        until(lambda: steps_made(out) >= first, run)
+        if when == "save":
+            until(lambda: any((out / "checkpoints").glob(".*.part")), run)
+        time.sleep(rng.uniform(0, 0.05))
+    os.kill(process, signal.SIGSTOP)
+    moment = f"rank {rank}, {when}, step {steps_made(out)}"
+    since = time.monotonic()
+    if restarts:  # how long until the stopped process is gone; the run itself goes on
+        until(lambda: process not in descendants(run.pid), run)
+        gone = time.monotonic() - since
+        outcome = finish(run, folder, since, moment)
+        return Outcome(outcome.status, gone, outcome.stderr, outcome.stdout, moment)
+    return finish(run, folder, since, moment)
+
+
+def terminate_early(folder: Path, rng: random.Random, span: float, ranks: int) -> Outcome:
+    """SIGTERM to the launcher at a random moment of its first ``span`` seconds."""
+    run = started(command(folder / "run", 100_000, 60.0, ranks, "--json"), folder)
+    since, delay = time.monotonic(), rng.uniform(0, span)
+    time.sleep(delay)
+    steps = steps_made(folder / "run")
+    os.kill(run.pid, signal.SIGTERM)
+    since = time.monotonic()
+    return finish(run, folder, since, f"after {delay:.2f} s, step {steps}")
+
+
+def kill_the_launcher(folder: Path, rng: random.Random, span: float, ranks: int) -> Outcome:
+    """SIGKILL to the launcher; the outcome's seconds are until its last rank has gone."""
+    run = started(command(folder / "run", 100_000, 60.0, ranks), folder)
+    delay = rng.uniform(0, span)
+    until(lambda: ranks_of(run.pid), run)
+    time.sleep(delay)
+    processes = descendants(run.pid)
+    run.kill()
+    since = time.monotonic()
+    run.wait()
+    end = since + PATIENCE
+    while (left := [pid for pid in processes if Path(f"/proc/{pid}/cmdline").exists() and alive(pid)]) and (
+        time.monotonic() < end
+    ):
+        time.sleep(0.02)
+    outcome = finish(run, folder, since, f"after {delay:.2f} s, {len(processes)} processes")
+    return Outcome(None if left else 0, outcome.seconds, outcome.stderr, outcome.stdout, outcome.moment)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("stop", "restart", "term", "orphan"))
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--deadline", type=float, default=10.0, help="of the runs, in seconds")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--span", type=float, default=8.0, help="seconds of start-up")
+    parser.add_argument("--seed", type=int, default=0)
+    told = parser.parse_args()
+    for trial in range(told.trials):
+        rng = random.Random(told.seed * 1000 + trial)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if told.kind in ("stop", "restart"):
+                outcome = stop_a_rank(folder, rng, told.deadline, told.ranks, 1 if told.kind == "restart" else 0)
+            else:
+                trial_of = terminate_early if told.kind == "term" else kill_the_launcher
+                outcome = trial_of(folder, rng, told.span, told.ranks)
+        last = (outcome.stderr.strip().splitlines() or [""])[-1][:200]
+        print(json.dumps({"trial": trial, **{k: v for k, v in vars(outcome).items() if k not in ("stderr", "stdout")},
+                          "last": last, "out": outcome.stdout[-160:]}), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
