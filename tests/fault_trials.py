@@ -1,7 +1,9 @@
 """Signals sent to the ranks and the launcher of a training run at random moments, with what came of it.
 
-``python tests/fault_trials.py stop --trials 20`` stops (SIGSTOP) a random rank at a random moment;
-``term`` sends SIGTERM to the launcher while the run starts; ``orphan`` kills the launcher (SIGKILL).
+``python tests/fault_trials.py stop --trials 20`` stops (SIGSTOP) a random rank at a random moment of its start, of a
+step or of a save, and ``restart`` does so with ``--restarts 1``. ``--by torchrun``, ``mpiexec`` or ``variables`` (as
+srun sets them: rank 0 serves the store) start the ranks otherwise, and count how long the other ranks run on. ``term``
+sends SIGTERM to the launcher while the run starts; ``orphan`` kills the launcher (SIGKILL).
 """
 
 import argparse
@@ -9,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,7 +50,7 @@ def started(arguments: list[str], folder: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(arguments, stdout=out, stderr=err, env=environment, process_group=0, cwd=folder)
 
 
-def ranks_of(launcher: int, name: str = "train_rank") -> dict[int, int]:
+def ranks_of(launcher: int) -> dict[int, int]:
     """The processes of the ranks below a launcher, by rank."""
     found = {}
     for pid in descendants(launcher):
@@ -59,7 +62,7 @@ def ranks_of(launcher: int, name: str = "train_rank") -> dict[int, int]:
         except OSError:
             continue
         rank = variables.get(b"RANK", variables.get(b"PMI_RANK"))
-        if rank is not None and any(name.encode() in word for word in words):
+        if rank is not None and any(word.startswith(b"halocline.cli") for word in words):
             found[int(rank)] = pid
     return found
 
@@ -109,30 +112,66 @@ def until(condition, run: "subprocess.Popen[bytes]") -> None:
 # ---- trials ----
 
 
-def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, restarts: int) -> Outcome:
-    """SIGSTOP to any rank: while ranks start, in a step, or while a checkpoint is written."""
-    out, rank, when = folder / "run", rng.randrange(ranks), rng.choice(("start", "step", "save"))
-    steps = 40 if restarts else 100_000
-    run = started(command(out, steps, deadline, ranks, "--restarts", str(restarts), "--json"), folder)
+def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, by: str, restarts: int = 0) -> Outcome:
+    """SIGSTOP to any rank, at any time. The seconds are until the run ends, or until no other rank runs."""
+    out, rank = folder / "run", rng.randrange(ranks)
+    arguments = [*command(out, 40 if restarts else 100_000, deadline, 0), "--json"]
+    if by == "own":
+        arguments += ["--ranks", str(ranks), "--restarts", str(restarts)]
+    run = started([*starter(by, ranks), *arguments[1 if by == "torchrun" else 0 :]], folder)
     until(lambda: rank in ranks_of(run.pid), run)
-    process = ranks_of(run.pid)[rank]
+    process, moment = ranks_of(run.pid)[rank], wait_for_moment(run, out, rng)
+    others = [pid for other, pid in ranks_of(run.pid).items() if other != rank]
+    os.kill(process, signal.SIGSTOP)
+    moment, since = f"rank {rank}, {moment}, step {steps_made(out)}", time.monotonic()
+    if by == "own" and not restarts:
+        return finish(run, folder, since, moment)
+    wanted = [process] if by == "own" else others
+    while time.monotonic() < since + PATIENCE and any(map(alive, wanted)):
+        time.sleep(0.02)
+    seconds, hanging = time.monotonic() - since, any(map(alive, wanted))
+    if by == "own":
+        outcome = finish(run, folder, since, moment)
+        return Outcome(outcome.status, seconds, outcome.stderr, outcome.stdout, moment)
+    os.kill(process, signal.SIGKILL)
+    outcome = finish(run, folder, since, moment)
+    status = None if hanging else outcome.status
+    return Outcome(status, seconds, outcome.stderr, outcome.stdout, moment)
+
+
+def starter(by: str, ranks: int) -> list[str]:
+    """The command that starts ranks, to which that of a rank is added."""
+    folder = Path(sys.executable).parent
+    return {
+        "own": [],
+        "torchrun": [str(folder / "torchrun"), "--nproc-per-node", str(ranks)],
+        "mpiexec": [str(folder / "mpiexec"), "-n", str(ranks)],
+        "variables": [sys.executable, __file__, "variables", str(ranks)],
+    }[by]
+
+
+def start_by_variables(ranks: int, rank_command: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(rank_command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    raise SystemExit(max(abs(process.wait()) for process in processes))
+
+
+def wait_for_moment(run: "subprocess.Popen[bytes]", out: Path, rng: random.Random) -> str:
+    when, step = rng.choice(("start", "step", "save")), rng.randrange(1, 12)
     if when == "start":
         time.sleep(rng.uniform(0, 6))
-    else:
-        first = rng.randrange(1, 12)
-        until(lambda: steps_made(out) >= first, run)
-        if when == "save":
-            until(lambda: any((out / "checkpoints").glob(".*.part")), run)
-        time.sleep(rng.uniform(0, 0.05))
-    os.kill(process, signal.SIGSTOP)
-    moment = f"rank {rank}, {when}, step {steps_made(out)}"
-    since = time.monotonic()
-    if restarts:  # how long until the stopped process is gone; the run itself goes on
-        until(lambda: process not in descendants(run.pid), run)
-        gone = time.monotonic() - since
-        outcome = finish(run, folder, since, moment)
-        return Outcome(outcome.status, gone, outcome.stderr, outcome.stdout, moment)
-    return finish(run, folder, since, moment)
+        return when
+    until(lambda: steps_made(out) >= step, run)
+    if when == "save":
+        until(lambda: any((out / "checkpoints").glob(".*.part")), run)
+    time.sleep(rng.uniform(0, 0.05))
+    return when
 
 
 def terminate_early(folder: Path, rng: random.Random, span: float, ranks: int) -> Outcome:
@@ -175,6 +214,7 @@ def alive(pid: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=("stop", "restart", "term", "orphan"))
+    parser.add_argument("--by", choices=("own", "torchrun", "mpiexec", "variables"), default="own")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--deadline", type=float, default=10.0, help="of the runs, in seconds")
     parser.add_argument("--ranks", type=int, default=2)
@@ -186,7 +226,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             if told.kind in ("stop", "restart"):
-                outcome = stop_a_rank(folder, rng, told.deadline, told.ranks, 1 if told.kind == "restart" else 0)
+                restarts = 1 if told.kind == "restart" else 0
+                outcome = stop_a_rank(folder, rng, told.deadline, told.ranks, told.by, restarts)
             else:
                 trial_of = terminate_early if told.kind == "term" else kill_the_launcher
                 outcome = trial_of(folder, rng, told.span, told.ranks)
@@ -196,4 +237,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["variables"]:
+        start_by_variables(int(sys.argv[2]), sys.argv[3:])
     main()
