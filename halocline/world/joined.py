@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
