@@ -65,6 +65,15 @@ def default_store() -> Any:
         return None
 
 
+def collectives_begun() -> int | None:
+    """How many collectives the default process group has begun; None where there is no group or it does not count."""
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    try:
+        return None if group is None else int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend without numbers
+        return None
+
+
 def backward_number() -> int:
     """Which backward pass is running; -1 where none is."""
     return torch._C._current_graph_task_id()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ._torch_private import running_modules
 from .errors import MeshError
 from .kernels import Watch, keep_fast
+from .own_collectives import watch_collectives
 from .random import same_state
 from .reduction import (
     ENGINE,
@@ -125,6 +126,7 @@ def distribute(
         model.register_forward_pre_hook(_NewParameters(engine))
     if next(model.buffers(), None) is not None:
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
+    watch_collectives(model)
     return model
 
 

@@ -16,6 +16,7 @@ from ..errors import Refused
 from ..tensor import current_module, here
 from ..tensor.copy import WholeCopy
 from .backward import BACKWARD, run_backward
+from .categories import multinomial
 from .factories import FACTORIES, normal
 from .functions import KERNELS, Kernel
 from .generator import Place
@@ -52,7 +53,10 @@ def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: flo
 
 
 #: Functions of torch's made of other functions, written out, so that those are seen one by one.
-WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {F.gumbel_softmax: _gumbel_softmax}
+WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+    F.gumbel_softmax: _gumbel_softmax,
+    **dict.fromkeys((torch.multinomial, Tensor.multinomial), multinomial),
+}
 
 
 _PLAIN = {Tensor, nn.Parameter, WholeCopy}
@@ -145,8 +149,6 @@ _OTHERS: dict[Any, Callable[..., bool]] = {
         (
             torch.poisson,
             torch.binomial,
-            torch.multinomial,
-            Tensor.multinomial,
             torch.native_dropout,
             torch.svd_lowrank,
             torch.pca_lowrank,

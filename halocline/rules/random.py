@@ -37,6 +37,6 @@ for _function, _written in WRITTEN_OUT.items():
     composite(_function, family="random")(_written)
 
 
-@rule(torch.poisson, torch.binomial, torch.multinomial, Tensor.multinomial)
+@rule(torch.poisson, torch.binomial)
 def refused(*args: Any, **kwargs: Any) -> Recipe:
-    raise refuse("poisson, binomial or multinomial", "their numbers take an unknown count of draws", "hc.gather first")
+    raise refuse("poisson or binomial", "their numbers take an unknown count of draws", "hc.gather first")
