@@ -180,3 +180,18 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         or everywhere._global_optimizer_pre_hooks
         or everywhere._global_optimizer_post_hooks
     )
+
+
+def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
+    """Its hooks after accumulation, by the number of their handle; None where there are none."""
+    return leaf._post_accumulate_grad_hooks
+
+
+def set_post_accumulate_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Have torch call these, and put in what is registered from now on."""
+    leaf._post_accumulate_grad_hooks = hooks
+
+
+def gradient_hooks(leaf: torch.Tensor) -> Any:
+    """Its hooks on gradients, by the number of their handle; None where there are none."""
+    return leaf._backward_hooks

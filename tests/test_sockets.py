@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 
 import pytest
 import torch
 
+import halocline as hc
 from halocline.testing import shared_pool
+from halocline.world import Label
+from halocline.world.door import HELLO, Door
 from halocline.world.wire import LARGEST, Pipe, Wire, memory_of
 
 
@@ -110,3 +114,58 @@ def exchange_sizes() -> list[bool]:
 
 def test_both_ways_of_travelling_give_the_same() -> None:
     assert shared_pool(2).run(exchange_sizes) == [[True] * 5] * 2
+
+
+def stranger(address: str, kind: str) -> socket.socket:
+    """Calls at a rank's port without knowing its token."""
+    host, port, _ = address.split()
+    caller = socket.create_connection((host, int(port)))
+    if kind == "resets":
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        caller.close()
+    elif kind == "hangs up":
+        caller.close()
+    elif kind == "talks":
+        caller.sendall(b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n")
+    elif kind == "says a part":
+        caller.sendall(b"SSH")
+    return caller
+
+
+STRANGERS = ("idles", "resets", "hangs up", "talks", "says a part")
+
+
+def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halocline.world.door._GREETING", 0.05)
+    door = Door("127.0.0.1")
+    callers = [stranger(door.address, kind) for kind in STRANGERS]
+    host, port, token = door.address.split()
+    rank = socket.create_connection((host, int(port)))
+    rank.sendall(HELLO.pack(bytes.fromhex(token), 3)[:10])
+    door.look(0.01)
+    rank.sendall(HELLO.pack(bytes.fromhex(token), 3)[10:])
+    end = time.monotonic() + 10
+    while 3 not in door.callers and time.monotonic() < end:
+        door.look(0.01)
+    assert set(door.callers) == {3}
+    time.sleep(0.06)
+    door.look(0.0)
+    for caller in callers:
+        caller.close()
+    assert not door._greeting
+    door.close()
+    rank.close()
+
+
+def meet_among_strangers() -> list[float]:
+    world = hc.Mesh(data=-1).world._another(False)  # type: ignore[attr-defined]
+    callers = [stranger(world._wire._door.address, kind) for kind in STRANGERS for _ in range(3)]
+    everyone = tuple(range(world.size))
+    found = world.sum(torch.ones(2), everyone, Label("sum", "a test")).tolist()
+    for caller in callers:
+        caller.close()
+    return found
+
+
+def test_ranks_meet_among_strangers() -> None:
+    assert shared_pool(3).run(meet_among_strangers) == [[3.0, 3.0]] * 3

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +22,23 @@ from torch.autograd.graph import get_gradient_edge
 from .._torch_private import after_backward, backward_number, is_captured, passes_inside_each_other
 from ..errors import MeshError
 from ..world import AVERAGED, Label, Route, Sum, World
+from .after import After
 from .clerk import Clerk
 from .control import Control, Doubling
 from .grouping import Link
+from .hooks import ParameterHooks, hook_first, others_look
 from .line import Line, Tell
 from .link import Clock, measured_link
-from .owners import Mark
+from .owners import Mark, refuse_unaveraged
 from .passes import Pass
 from .plan import FORWARD, Facts, Goal, Plan
 from .rings import Pending, Rings
+from .sparse import sparse_mean
 from .wire import Wire
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
 _DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
-
-
-class After(Protocol):
-    """Who takes over the sums of a backward that has ended, where they are not waited for at once."""
-
-    goal: Goal
-
-    def before(self, index: int) -> None:
-        """A gradient is about to be added to a parameter's."""
-
-    def take_over(self, ended: Pass, came: set[int]) -> None:
-        """Its sums have begun; the gradients are yet to be."""
-
-    def take_means(self) -> None:
-        """All gradients are means already: there was no plan to begin them by."""
-
-    def look_back(self) -> None:
-        """Let the engine see what earlier sums told, now that all ranks are at the same point."""
-
-    def finish(self) -> None:
-        """Wait for all that is under way."""
 
 
 #: By backward pass: the engines that take part in it. One that failed keeps none of them.
@@ -104,6 +86,7 @@ class GradientAverage:
         self._open: Pass | None = None
         self._asked = (-1, False)  # a pass, and whether it hands its gradients out
         self._pile: set[int] = set()
+        self._hooks = ParameterHooks()
         self._deferred = 0
         self._regular = 0
         self._exchanged = 0
@@ -115,15 +98,16 @@ class GradientAverage:
 
         def arrived(leaf: Tensor) -> None:
             engine = alive()
-            # Where a derivative does not depend on a parameter, torch calls its hooks without a gradient.
-            if engine is not None and leaf.grad is not None:
+            if engine is None:
+                hooks.run(leaf)
+            elif leaf.grad is not None:  # torch calls hooks too where a derivative does not depend on the parameter
                 engine._arrived(index)
 
         def handed_out(gradient: Tensor) -> Tensor | None:
             engine = alive()
-            if engine is None or not engine._hands_out(index):
+            if engine is None or not (engine._hands_out(index) or others_look(engine.parameters[index])):
                 return None
-            return engine.mean(gradient, engine.names[index])
+            return engine.mean_of(index, gradient)
 
         mark = getattr(parameter, AVERAGED, None)
         if isinstance(mark, Mark) and mark:
@@ -132,8 +116,8 @@ class GradientAverage:
                 "distribute one module that holds everything shared"
             )
         setattr(parameter, AVERAGED, Mark(alive))
-        parameter.register_post_accumulate_grad_hook(arrived)
-        parameter.register_hook(handed_out)
+        hooks = self._hooks.watch(parameter, arrived)
+        hook_first(parameter, handed_out)
 
     def _hands_out(self, index: int) -> bool:
         """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
@@ -188,6 +172,15 @@ class GradientAverage:
             return lambda tensor, tell: rings.begin(tensor, label, tell)
         return lambda tensor, tell: world.begin_sum(tensor, everyone, label)
 
+    def mean_of(self, index: int, gradient: Tensor) -> Tensor:
+        """Of a gradient that somebody sees while backward runs. By all ranks together."""
+        if not gradient.is_sparse:
+            return self.mean(gradient, self.names[index])
+        label = Label(f"{self.name} of {self.names[index]}", "a hook", "gradients")
+        found = sparse_mean(gradient, self.parameters[index].detach(), self.world, label)
+        assert found is not None
+        return found
+
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
         share = 1.0 / self.world.size
@@ -207,6 +200,7 @@ class GradientAverage:
 
     def _arrived(self, index: int) -> None:
         if not self.active:
+            self._hooks.refuse_share(index, self.names[index])
             self._pile.add(index)
             return
         if self._open is None:
@@ -217,7 +211,6 @@ class GradientAverage:
         task = backward_number()
         if self.plan is not None and not self.plan.dynamic and not self.plan.fits(self.parameters):
             self.forget_plan()
-        self.patient |= any(len(_hooks_after(parameter)) > 1 for parameter in self.parameters)
         # Under create_graph gradients are to be differentiated themselves, and cannot lie in a buffer.
         deferred = self.plan is None or self.patient or self._deferred > 0 or torch.is_grad_enabled()
         plan = None if deferred or not self.plan.groups else self.plan  # type: ignore[union-attr]
@@ -236,29 +229,32 @@ class GradientAverage:
         gone = [index for index in ended.touched if self.parameters[index].grad is None]
         if gone:
             raise MeshError(
-                f"the gradient of {self.names[gone[0]]} is gone before the ranks averaged it: an optimizer that steps "
-                "while backward runs would step by this rank's gradient alone"
+                f"the gradient of {self.names[gone[0]]} is gone before the ranks averaged it; let go of it after "
+                "backward, or in a hook of register_post_accumulate_grad_hook"
             )
         ended.end(pile)
-        self._look_for_others()  # the others wait for what has begun here, whatever is found
+        # The others wait for what has begun here, whatever is found.
+        refuse_unaveraged(self.model() if self.model is not None else None)
         return ended.touched | pile
 
-    def _look_for_others(self) -> None:
-        """A gradient that nobody averages is one that the ranks would not share."""
-        model = self.model() if self.model is not None else None
-        modules = () if model is None else model.modules()
-        own = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
-        if model is None or all(getattr(parameter, AVERAGED, False) or parameter.grad is None for parameter in own):
-            return
-        names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]
-        raise MeshError(
-            f"{names[0]} is new in the model and got a gradient that nobody averages: new parameters are found when "
-            "the distributed model itself is called; call it, not its parts"
-        )
-
-    def _finish(self, came: set[int]) -> None:
+    def _finish(self, came: set[int]) -> Callable[[], None]:
+        """Make gradients means, or hand them to ``after``. Returns a call of the users' hooks, for when all engines are
+        done."""
         ended, self._open = self._open, None
         assert ended is not None
+        self._settle_means(ended, came)
+        return lambda: self._run_hooks(ended, came)
+
+    def _run_hooks(self, ended: Pass, came: set[int]) -> None:
+        """In the order in which gradients came; of those too that came on other ranks alone."""
+        if not self._hooks:
+            return
+        if self.after is not None:
+            self.after.finish()
+        came = self._everybody() if self.after is not None else came | ended.had
+        self._hooks.run(sorted(came, key=ended.moment), self.parameters, ended.graph)
+
+    def _settle_means(self, ended: Pass, came: set[int]) -> None:
         self.steps += 1
         if self.after is not None:
             self.after.look_back()
@@ -269,7 +265,7 @@ class GradientAverage:
         if ended.finish():
             self.look_back(ended, came)
         else:
-            self._settle(came, self._everybody())
+            ended.had |= self._settle(came, self._everybody())
         if self.after is not None:
             self.after.take_means()
 
@@ -279,7 +275,7 @@ class GradientAverage:
         assert plan is not None
         if ended.wants_another_plan or (ended.absent and not plan.dynamic and not plan.complete):
             planned = set(plan.home) | set(plan.sparse)
-            self._settle((came | planned) - ended.absent, self._everybody() - planned)
+            ended.had |= self._settle((came | planned) - ended.absent, self._everybody() - planned)
         elif ended.uneven:
             self._go_by_agreement()
         self._count_regular(ended)
@@ -294,8 +290,11 @@ class GradientAverage:
             if self._regular >= _REGULAR:
                 self.forget_plan()
 
-    def _settle(self, came: set[int], left: set[int]) -> None:
-        """Agree on what ``came``, average at once what is ``left`` to do of it, and make a plan for the next pass."""
+    def _settle(self, came: set[int], left: set[int]) -> set[int]:
+        """Agree on what ``came``, average at once what is ``left`` to do of it, and make a plan for the next pass.
+
+        Returns what came on any rank.
+        """
         if self.clock.link is None:
             self.clock.link = measured_link(self.world, self.everyone)
         before = self.world.traffic.messages
@@ -305,10 +304,11 @@ class GradientAverage:
         Pass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
         if self._deferred:
             self._deferred -= 1
-            return
+            return set(facts.came)
         self.plan = plan
         if plan.dynamic:
             self._prepare_agreement()
+        return set(facts.came)
 
     def _planned(self, facts: Facts) -> Plan:
         goal: Goal = "end of backward" if self.after is None else self.after.goal
@@ -364,17 +364,13 @@ def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.is_sparse
 
 
-def _hooks_after(parameter: Tensor) -> Sized:
-    return parameter._post_accumulate_grad_hooks or ()
-
-
 def _finish_all(task: int) -> None:
     """Of all engines, in the order of their making: on every rank the same, whichever heard of the pass first."""
     engines = sorted(_open_passes.pop(task, ()), key=lambda engine: engine.number)
     engines = [engine for engine in engines if engine._open is not None and engine._open.task == task]
     came = [engine._end() for engine in engines]
-    for engine, some in zip(engines, came, strict=True):
-        engine._finish(some)
+    for run_hooks in [engine._finish(some) for engine, some in zip(engines, came, strict=True)]:
+        run_hooks()
 
 
 ENGINE = "_halocline_average"  # where a model keeps its engine

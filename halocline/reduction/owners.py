@@ -81,3 +81,16 @@ def _check_ranks(owner: str, theirs: int, ranks: int) -> None:
             f"{owner} averages gradients over {theirs} ranks; each of the {ranks} ranks holds a share of them, cut "
             f"samples included: give it all ranks (fully_shard: a mesh of one axis, or copies x shards)"
         )
+
+
+def refuse_unaveraged(model: nn.Module | None) -> None:
+    """A gradient that nobody averages is one that the ranks would not share."""
+    modules = () if model is None else model.modules()
+    own = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
+    if model is None or all(getattr(parameter, AVERAGED, False) or parameter.grad is None for parameter in own):
+        return
+    names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]
+    raise MeshError(
+        f"{names[0]} is new in the model and got a gradient that nobody averages: new parameters are found when "
+        "the distributed model itself is called; call it, not its parts"
+    )

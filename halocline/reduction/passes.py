@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -29,9 +30,11 @@ class Pass:
 
     def __init__(self, engine: GradientAverage, task: int, plan: Plan | None) -> None:
         self.engine, self.task, self.plan = engine, task, plan
+        self.graph = torch.is_grad_enabled()  # backward(create_graph=True)
         self.touched: set[int] = set()
         self.unplanned: set[int] = set()
         self.absent: set[int] = set()
+        self.had: set[int] = set()  # came on some rank, as far as sums have told
         self.wants_another_plan = self.uneven = self._anew = False
         self._share = 1.0 / engine.world.size
         self._ready: dict[int, float] = {}
@@ -208,7 +211,12 @@ class Pass:
         self.wants_another_plan |= anew
         had = {index for index, count in zip(group.indices, counts, strict=True) if count}
         self.absent |= set(group.indices) - had
+        self.had |= had
         return had
+
+    def moment(self, index: int) -> tuple[float, int]:
+        """When a gradient came here; of those that did not, in the order of parameters."""
+        return self._ready.get(index, math.inf), index
 
     def means(self, number: int, old: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Of a group whose sum is there, by parameter: as ``take`` tells, and where no rank had one, the ``old``."""

@@ -8,7 +8,6 @@ gloo, whose thread moves them while the rank computes.
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
@@ -21,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from .door import HELLO, Door
 from .rendezvous import BoundedStore, joined_store
 from .tags import diverged
 
@@ -138,7 +138,8 @@ class Pipe:
         if early is not None:
             if len(early) != target.nbytes:
                 raise Diverged(f"{len(early)} bytes came where {target.nbytes} were awaited")
-            target[:] = early
+            if early:  # empty targets may be read-only
+                target[:] = early
             arrival.done = True
         else:
             self._awaited.add(tag, arrival)
@@ -207,7 +208,8 @@ class Pipe:
             if arrival is None:
                 self._early.add(tag, bytearray(self._target))
                 return
-            arrival.target[:] = self._target
+            if self._target.nbytes:
+                arrival.target[:] = self._target
         arrival.done = True
 
 
@@ -219,11 +221,8 @@ class Wire:
         turn = store.add(f"halocline/wires/{rank}", 1)  # every rank's first at this meeting, its second, ...
         self.rank, self.deadline, self._name = rank, deadline, f"halocline/wire/{turn}"
         self.pipes: dict[int, Pipe] = {}
-        self._answered: dict[int, socket.socket] = {}
-        self._token = secrets.token_bytes(16)
-        self._door = socket.create_server((_own_address(card), 0), backlog=256)
-        host, port = self._door.getsockname()[:2]
-        store.set(f"{self._name}/{rank}", f"{host} {port} {self._token.hex()}")
+        self._door = Door(_own_address(card))
+        store.set(f"{self._name}/{rank}", self._door.address)
 
     @staticmethod
     def _store(deadline: float) -> BoundedStore:
@@ -235,8 +234,7 @@ class Wire:
         for pipe in self.pipes.values():
             pipe.socket.close()
             pipe.closed = True
-        for waiting in (*self._answered.values(), self._door):
-            waiting.close()
+        self._door.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_door"):  # else it was never opened
@@ -250,28 +248,18 @@ class Wire:
     def _call(self, peer: int) -> socket.socket:
         host, port, token = self._store(self.deadline).get(f"{self._name}/{peer}").split()
         connection = socket.create_connection((host, int(port)), timeout=self.deadline)
-        connection.sendall(bytes.fromhex(token) + struct.pack("<q", self.rank))
+        connection.sendall(HELLO.pack(bytes.fromhex(token), self.rank))
         return connection
 
     def _answer(self, peer: int) -> socket.socket:
-        """Whoever else calls meanwhile is kept for later; a caller without the token is sent away."""
+        """Whoever else calls meanwhile is kept for later."""
         end = time.monotonic() + self.deadline
-        while peer not in self._answered:
-            self._door.settimeout(_KNOCK)
-            try:
-                connection, _ = self._door.accept()
-            except TimeoutError:
-                if time.monotonic() > end:
-                    raise
-                self.progress()
-                continue
-            connection.settimeout(self.deadline)
-            hello = connection.recv(24, socket.MSG_WAITALL)
-            if hello[:16] == self._token and len(hello) == 24:
-                self._answered[struct.unpack("<q", hello[16:])[0]] = connection
-            else:
-                connection.close()
-        return self._answered.pop(peer)
+        while (connection := self._door.callers.pop(peer, None)) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {peer} has not called within {self.deadline:g} s")
+            self._door.look(_KNOCK)
+            self.progress()
+        return connection
 
     def progress(self) -> None:
         """Hand over and read what can be."""

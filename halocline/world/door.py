@@ -1,0 +1,82 @@
+"""The port at which a rank is called by others.
+
+Strangers call there too: port scanners, monitors, another job. They are sent away, at the latest after two seconds, and
+none of them keeps a rank waiting or makes it fail.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import struct
+import time
+
+HELLO = struct.Struct("<16sq")  # token, rank
+_GREETING = 2.0  # seconds that a caller has to say it
+
+
+class Door:
+    """Accepts connections of other ranks: a caller says a token that the ranks alone know, and its rank."""
+
+    def __init__(self, host: str) -> None:
+        self._token = secrets.token_bytes(16)
+        self._socket = socket.create_server((host, 0), backlog=256)
+        self._socket.setblocking(False)
+        self._greeting: dict[int, tuple[socket.socket, bytearray, float]] = {}  # by descriptor: since when
+        self.callers: dict[int, socket.socket] = {}  # by rank
+
+    @property
+    def address(self) -> str:
+        """Host, port and token, for the other ranks alone."""
+        host, port = self._socket.getsockname()[:2]
+        return f"{host} {port} {self._token.hex()}"
+
+    def look(self, seconds: float) -> None:
+        """Take in who calls, waiting so long at most for anybody."""
+        poll = select.poll()
+        for descriptor in (self._socket.fileno(), *self._greeting):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(max(1, int(1000 * seconds))):
+            if descriptor == self._socket.fileno():
+                self._accept()
+            else:
+                self._read(descriptor)
+        for descriptor, (_, _, since) in list(self._greeting.items()):
+            if time.monotonic() - since > _GREETING:
+                self._send_away(descriptor)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionError):  # nobody, or one that has hung up already
+                return
+            connection.setblocking(False)
+            self._greeting[connection.fileno()] = connection, bytearray(), time.monotonic()
+            self._read(connection.fileno())
+
+    def _read(self, descriptor: int) -> None:
+        connection, said, _ = self._greeting[descriptor]
+        try:
+            part = connection.recv(HELLO.size - len(said))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        said += part
+        if len(said) < HELLO.size and part:
+            return
+        token, rank = HELLO.unpack(said) if len(said) == HELLO.size else (b"", -1)
+        if secrets.compare_digest(token, self._token):
+            del self._greeting[descriptor]
+            self.callers[rank] = connection
+        else:
+            self._send_away(descriptor)
+
+    def _send_away(self, descriptor: int) -> None:
+        self._greeting.pop(descriptor)[0].close()
+
+    def close(self) -> None:
+        for connection in (*self.callers.values(), *(greeted[0] for greeted in self._greeting.values()), self._socket):
+            connection.close()
