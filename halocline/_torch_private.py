@@ -195,3 +195,8 @@ def set_post_accumulate_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None
 def gradient_hooks(leaf: torch.Tensor) -> Any:
     """Its hooks on gradients, by the number of their handle; None where there are none."""
     return leaf._backward_hooks
+
+
+def set_gradient_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Have torch call these, and put in what is registered from now on."""
+    leaf._backward_hooks = hooks

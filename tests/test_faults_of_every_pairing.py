@@ -42,6 +42,7 @@ from pairings import (
     variables,
 )
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import halocline as hc
 from halocline._torch_private import default_store
@@ -60,6 +61,7 @@ class Lost(Exception):
 
 # ---- what the culprit does ----
 
+held: list[object] = []  # torch lets go of a leaf's node where nobody holds it
 Trouble = Callable[[nn.Module], bool]  # in the step in which it happens; is the step left out?
 
 
@@ -68,7 +70,9 @@ def in_backward(do: Callable[[], object]) -> Trouble:
 
     def prepare(model: Any) -> bool:
         left = iter([do])
-        model.wide.weight.register_hook(lambda _: next(left, lambda: None)())
+        node = get_gradient_edge(model.wide.weight).node  # hooks on a parameter run when backward has ended
+        held.append(node)
+        node.register_prehook(lambda _: next(left, lambda: None)())
         return False
 
     return prepare
@@ -258,13 +262,16 @@ def poisoned(mesh: Mesh, algorithm: Algorithm, modes: Sequence[str]) -> list[lis
 def _poisoned(mesh: Mesh, algorithm: Algorithm, mode: Mode) -> list[Tensor]:
     model, step, found = net(), 0, []
 
-    def poison(gradient: Tensor) -> Tensor:
-        changed = gradient.clone()
+    def poison(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if mesh.rank != CULPRIT or step not in POISON:
+            return None
+        changed = gradients[0].clone()
         changed[PLACE] = POISON[step]
-        return changed
+        return (changed,)
 
     distributed(model, WritingSGD(model), mesh, algorithm, mode, GROUPS)
-    model.wide.weight.register_hook(lambda g: poison(g) if mesh.rank == CULPRIT and step in POISON else None)
+    node = get_gradient_edge(model.wide.weight).node  # a hook on the parameter would see the mean
+    node.register_prehook(poison)
     for step in range(STEPS):
         model.zero_grad()
         for micro in micros(step, mode.late):

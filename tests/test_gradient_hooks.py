@@ -91,11 +91,27 @@ def one_of_them_unused(model: nn.Module, place: Callable[[Tensor], Tensor]) -> l
     return [torch.tensor([calls.count(number) for number in range(len(list(model.parameters())))])]
 
 
+def gradients_that_pile_up(model: nn.Module, place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """A hook on the gradient sees that of its own pass alone."""
+    seen: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient.abs().sum()) or gradient.clamp(-0.01, 0.01))
+    for step in range(STEPS):
+        loss_of(model, place(batch(step)), step).backward()
+    return [*(p.grad for p in model.parameters() if p.grad is not None), torch.stack(sorted(seen))]
+
+
+def derived_by_the_user(model: nn.Module, place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    weight = next(model.parameters())
+    weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return [torch.autograd.grad(loss_of(model, place(batch(0)), 0), weight)[0]]
+
+
 TRAININGS: dict[str, Train] = {
     f.__name__: f
     for f in (
         clipped_after_accumulation, clipped_before, normalized_layer_by_layer, optimizer_in_backward, removed_again,
-        one_of_them_unused,
+        one_of_them_unused, gradients_that_pile_up, derived_by_the_user,
     )
 }  # fmt: skip
 
@@ -161,13 +177,29 @@ def test_hooks_that_were_there_before() -> None:
         check_close(found, [alone[0].weight.grad.clamp(-0.01, 0.01), alone[2].weight.grad.clamp(-0.01, 0.01)])
 
 
+def test_hooks_of_one_rank_alone() -> None:
+    """As a logger on rank 0 registers them."""
+
+    def run() -> list[Tensor]:
+        mesh, seen = hc.Mesh(data=2), []
+        model = hc.distribute(small_model(), mesh)
+        if mesh.rank == 0:
+            model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        loss_of(model, part(batch(0), mesh), 0).backward()
+        return [*seen, model[0].weight.grad]
+
+    first, second = run_local(2, run)
+    assert len(first) == 2 and len(second) == 1
+    check_close(first, [second[0], second[0]])
+
+
 def test_a_share_is_not_shown() -> None:
     def run() -> None:
         mesh = hc.Mesh(data=2)
         model = hc.distribute(small_model(), mesh)
         model[0].weight.register_post_accumulate_grad_hook(clear)
         with (
-            pytest.raises(hc.Refused, match=r"a hook after accumulation of 0\.weight in hc\.no_sync"),
+            pytest.raises(hc.Refused, match=r"a hook on 0\.weight in hc\.no_sync"),
             hc.no_sync(model),
         ):
             loss_of(model, part(batch(0), mesh), 0).backward()

@@ -14,6 +14,7 @@ import torch
 from averaging import batch, check_equal, drawn, loss_of, part, small_model
 from ranges import often
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import halocline as hc
 from halocline.reduction import Coordinator, Doubling, Tree, engine_of
@@ -150,13 +151,14 @@ def fails_in_the_middle(kind: str) -> str:
     mesh.world.set_deadline(2.0)
     model = hc.distribute(small_model(), mesh)
 
-    def stop(gradient: Tensor) -> None:
+    def stop(gradients: tuple[Tensor, ...]) -> None:
         if mesh.rank == 1 and step == 2:
             if kind == "dies":
                 os._exit(3)
             time.sleep(7)
 
-    model[2].weight.register_hook(stop)
+    node = get_gradient_edge(model[2].weight).node  # hooks on a parameter run when backward has ended
+    node.register_prehook(stop)
     step = 0
     for step in range(4):
         loss_of(model, part(batch(step), mesh), step).backward()

@@ -26,14 +26,13 @@ from .after import After
 from .clerk import Clerk
 from .control import Control, Doubling
 from .grouping import Link
-from .hooks import ParameterHooks, hook_first, others_look
+from .hooks import ParameterHooks
 from .line import Line, Tell
 from .link import Clock, measured_link
 from .owners import Mark, refuse_unaveraged
 from .passes import Pass
 from .plan import FORWARD, Facts, Goal, Plan
 from .rings import Pending, Rings
-from .sparse import sparse_mean
 from .wire import Wire
 
 _log = logging.getLogger("halocline")
@@ -99,15 +98,20 @@ class GradientAverage:
         def arrived(leaf: Tensor) -> None:
             engine = alive()
             if engine is None:
-                hooks.run(leaf)
+                hooks.after_accumulation(leaf)
             elif leaf.grad is not None:  # torch calls hooks too where a derivative does not depend on the parameter
                 engine._arrived(index)
 
-        def handed_out(gradient: Tensor) -> Tensor | None:
+        def arrives(gradient: Tensor | None) -> Tensor | None:
             engine = alive()
-            if engine is None or not (engine._hands_out(index) or others_look(engine.parameters[index])):
+            if gradient is None:
                 return None
-            return engine.mean_of(index, gradient)
+            if engine is None:
+                return hooks.seen(gradient)
+            if engine._hands_out(index):
+                return hooks.seen(engine.mean(gradient, engine.names[index]))
+            hooks.set_aside(engine.parameters[index])
+            return None
 
         mark = getattr(parameter, AVERAGED, None)
         if isinstance(mark, Mark) and mark:
@@ -116,8 +120,7 @@ class GradientAverage:
                 "distribute one module that holds everything shared"
             )
         setattr(parameter, AVERAGED, Mark(alive))
-        hooks = self._hooks.watch(parameter, arrived)
-        hook_first(parameter, handed_out)
+        hooks = self._hooks.watch(parameter, arrives, arrived)
 
     def _hands_out(self, index: int) -> bool:
         """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
@@ -143,6 +146,7 @@ class GradientAverage:
             self._pile |= left.touched
         elif left.touched:
             _log.warning("%s: a backward did not end; its gradients are dropped", self.name)
+            self._hooks.put_back(self.parameters)
         self._deferred = _DEFERRED
 
     def adopt(self, added: Sequence[tuple[str, Tensor]]) -> None:
@@ -171,15 +175,6 @@ class GradientAverage:
             rings = self.rings
             return lambda tensor, tell: rings.begin(tensor, label, tell)
         return lambda tensor, tell: world.begin_sum(tensor, everyone, label)
-
-    def mean_of(self, index: int, gradient: Tensor) -> Tensor:
-        """Of a gradient that somebody sees while backward runs. By all ranks together."""
-        if not gradient.is_sparse:
-            return self.mean(gradient, self.names[index])
-        label = Label(f"{self.name} of {self.names[index]}", "a hook", "gradients")
-        found = sparse_mean(gradient, self.parameters[index].detach(), self.world, label)
-        assert found is not None
-        return found
 
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""

@@ -59,9 +59,15 @@ class _Recording(_Standing):
         self.tape.clear()
 
     def begin(
-        self, sends: Sequence[Send], receives: Sequence[Receive], like: Tensor, ranks: tuple[int, ...], label: Label
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        like: Tensor,
+        ranks: tuple[int, ...],
+        label: Label,
+        path: int | None = None,
     ) -> Exchange:
-        exchange: Exchange = self.inner["begin"](sends, receives, like, ranks, label)
+        exchange: Exchange = self.inner["begin"](sends, receives, like, ranks, label, path)
         if self._inside:  # part of a sum, of which the result is kept
             return exchange
         self.tape.append(None)
@@ -109,7 +115,13 @@ class _Replaying(_Standing):
         self._next = 0
 
     def begin(
-        self, sends: Sequence[Send], receives: Sequence[Receive], like: Tensor, ranks: tuple[int, ...], label: Label
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        like: Tensor,
+        ranks: tuple[int, ...],
+        label: Label,
+        path: int | None = None,
     ) -> Exchange:
         return _Known(self._again([receive.elements for receive in receives], like, label))
 
