@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ._torch_private import collectives_begun
+from ._torch_private import collectives_begun, run_eagerly
 from .errors import Refused
 from .reduction import is_dtensor
 from .rules import tensors_in
@@ -65,3 +65,7 @@ def _check(module: nn.Module, args: Any, output: Any) -> None:
             "the model talked to all ranks by itself, and what is whole in it is that of all ranks already",
             "switch the model's own synchronisation off",
         )
+
+
+for _hook in (_switch_off, _switch_back, _count, _check):
+    run_eagerly(_hook)  # torch.compile cannot look into process groups
