@@ -95,6 +95,9 @@ def finish(run: "subprocess.Popen[bytes]", folder: Path, since: float, moment: s
     except subprocess.TimeoutExpired:
         status = None
     seconds = time.monotonic() - since
+    for left in [run.pid, *descendants(run.pid)] if status is None else ():
+        with suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
     run.wait()

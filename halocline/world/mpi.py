@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import MeshError, RankFailure, Refused
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .joined import JoinedWorld
-from .mpi_library import at_the_end, library, poll, progress
+from .mpi_library import at_the_end, ending_process, library, poll, progress
 from .process import start_torch
 from .rendezvous import within
 from .tags import folded
@@ -36,7 +36,7 @@ from .wire import Diverged
 _PARTING = "parting"  # a communicator on which a rank that leaves says so
 _LAST = 0.1  # seconds for what a rank sent before it left
 _COMPARE = 1.0  # seconds of waiting after which, and again, ranks compare where they are in the program
-_SOON = 5.0  # seconds that the others have to end, where something has failed
+_SOON = 3.0  # seconds that the others have to end, where something has failed
 _LONG = 1 << 14  # bytes from which a message may need the receiver before it goes
 _TAG_BITS = 31
 #: What MPI adds as torch does, by dtype; truth values are or-ed, as torch adds them.
@@ -73,7 +73,8 @@ class MpiWorld(JoinedWorld):
     """A communicator for each channel, and one more on which ranks say that they leave."""
 
     def __init__(self, deadline: float = 600.0, comm: Any = None) -> None:
-        self._mpi = library()
+        with ending_process(deadline):
+            self._mpi = library()
         self._home = self._mpi.COMM_WORLD if comm is None else comm
         super().__init__(self._home.Get_rank(), self._home.Get_size(), deadline)
         highest = self._home.Get_attr(self._mpi.TAG_UB) or 32767  # the least that MPI promises
@@ -231,7 +232,8 @@ class MpiWorld(JoinedWorld):
         if key not in self._rings:
             self._meet(key, label)
             comm = self._comms["control"]
-            self._rings[key] = comm.Create_group(comm.Get_group().Incl(ranks))
+            with ending_process(self.deadline):
+                self._rings[key] = comm.Create_group(comm.Get_group().Incl(ranks))
         return self._rings[key]
 
     def _meet(self, key: tuple[str, tuple[int, ...]], label: Label) -> None:

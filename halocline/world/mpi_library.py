@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ _SPIN = 20e-6  # seconds of asking again at once
 _YIELD = 100e-6  # and of letting others have the core in between: where ranks share cores, those we wait for
 _PAUSES = 20e-6, 500e-6  # seconds of sleep after that, from the first to the longest
 _MOVED = 10e-6  # a call of this many seconds has moved something, and there may be more
+_STDERR = 2
 _UNUSED = 600.0  # seconds to wait for the others' end, where no world says how long
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -49,6 +52,19 @@ def library() -> Any:
     if started_here:
         atexit.register(_end, MPI)
     return MPI
+
+
+@contextmanager
+def ending_process(deadline: float) -> Iterator[None]:
+    """Around calls of MPI that wait for other ranks without a deadline of their own, such as ``MPI_Init``.
+
+    They cannot be interrupted: at the deadline the stack goes to stderr and the process ends with status 1.
+    """
+    faulthandler.dump_traceback_later(deadline, exit=True, file=_STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def poll(done: Callable[[], bool], end: float, look: Callable[[], None] | None = None) -> bool:

@@ -187,10 +187,12 @@ class Checkpoints:
 
         try:
             write_tensors(folder, parts.tensors, self._peers, finish)
-        except BaseException:
+        except BaseException as error:
             if self._peers.is_first:
                 self._files.discard(step)
-            raise
+            if isinstance(error, HaloclineError):
+                raise
+            raise CheckpointError(reason(error)) from error
 
     def _origin(self, step: int) -> dict[str, Any]:
         return {"format": FORMAT, "step": step, "ranks": self._peers.size, "torch": str(torch.__version__)}
