@@ -178,14 +178,17 @@ def wait_for_moment(run: "subprocess.Popen[bytes]", out: Path, rng: random.Rando
 
 
 def terminate_early(folder: Path, rng: random.Random, span: float, ranks: int) -> Outcome:
-    """SIGTERM to the launcher at a random moment of its first ``span`` seconds."""
+    """SIGTERM to the launcher at a random moment of its first ``span`` seconds, or just when it starts ranks."""
     run = started(command(folder / "run", 100_000, 60.0, ranks, "--json"), folder)
-    since, delay = time.monotonic(), rng.uniform(0, span)
-    time.sleep(delay)
-    steps = steps_made(folder / "run")
+    began = time.monotonic()
+    if ranks > 1 and rng.random() < 0.5:
+        until(lambda: len(ranks_of(run.pid)) > 0, run)
+        time.sleep(rng.uniform(0, 0.05))
+    else:
+        time.sleep(rng.uniform(0, span))
+    since, steps, there = time.monotonic(), steps_made(folder / "run"), len(ranks_of(run.pid))
     os.kill(run.pid, signal.SIGTERM)
-    since = time.monotonic()
-    return finish(run, folder, since, f"after {delay:.2f} s, step {steps}")
+    return finish(run, folder, since, f"after {since - began:.2f} s, {there} ranks there, step {steps}")
 
 
 def kill_the_launcher(folder: Path, rng: random.Random, span: float, ranks: int) -> Outcome:
