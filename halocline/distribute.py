@@ -64,6 +64,13 @@ def distribute(
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
+        mesh = hc.Mesh(data=2, depth=2)
+        model = hc.distribute(Net(), mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = criterion(model(hc.shard(x, mesh, {0: "data", 2: "depth"})), y)
+        loss.backward()                                      # gradients are averaged over all ranks
+        optimizer.step()
+
     Without a mesh, for one device: on plain tensors nothing changes but that GPU work on operands too large for the
     fast kernels (2^31 elements) goes to them in chunks. On a mesh each rank's tiles are treated so too.
 
@@ -88,6 +95,11 @@ def distribute(
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
     take that mean.
     """
+    if not isinstance(model, nn.Module) or not isinstance(mesh, Mesh | None):
+        raise MeshError(
+            f"hc.distribute takes a torch.nn.Module, then a mesh: hc.distribute(model, mesh); it was given a "
+            f"{type(model).__name__} and a {type(mesh).__name__}"
+        )
     if batch_statistics not in ("global", "replica"):
         raise MeshError(f"batch_statistics is 'global' or 'replica', not {batch_statistics!r}")
     if averaging not in ("own", "external"):

@@ -347,7 +347,7 @@ def test_a_transform_may_return_a_conjugate():
 def test_a_transform_whose_result_does_not_fit_is_refused(change):
     make = lambda s, box: np.full([i.size for i in box], 3, "i4")  # noqa: E731
     with pytest.raises(DataError, match=r"would be rounded|cannot hold"):
-        list(Loader({"x": Field(store(make, 1, dtype="i4"), values=[change])}))
+        list(Loader({"x": Field(store(make, 1, dtype="i4"), torch.int32, values=[change])}))
 
 
 # -- descriptions that make no sense are refused when they are given
@@ -356,7 +356,7 @@ def test_a_transform_whose_result_does_not_fit_is_refused(change):
 @pytest.mark.parametrize("wrong", [{"rim": {"Q": 1}}, {"rim": {"D": -1}}, {"fill": 0.5}, {"fill": -1}])
 def test_fields_that_make_no_sense(wrong):
     with pytest.raises(DataError, match=r"rim|fill"):
-        Field(store(dtype="u1"), **wrong)
+        Field(store(dtype="u1"), torch.uint8, **wrong)
 
 
 @pytest.mark.parametrize("memory", [0, 1000])

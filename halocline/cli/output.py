@@ -14,6 +14,7 @@ from rich.table import Table
 from ..errors import HaloclineError
 from ..sizes import size_text as size_text
 from ..testing.pool import RankError
+from ..train.explain import explain
 
 USAGE = 2  # exit status of what cannot be run as asked
 
@@ -40,19 +41,18 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 @contextmanager
 def clear_errors(command: str, debug: bool) -> Iterator[None]:
-    """An error of the library's own, or of the file system, becomes one line on stderr and exit status 2."""
+    """Any error becomes one line on stderr and exit status 2; with ``debug`` it comes with its traceback."""
     try:
         yield
-    except (HaloclineError, OSError) as error:
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:  # the user's own code may raise anything
         if debug:
             raise
-        hint = " (--debug shows where)" if isinstance(error, RankError) else ""
-        stderr().print(f"halocline {command}: {first_line(error)}{hint}", style="red", markup=False, soft_wrap=True)
+        foreign = isinstance(error, RankError) or not isinstance(error, (HaloclineError, OSError))
+        hint = " (--debug shows the traceback)" if foreign else ""
+        stderr().print(f"halocline {command}: {explain(error)}{hint}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(USAGE) from error
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def fact_table(title: str, facts: Mapping[str, str]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..errors import HaloclineError
 from ..train.config import read_settings
+from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line
 from ..train.settings import ConfigError, Settings
 from . import end_at_once_on_failure
-from .output import first_line, stderr
+from .output import stderr
 
 RESULT = "result.json"
 
@@ -96,15 +98,21 @@ def main() -> None:
     folder, rank, tie = Path(sys.argv[1]), this_rank(), follow_launcher()
     try:
         run_rank(read_settings(folder), folder, tie.lock)
-    except (HaloclineError, OSError, MemoryError) as error:
+    except Exception as error:  # the user's own code may raise anything
         if os.environ.get("HALOCLINE_DEBUG") == "1":
             raise
-        say_last_words(folder, rank, first_line(error))
+        say_last_words(folder, rank, last_words(error, folder, rank))
         raise SystemExit(WRONG_SETTINGS if isinstance(error, ConfigError) else 1) from None
-    except Exception as error:  # the network's own, or the loss's: where it was raised is what helps
-        where = "above" if rank == 0 else f"in {folder / LOGS / f'rank-{rank}.log'}"
-        say_last_words(folder, rank, f"{type(error).__name__}: {first_line(error)} (the traceback is {where})")
-        raise
+
+
+def last_words(error: Exception, folder: Path, rank: int) -> str:
+    """One line; the traceback of an error in the user's own code goes to a file, which the line names."""
+    if isinstance(error, (HaloclineError, OSError)):
+        return explain(error)
+    path = folder / LOGS / f"rank-{rank}.traceback"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(traceback.format_exception(error)))
+    return f"{explain(error)} (traceback in {path})"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ..tensor import (
     wrap,
 )
 from ..world import Label, Mesh
+from .arguments import check_call, check_dims
 from .same_sample import check_same
 
 Points = Mapping[int, Sequence[int]]
@@ -40,12 +41,17 @@ def shard(
 ) -> Tensor:
     """Cut a tensor that every rank holds whole; each keeps its box.
 
+        mesh = hc.Mesh(data=2, depth=2)                      # four ranks
+        x = hc.shard(volumes, mesh, {0: "data", 2: "depth"})  # [4, 1, 64, 64, 64]: this rank holds [2, 1, 32, 64, 64]
+        loss = criterion(model(x), hc.shard(labels, mesh, {0: "data", 1: "depth"}))  # x.shape is the global shape
+
     ``dims`` maps tensor dims to mesh axes. Cuts are as even as can be, at multiples of ``multiple`` (give the total
     stride of the network, and its joins move nothing), or at ``points[dim]``. Axes of size one cut nothing.
 
     The ranks that share a sample compare what they bring, and refuse if it differs: the first 64 calls, then one in 61;
     ``check=True`` every time, ``check=False`` never.
     """
+    check_call("shard", tensor, mesh, dims)
     if isinstance(tensor, ShardedTensor):
         raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
     sharding = make_sharding(mesh, tuple(tensor.shape), dims, points, multiple)
@@ -84,6 +90,7 @@ def from_tile(
     Without ``shape`` the ranks tell each other their tiles' sizes, and the global shape follows. With it, the cuts are
     those of :func:`shard`, and the tile must fit.
     """
+    check_call("from_tile", tile, mesh, dims)
     if shape is not None:
         sharding = make_sharding(mesh, shape, dims, points)
         if tuple(tile.shape) != sharding.tile_shape:
@@ -155,6 +162,7 @@ def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = 
     if not isinstance(tensor, ShardedTensor):
         raise ShardingError("a plain tensor lies on no mesh; use hc.shard(tensor, mesh, dims)")
     mesh = tensor.sharding.mesh
+    check_dims("reshard", dims, mesh)
     return cut_like(tensor, make_sharding(mesh, tensor.sharding.shape, dims, points, multiple))
 
 

@@ -206,6 +206,11 @@ def cross_entropy(
 ) -> Tensor:
     no_legacy(F.cross_entropy, size_average, reduce)
     if target.is_floating_point():
+        if target.ndim == input.ndim - 1:
+            raise ShardingError(
+                f"cross_entropy in {here()}: the target {list(target.shape)} holds {target.dtype}, which torch "
+                f"takes for probabilities of the shape {list(input.shape)}; for class numbers give integers: y.long()"
+            )
         _same_shape("cross_entropy", input, target)
         values = run_rule(F.cross_entropy, _probability_rule, (input, target, weight, label_smoothing), {})
         return reduced(values, reduction)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,21 @@ def _ask_torch(name: str, function: Callable[..., Tensor], input: Operand, weigh
     try:
         function(*shapes, None, *rest)
     except RuntimeError as error:
-        raise ShardingError(f"{name} in {here()} on {list(input.shape)}: {error}") from error
+        raise ShardingError(
+            f"{name} in {here()}: torch refuses an input of {list(input.shape)} with a weight of {list(weight.shape)}: "
+            f"{error}{_channels(name, input, weight, rest)}"
+        ) from error
+
+
+def _channels(name: str, input: Operand, weight: Operand, rest: Sequence[Any]) -> str:
+    """Of an input with other channels than the layer takes, which torch says in few words."""
+    spatial = len(weight.shape) - 2
+    there = input.shape[len(input.shape) - spatial - 1] if len(input.shape) > spatial else 0
+    groups = 1 if "transpose" in name else next((each for each in rest[3:4] if isinstance(each, int)), 1)
+    wanted = weight.shape[0] if "transpose" in name else weight.shape[1] * groups
+    if there in (0, wanted):
+        return ""
+    return f"; the input has {there} channels and the layer takes {wanted}: make them the same"
 
 
 def _check_sizes(name: str, input: Operand, out: tuple[int, ...], least: int) -> None:
