@@ -97,7 +97,11 @@ def test_a_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RankError([Outcome(0, "hung"), Outcome(1, "error", error=ValueError("no"), text="Traceback ...")])
 
     monkeypatch.setattr(check_command, "check_network", fail)
-    assert run("check", "net") == (2, "", "halocline check: rank 1 raised ValueError: no (--debug shows the traceback)\n")
+    assert run("check", "net") == (
+        2,
+        "",
+        "halocline check: rank 1 raised ValueError: no (--debug shows the traceback)\n",
+    )
 
 
 BAD = [
