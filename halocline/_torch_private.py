@@ -74,6 +74,12 @@ def collectives_begun() -> int | None:
         return None
 
 
+def foreach_functions() -> dict[str, Any]:
+    """torch's functions of lists of tensors, by the name of what they do to each."""
+    prefix = "_foreach_"
+    return {name.removeprefix(prefix): getattr(torch, name) for name in dir(torch) if name.startswith(prefix)}
+
+
 def backward_number() -> int:
     """Which backward pass is running; -1 where none is."""
     return torch._C._current_graph_task_id()

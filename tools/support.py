@@ -45,6 +45,7 @@ WORDS = {
     "pool_indices": "pools with indices, and unpooling",
     "grid": "sampling at given positions; the sampled tensor is gathered",
     "random": "drawn by global index: the same numbers for every cut",
+    "foreach": "lists of tensors, one by one, for optimizers of cut leaves",
     "factory": "tensors made inside a model",
     "direct": "answers that need no rule: shapes, dtypes, gradients, hooks",
     "refused": "never run, each with its reason and what to do instead",

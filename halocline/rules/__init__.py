@@ -6,6 +6,7 @@ from . import (  # noqa: F401  each registers its rules when imported
     contract,
     direct,
     factory,
+    foreach,
     fourier,
     grid,
     index,

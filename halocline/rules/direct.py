@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -239,10 +239,41 @@ def _seed(output: Tensor, gradient: Tensor | None) -> Tensor | None:
     return unwrap(cut_like(gradient, output.sharding))
 
 
+@direct(torch.equal, Tensor.equal)
+def equal(input: Tensor, other: Tensor) -> bool:
+    """The same answer on every rank, which all must ask for."""
+    return tuple(input.shape) == tuple(other.shape) and not bool((input != other).any())
+
+
+@direct(torch.allclose, Tensor.allclose)
+def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
+
+
+@direct(Tensor.__contains__)
+def contains(self: Tensor, element: Any) -> bool:
+    return bool((element == self).any())
+
+
+@direct(Tensor.__iter__)
+def iterate(self: Tensor) -> Iterator[Tensor]:
+    return iter(self.unbind(0))
+
+
+@direct(Tensor.__reversed__)
+def reverse(self: Tensor) -> Tensor:
+    return self.flip(0)
+
+
+@direct(Tensor.__format__)
+def formatted(self: Tensor, format_spec: str) -> str:
+    """As torch has it for more than one element: no format, but how it lies, and no values of other ranks."""
+    return object.__format__(self, format_spec)
+
+
 _NEEDS_VALUES = """
 item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __array__ __dlpack__ data_ptr storage
-untyped_storage __cuda_array_interface__ storage_offset stride nonzero unique __contains__ __iter__ __format__
-__reversed__ resize_ set_ share_memory_ pin_memory allclose equal
+untyped_storage __cuda_array_interface__ storage_offset stride nonzero unique resize_ set_ share_memory_ pin_memory
 """.split()
 
 
@@ -261,6 +292,6 @@ for _name in _NEEDS_VALUES:
     _attribute = getattr(Tensor, _name, None)
     if _attribute is not None:
         direct(_attribute if callable(_attribute) else _attribute.__get__)(_refuse_values(_name))
-for _function in (torch.nonzero, torch.unique, torch.allclose, torch.equal):
+for _function in (torch.nonzero, torch.unique):
     direct(_function)(_refuse_values(_function.__name__))
 direct(setter("data"))(_refuse_values("data ="))

@@ -33,6 +33,7 @@ from ..tensor import (
 from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, Sum, scaled
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
+from .out import into
 from .plan import Plan, make_plan, substitute
 from .recipe import Output
 from .remedy import forced, forcing
@@ -52,6 +53,8 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict
     if DueParameter in types:  # a weight whose step is still to be made; rules would look past that
         settle((args, kwargs))
     entry = entry_for(function)
+    if kwargs and kwargs.get("out") is not None:
+        return into(kwargs["out"], function, args, kwargs)
     if entry.kind == "rule":
         return run_rule(function, entry.run, args, kwargs, entry.by_value)
     return entry.run(*args, **kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..tensor import ShardedTensor, current_module, entering, here, unwrap, wrap
 from ..world import Label, Mesh, Route
+from .channels import whole_channels
 from .executor import run_rule
 from .normalize import NARROW, Layout, normalize
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
@@ -37,11 +38,9 @@ def _entering(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
     return entering(parameter, float(sharding.mesh.count(sharding.axes)), Label("a norm", here()))
 
 
-def _check(function: Any, input: Any, channel_dim: int | None = 1) -> None:
+def _check(function: Any, input: Any) -> None:
     if not isinstance(input, ShardedTensor):
         raise refuse(function, "its input is whole and another argument is cut", "shard the input, not the weights")
-    if channel_dim is not None and input.sharding.cuts[channel_dim] is not None:
-        raise refuse(function, f"its channels (dim {channel_dim}) are cut", "cut batch or space, or hc.reshard first")
 
 
 def _channel_affine(input: Operand, *parameters: Operand | None, **options: Any) -> Recipe:
@@ -63,6 +62,7 @@ def _given(input: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: floa
 
 
 @composite(F.batch_norm)
+@whole_channels
 def batch_norm(
     input: ShardedTensor,
     running_mean: Tensor | None,
@@ -117,6 +117,7 @@ def _of_first_replica(mesh: Mesh, axes: frozenset[str], mean: Tensor, var: Tenso
 
 
 @composite(F.instance_norm)
+@whole_channels
 def instance_norm(
     input: ShardedTensor,
     running_mean: Tensor | None = None,
@@ -164,6 +165,7 @@ def _track_instances(
 
 
 @composite(F.group_norm, torch.group_norm)
+@whole_channels
 def group_norm(
     input: ShardedTensor,
     num_groups: int,
@@ -204,7 +206,7 @@ def layer_norm(
     *_: Any,
 ) -> Tensor:
     shape = tuple(normalized_shape)
-    _check(F.layer_norm, input, None)
+    _check(F.layer_norm, input)
     first = input.ndim - len(shape)
     dims = tuple(range(first, input.ndim))
     if not _axes_of(input, dims):

@@ -77,8 +77,6 @@ def _links(shape: tuple[int, ...], space: tuple[int, ...]) -> tuple[Link, ...]:
 
 
 def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inplace: bool) -> Recipe:
-    if kwargs.get("out") is not None:
-        raise refuse(function, "out= writes into a tensor of its own sharding", "assign the result instead")
     if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
         raise refuse(function, "with a condition alone it lists positions, of unknown number", "use hc.gather")
     leaves = _leaves((args, kwargs))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..geometry import Window, shape_of
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .recipe import as_called as as_called  # the view rules' tools in one place
-from .table import composite, refuse, rule
+from .table import composite, rule
 
 _HOMES = (torch, Tensor, F, torch.special)  # not torch.linalg: its functions of the same names have other defaults
 _NUMPY_NAMES = {"axis": "dim", "x": "input", "x1": "input", "x2": "other"}
@@ -60,11 +60,9 @@ def bound(describe: Describe, function: Any) -> Describe:
 
 
 def _torch_names(run: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """torch takes numpy's names of arguments too; ``out=`` is nobody's."""
+    """torch takes numpy's names of arguments too; ``out=None`` is nobody's."""
 
-    def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-        if out is not None:
-            raise refuse(function, "out= writes into a tensor of its own sharding", "assign the result instead")
+    def call(*args: Any, out: None = None, **kwargs: Any) -> Any:
         return run(*args, **{_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
 
     return call
