@@ -142,6 +142,7 @@ def test_help_teaches(command: list[str]) -> None:
     assert "one rank" in out
     assert "--json" in out
     assert ("halocline check unet3d" in out) == (command != ["demo"])
+    assert "<bool>" not in out
 
 
 def on_pooled_ranks(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:

@@ -13,20 +13,21 @@ from .data import data
 from .demo import demo
 from .doctor import doctor
 from .launch import launch
+from .output import add_command, new_app
 from .predict import predict
 from .report import report
 from .train import train
 from .tune import tune
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
-app.command()(check)
-app.command()(demo)
-app.command()(train)
-app.command()(report)
-app.command()(predict)
-app.command()(launch)
-app.command()(doctor)
-app.command()(tune)
+app = new_app()
+add_command(app, check)
+add_command(app, demo)
+add_command(app, train)
+add_command(app, report)
+add_command(app, predict)
+add_command(app, launch)
+add_command(app, doctor)
+add_command(app, tune)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 

@@ -16,18 +16,31 @@ from .bench_gradients import gradients
 from .bench_io import io
 from .bench_stage import stage
 from .bench_training import curves, lag, quality, whole_vs_crops
-from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
+from .output import (
+    Command,
+    Debug,
+    Json,
+    add_command,
+    clear_errors,
+    fact_table,
+    new_app,
+    print_json,
+    say,
+    size_text,
+    stderr,
+    stdout,
+)
 
-bench = typer.Typer(no_args_is_help=True, help="Measure what things cost on this machine.", rich_markup_mode="markdown")
-bench.command()(collectives)
-bench.command()(gpu)
-bench.command()(gradients)
-bench.command()(io)
-bench.command()(stage)
-bench.command()(quality)
-bench.command()(curves)
-bench.command()(lag)
-bench.command("whole-vs-crops")(whole_vs_crops)
+bench = new_app(help="Measure what things cost on this machine.")
+add_command(bench, collectives)
+add_command(bench, gpu)
+add_command(bench, gradients)
+add_command(bench, io)
+add_command(bench, stage)
+add_command(bench, quality)
+add_command(bench, curves)
+add_command(bench, lag)
+add_command(bench, whole_vs_crops, "whole-vs-crops")
 
 Size = Annotated[int, typer.Option("--size", help="Side of the cube.")]
 Data = Annotated[int, typer.Option("--data", help="Samples side by side, one along each rank of the data axis.")]
@@ -48,7 +61,7 @@ def group() -> None:
     """Measure what things cost on this machine."""
 
 
-@bench.command()
+@bench.command(cls=Command)
 def dry(
     size: Size = 256,
     data: Data = 1725,
@@ -85,7 +98,7 @@ def dry(
     )
 
 
-@bench.command()
+@bench.command(cls=Command)
 def overhead(repeat: Rounds = 30, as_json: Json = False, debug: Debug = False) -> None:
     """What does the library add to an operation? Small tiles on two ranks, where nothing hides it.
 
@@ -180,7 +193,7 @@ def disturbance(result: Mapping[str, Any]) -> Iterable[str]:
         yield f"[yellow]disturbed[/yellow]: {taken}; measure again on a quiet machine"
 
 
-@bench.command()
+@bench.command(cls=Command)
 def halo(
     nodes: Nodes = "2,4",
     rates: Rates = "200mbit,500mbit,1gbit,2gbit",

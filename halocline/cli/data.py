@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import typer
-
 from .data_convert import convert
 from .data_info import info
 from .data_stage import stage
 from .data_stats import stats
+from .output import add_command, new_app
 
-data = typer.Typer(no_args_is_help=True, help="Look at data, and prepare them for ranks.", rich_markup_mode="markdown")
-data.command()(info)
-data.command()(stats)
-data.command()(convert)
-data.command()(stage)
+data = new_app(help="Look at data, and prepare them for ranks.")
+add_command(data, info)
+add_command(data, stats)
+add_command(data, convert)
+add_command(data, stage)
 
 
 @data.callback()

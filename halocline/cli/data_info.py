@@ -12,6 +12,9 @@ from rich.table import Table
 from .data_options import Cut, Dataset, Dims, Source, by_letter
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stdout
 
+_WIDE = 120  # columns of a terminal in which all facts of an array fit into one line
+_HEADINGS = ("name", "shape", "dims", "dtype", "chunks", "compression", "checksum", "attributes")
+
 
 def info(
     path: Source,
@@ -92,15 +95,19 @@ def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
 
 def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
     files = f" and {result['files'] - 1} more files like the first" if result["files"] > 1 else ""
-    table = Table(title=escape(f"{path}: {result['kind']}{files}"), title_style="bold", title_justify="left")
-    for heading in ("name", "shape", "dims", "dtype", "chunks", "compression", "checksum", "attributes"):
-        table.add_column(heading, overflow="fold")
-    for array in result["arrays"]:
-        attributes = ", ".join(f"{name}={value}" for name, value in array["attributes"].items())
-        lies = _sizes(array["chunks"]) + (f" in shards of {_sizes(array['shards'])}" if array["shards"] else "")
-        row = (array["name"] or "-", _sizes(array["shape"]), array["dims"] or "?", array["dtype"], lies or "none")
-        table.add_row(*map(escape, (*row, array["compression"] or "none", array["checksum"] or "none", attributes)))
-    stdout().print(table)
+    title = f"{path}: {result['kind']}{files}"
+    if stdout().width < _WIDE:
+        say(stdout(), f"[bold]{escape(title)}[/bold]")
+        for array in result["arrays"]:
+            facts = dict(zip(_HEADINGS[1:], map(escape, _row(array)[1:]), strict=True))
+            stdout().print(fact_table(escape(array["name"] or "the array"), facts))
+    else:
+        table = Table(title=escape(title), title_style="bold", title_justify="left")
+        for heading in _HEADINGS:
+            table.add_column(heading, overflow="fold")
+        for array in result["arrays"]:
+            table.add_row(*map(escape, _row(array)))
+        stdout().print(table)
     if "samples" in result:
         stdout().print(fact_table("samples, as they are handed out", _sample_facts(result["samples"])))
     else:
@@ -110,6 +117,13 @@ def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
         )
     if "cut" in result:
         stdout().print(fact_table(f"cut {cut}", _cut_facts(result["cut"])))
+
+
+def _row(array: Mapping[str, Any]) -> tuple[str, ...]:
+    attributes = ", ".join(f"{name}={value}" for name, value in array["attributes"].items())
+    lies = _sizes(array["chunks"]) + (f" in shards of {_sizes(array['shards'])}" if array["shards"] else "")
+    row = (array["name"] or "-", _sizes(array["shape"]), array["dims"] or "?", array["dtype"], lies or "none")
+    return (*row, array["compression"] or "none", array["checksum"] or "none", attributes)
 
 
 def _sample_facts(samples: Mapping[str, Any]) -> dict[str, str]:

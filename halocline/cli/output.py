@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +21,33 @@ USAGE = 2  # exit status of what cannot be run as asked
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, and no table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the Python traceback of an error.")]
+
+
+class _NoTypeOfFlags:
+    """Flags take no value, so that help shows no type for them; `--help` is one."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if getattr(each, "is_flag", False) and each.metavar is None:
+                each.metavar = ""
+        return params
+
+
+class Command(_NoTypeOfFlags, typer.core.TyperCommand):
+    """A command of `halocline`."""
+
+
+class Group(_NoTypeOfFlags, typer.core.TyperGroup):
+    """`halocline` itself, and groups of its commands."""
+
+
+def new_app(**texts: str) -> typer.Typer:
+    return typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", cls=Group, **texts)
+
+
+def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
+    app.command(name, cls=Command)(function)
 
 
 def stdout() -> Console:

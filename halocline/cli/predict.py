@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import Progress
 
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from .data_options import Dataset, Dims
-from .output import Debug, Json, clear_errors, fact_table, print_json, stderr, stdout
+from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
+from .predict_rank import REQUEST, answer
+from .train_rank import RESULT
 
 Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", file_okay=False)]
 In = Annotated[str, typer.Argument(metavar="IN", help="Samples: .h5, .zarr, .npy, .nii, a folder or a quoted pattern.")]
@@ -55,12 +58,17 @@ def predict(
 
     **Exit status**: 0 written, 2 not: with one line that says why.
     """
+    request = {
+        "run": str(run), "source": source, "out": str(out), "dataset": dataset, "dims": dims, "classes": classes,
+        "force": force,
+    }  # fmt: skip
     with clear_errors("predict", debug):
+        if debug:
+            os.environ["HALOCLINE_DEBUG"] = "1"
         if ranks > 1 and not launched():
-            _on_this_machine(ranks, out)
-            result = {"out": str(out), "ranks": ranks}
+            result = _on_this_machine(request, ranks)
         else:
-            result = _here(run, source, out, dataset, dims, classes, force)
+            result = answer(request)
             if this_rank() != 0:
                 return
     if as_json:
@@ -69,23 +77,13 @@ def predict(
         stdout().print(fact_table("answers", {name: escape(str(value)) for name, value in result.items()}))
 
 
-def _here(run: Path, source: str, out: Path, dataset: str | None, dims: str | None, classes: bool, force: bool) -> dict:  # type: ignore[type-arg]
-    from ..train.predict import predict as write_answers
-
-    with Progress(console=stderr(), disable=this_rank() != 0) as bar:
-        task = bar.add_task("samples", total=None)
-        return write_answers(
-            run, source, out, dims=dims, dataset=dataset, classes=classes, force=force,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
-
-
-def _on_this_machine(ranks: int, out: Path) -> None:
-    """The same command once for each rank, which finds its place in the environment."""
+def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
     import tempfile
 
-    arguments = [word for word in sys.argv[1:] if word != "--json"]
-    with tempfile.TemporaryDirectory() as folder:
-        ending = LocalRanks([sys.executable, "-m", "halocline.cli", *arguments], ranks, Path(folder)).wait()
-    if ending is not None:
-        raise LaunchError(f"rank {ending.rank}: {ending.words}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / REQUEST).write_text(json.dumps(request))
+        ending = LocalRanks([sys.executable, "-m", "halocline.cli.predict_rank", name], ranks, folder).wait()
+        if ending is not None:
+            raise LaunchError(f"rank {ending.rank}: {ending.words.partition(' (traceback in ')[0]}")
+        return {**json.loads((folder / RESULT).read_text()), "ranks": ranks}

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from ..errors import HaloclineError
 from ..train.checkpoints import CHECKPOINTS, Folder
@@ -24,7 +25,10 @@ from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .train_rank import RESULT, run_rank
 
 Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to go on with.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="A setting, such as optimizer.lr=1e-3; may be repeated.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as optimizer.lr=1e-3; may be repeated."),
+]
 Ranks = Annotated[
     int, typer.Option("--ranks", min=1, help="Processes to start on this machine; torchrun and srun have their own.")
 ]
@@ -65,8 +69,9 @@ def train(
 
     - `torchrun --nproc-per-node 8 -m halocline.cli train run.toml --out runs/a`: torchrun starts the ranks; or srun.
 
-    **A network of your own**, in run.toml: `model = "package.module:factory"`, `loss = "package.module:function"`,
-    `data = "path.h5"` with datasets x and y. Everything else has a default.
+    **A network of your own**, in run.toml: `model = "package.module:factory"`, `loss = "package.module:function"`, and
+    `data = "path.h5"` with datasets x and y, or `data.x = "images/"` and `data.y = "labels/"`. Everything else has a
+    default; docs/settings.md lists all settings.
 
     **Exit status**: 0 trained, 2 not: with one line that says why.
     """
@@ -200,5 +205,25 @@ def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
     facts = {"run": escape(str(folder)), "steps": str(result["steps"]), "seconds": f"{result['seconds']:.1f}"}
     if losses:
         facts["loss, first and last"] = f"{losses[0]:.4g}, {losses[-1]:.4g}"
-    facts |= {f"validation {name}": f"{value:.4g}" for name, value in result["metrics"].items()}
+    totals = {name: value for name, value in result["metrics"].items() if "/" not in name}
+    facts |= {f"validation {name}": f"{value:.4g}" for name, value in totals.items()}
     stdout().print(fact_table("stopped, after a checkpoint" if result["stopped"] else "trained", facts))
+    table = class_table(result["metrics"])
+    if table is not None:
+        stdout().print(table)
+
+
+def class_table(metrics: Mapping[str, float]) -> Table | None:
+    """Metrics by class, such as ``dice/liver``: a row for each class."""
+    names = list(dict.fromkeys(key.partition("/")[0] for key in metrics if "/" in key))
+    classes = list(dict.fromkeys(key.partition("/")[2] for key in metrics if "/" in key))
+    if not classes:
+        return None
+    table = Table(title="validation, by class", title_justify="left", title_style="bold")
+    table.add_column("class", style="cyan", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in classes:
+        found = (metrics.get(f"{name}/{each}") for name in names)
+        table.add_row(escape(each), *("" if value is None else f"{value:.4g}" for value in found))
+    return table

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from ..errors import HaloclineError
 from ..train.config import read_settings
@@ -23,14 +24,17 @@ from . import end_at_once_on_failure
 from .output import stderr
 
 RESULT = "result.json"
+_WIDE = 110  # columns of a terminal from which on the progress is told in full
 
 
 class Show:
     """Progress on the terminal: loss, speed, and where the time goes."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[facts]}"), console=console)
+        self._narrow = console.width < _WIDE
+        bar = BarColumn(8 if self._narrow else 40)
+        facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True))
+        self._bar = Progress(bar, MofNCompleteColumn(), TimeElapsedColumn(), facts, console=console)
         self._task = self._bar.add_task("training", total=settings.steps, facts="")
         self._plain = None if console.is_terminal else console
         self._every = max(1, settings.steps // 20)
@@ -53,8 +57,9 @@ class Show:
 
     def _step(self, values: dict[str, Any]) -> None:
         shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
-        facts = f"loss {values['loss']:.4g}, {values['samples_per_second']:.2f} samples/s, waiting for data "
-        facts += f"{shown['data']:.0%}, for ranks {shown['halo'] + shown['gradients']:.0%}"
+        data, ranks = f"{shown['data']:.0%}", f"{shown['halo'] + shown['gradients']:.0%}"
+        facts = f"loss {values['loss']:.4g}, {values['samples_per_second']:.3g} samples/s, "
+        facts += f"waits {data} data {ranks} ranks" if self._narrow else f"waiting for data {data}, for ranks {ranks}"
         if self._plain is None:
             self._bar.update(self._task, completed=values["step"] + 1, facts=facts)
         elif values["step"] % self._every == 0:
@@ -64,7 +69,10 @@ class Show:
 def _line(kind: str, values: dict[str, Any]) -> str:
     if "text" in values:
         return str(values["text"])
-    rest = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if name != "step")
+    totals = {
+        name: value for name, value in values.items() if name != "step" and "/" not in name
+    }  # classes: at the end
+    rest = ", ".join(f"{name} {value:.4g}" for name, value in totals.items())
     return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
 
 

@@ -145,7 +145,7 @@ class GradientAverage:
         if nested:
             self._pile |= left.touched
         elif left.touched:
-            _log.warning("%s: a backward did not end; its gradients are dropped", self.name)
+            _log.warning("%s: the last backward pass raised an error; its gradients are dropped", self.name)
             self._hooks.put_back(self.parameters)
         self._deferred = _DEFERRED
 

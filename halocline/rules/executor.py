@@ -14,6 +14,7 @@ from torch import Tensor
 from .._torch_private import tracing, transforming, unseen
 from ..errors import Refused
 from ..reduction import DueParameter, settle
+from ..sizes import size_text
 from ..tensor import (
     CopyOf,
     ShardedTensor,
@@ -41,6 +42,7 @@ from .table import entry_for, refuse
 from .whole_target import becomes_cut
 
 _log = logging.getLogger("halocline")
+_WORTH_ADVICE = 1 << 20  # bytes
 _plans: dict[Any, Plan] = {}
 _MOST_PLANS = 4096
 
@@ -299,7 +301,7 @@ def _put_back(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:
     traffic = plan.mesh.world.traffic
     traffic.shuffles[str(label)] += 1
     if traffic.shuffles[str(label)] == 1 and plan.mesh.rank == 0:
-        _log.info("%s: its cut is shuffled to another dim and back", label)
+        _log.info("%s: the ranks exchange tiles so that another dim is cut meanwhile, and back", label)
     moves = zip(results, plan.shardings, plan.goals, strict=True)
     return [result if old is new else recut(old, new)(result, label) for result, old, new in moves]
 
@@ -315,7 +317,14 @@ def _count_gathers(plan: Plan, tiles: list[Tensor], label: Label) -> None:
         traffic.gathers[str(label)] += 1
         if traffic.gathers[str(label)] == 1 and plan.mesh.rank == 0:
             axes = ", ".join(sorted(fetch.axes - fetch.work_axes))
-            _log.warning("%s: gathers its operand over %s, %d bytes a rank and call", label, axes, size)
+            _log.warning(
+                "%s: every rank fetches the whole operand over %s, %s a call; the result is exact, but this operation "
+                "saves no memory by being cut%s",
+                label,
+                axes,
+                size_text(size),
+                "" if size < _WORTH_ADVICE else "; cut another dim if this costs too much",
+            )
 
 
 def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
+from ..sizes import size_text
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh, scaled
 from .boxes import Boxes, plan_boxes
@@ -240,7 +241,11 @@ def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fe
         if size >= largest * tensor.element_size() and size >= _WORTH_SAYING:
             label = Label(name_of(function), here())
             _log.warning(
-                "%s: a whole operand of %d bytes on every rank; zeros_like(x) and its kin are cut", label, size
+                "%s: an operand of %s lies whole on every rank, as large as the cut one beside it; the result is "
+                "exact. To save its memory make it from a cut tensor (torch.zeros_like(x), x.new_zeros(shape)) or "
+                "cut it (hc.shard)",
+                label,
+                size_text(size),
             )
 
 

@@ -31,13 +31,15 @@ class Examples:
             self._keep("y", batch["y"])
             self._keep("p", answers)
         elif self._count < _MOST:
-            self._keep("x", middle(batch["x"], skip=2))
-            self._keep("y", middle(batch["y"], skip=batch["y"].ndim - batch["x"].ndim + 2))
-            self._keep("p", middle(answers, skip=answers.ndim - batch["x"].ndim + 2))
+            self._keep("x", *middle(batch["x"], skip=2))
+            self._keep("y", *middle(batch["y"], skip=batch["y"].ndim - batch["x"].ndim + 2))
+            self._keep("p", *middle(answers, skip=answers.ndim - batch["x"].ndim + 2))
         self._count += len(batch["x"])
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self._kept[name].append(gather(tensor).detach().float().cpu().numpy().copy())  # the batch goes back
+    def _keep(self, name: str, tensor: Tensor, dim: int | None = None) -> None:
+        """Without ``dim``, of size 1: a plane is taken out once it is gathered, and not the volume for it."""
+        tensor = gather(tensor) if dim is None else gather(tensor).squeeze(dim)
+        self._kept[name].append(tensor.detach().float().cpu().numpy().copy())  # the batch goes back
 
     def write(self, folder: Path) -> None:
         arrays = {name: np.concatenate(parts) for name, parts in self._kept.items() if parts}
@@ -54,16 +56,16 @@ def _is_shown(output: Any, batch: Batch) -> bool:
     return output.ndim <= 2 or (output.ndim == batch["x"].ndim and batch["y"].ndim >= output.ndim - 1)
 
 
-def middle(volume: Tensor, skip: int) -> Tensor:
-    """The middle plane of a volume along its first dim in space; an image as it is. ``skip`` dims come before space.
+def middle(volume: Tensor, skip: int) -> tuple[Tensor, int | None]:
+    """The middle plane of a volume along its first dim in space, and that dim, of size 1; an image as it is.
 
-    Of many channels, the first.
+    ``skip`` dims come before space. Of many channels, the first.
     """
     if skip == 2 and volume.shape[1] > 1:
         volume = volume[:, :1]
     if volume.ndim - skip <= 2:
-        return volume
-    return volume.select(skip, volume.shape[skip] // 2)
+        return volume, None
+    return volume.narrow(skip, volume.shape[skip] // 2, 1), skip
 
 
 def memory_used(device: torch.device) -> int:

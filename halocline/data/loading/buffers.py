@@ -139,7 +139,9 @@ class Pool:
             return self._free.get(timeout=0.0 if self._said else _PATIENCE)
         except queue.Empty:
             if not self._said:
-                _log.warning("batches are kept after their step; each that is kept has memory of its own")
+                _log.warning(
+                    "batches are kept after their step, and each takes memory of its own; keep numbers or copies"
+                )
             self._said = True
             return self._make()
 

@@ -142,7 +142,11 @@ class Loader:
         layout = self.layout
         held = Held(self.fields, layout.home, layout.batch_axis, self.order, memory, shared=self._readers.shared)
         if held.share < 1 and layout.mesh.rank == 0:
-            _log.warning("%.0f %% of the samples fit into the memory given; the others stay on disk", 100 * held.share)
+            _log.warning(
+                "%.0f %% of the samples fit into the given memory; the others are read from disk in every epoch. Give "
+                "more memory=..., or more ranks",
+                100 * held.share,
+            )
         return held
 
     def _check_same(self, mesh: Mesh, augment: Sequence[Augmentation], options: list[Any]) -> None:

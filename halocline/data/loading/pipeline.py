@@ -222,7 +222,7 @@ class Pipeline:
             if sample not in self.bad:
                 self.bad[sample] = started.tick
                 self.counts.skipped.append(sample)
-                _log.warning("left out: %s (%d so far)", error, len(self.bad))
+                _log.warning("a bad sample is left out on all ranks: %s (%d so far)", error, len(self.bad))
                 if self._held is not None:
                     self._held.drop(sample)
 

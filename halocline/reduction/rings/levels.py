@@ -54,7 +54,11 @@ def grouped(nodes: Sequence[int], asked: str = "") -> Levels:
         return Levels(ranks, _asked_factors(asked, len(ranks)))
     sizes = {len(node) for node in members.values()}
     if len(sizes) > 1:
-        _log.warning("nodes have %s ranks: sums go round one ring of all", " and ".join(map(str, sorted(sizes))))
+        _log.warning(
+            "nodes have different numbers of ranks (%s): sums over ranks go round one ring, which is slower; "
+            "start the same number on each node",
+            " and ".join(map(str, sorted(sizes))),
+        )
         return Levels(ranks, (len(ranks),))
     factors = tuple(factor for factor in (sizes.pop(), len(members)) if factor > 1)
     return Levels(ranks, factors or (len(ranks),))

@@ -1,0 +1,50 @@
+"""One rank of `halocline predict`: progress if it is the first, the result in a file, last words if it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from ..train.heartbeat import follow_launcher
+from ..train.launch import say_last_words, this_rank
+from . import end_at_once_on_failure
+from .output import stderr
+from .train_rank import RESULT, last_words
+
+REQUEST = "request.json"
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """This process's part in a prediction; the result is the same on every rank."""
+    from ..train.predict import predict
+
+    with Progress(console=stderr(), disable=this_rank() != 0) as bar:
+        task = bar.add_task("samples", total=None)
+        paths = {"run": Path(request.pop("run")), "out": Path(request.pop("out"))}
+        return predict(
+            paths["run"], request.pop("source"), paths["out"], **request,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+
+
+def main() -> None:
+    """``python -m halocline.cli.predict_rank FOLDER``, for the processes that ``halocline predict`` starts."""
+    folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
+    try:
+        found = answer(json.loads((folder / REQUEST).read_text()))
+    except Exception as error:  # the user's own code may raise anything
+        if os.environ.get("HALOCLINE_DEBUG") == "1":
+            raise
+        say_last_words(folder, rank, last_words(error, folder, rank))
+        raise SystemExit(1) from None
+    if rank == 0:
+        (folder / RESULT).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    end_at_once_on_failure(main)
