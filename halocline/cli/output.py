@@ -42,7 +42,7 @@ class Group(_NoTypeOfFlags, typer.core.TyperGroup):
     """`halocline` itself, and groups of its commands."""
 
 
-def new_app(**texts: str) -> typer.Typer:
+def new_app(**texts: Any) -> typer.Typer:
     return typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", cls=Group, **texts)
 
 
