@@ -105,7 +105,7 @@ def finish(run: "subprocess.Popen[bytes]", folder: Path, since: float, moment: s
 
 
 def until(condition, run: "subprocess.Popen[bytes]") -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + 3 * PATIENCE
     while not condition() and run.poll() is None:
         if time.monotonic() > end:
             raise TimeoutError("the run did not come to the moment of the trial")
@@ -123,8 +123,12 @@ def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, b
         arguments += ["--ranks", str(ranks), "--restarts", str(restarts)]
     run = started([*starter(by, ranks), *arguments[1 if by == "torchrun" else 0 :]], folder)
     until(lambda: rank in ranks_of(run.pid), run)
+    if by != "own":  # their deadlines begin when they wait for each other, and not while they import torch
+        until(lambda: len(ready := ranks_of(run.pid)) == ranks and all(map(has_torch, ready.values())), run)
     process, moment = ranks_of(run.pid)[rank], wait_for_moment(run, out, rng)
     others = [pid for other, pid in ranks_of(run.pid).items() if other != rank]
+    if run.poll() is not None:
+        raise RuntimeError(f"the run ended before the signal: {(folder / 'stderr').read_text()}")
     os.kill(process, signal.SIGSTOP)
     moment, since = f"rank {rank}, {moment}, step {steps_made(out)}", time.monotonic()
     if by == "own" and not restarts:
@@ -140,6 +144,13 @@ def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, b
     outcome = finish(run, folder, since, moment)
     status = None if hanging else outcome.status
     return Outcome(status, seconds, outcome.stderr, outcome.stdout, moment)
+
+
+def has_torch(pid: int) -> bool:
+    try:
+        return "libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def starter(by: str, ranks: int) -> list[str]:

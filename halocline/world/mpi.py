@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import MeshError, RankFailure, Refused
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .joined import JoinedWorld
-from .mpi_library import at_the_end, ending_process, library, poll, progress
+from .mpi_library import at_the_end, ending_process, library, poll, progress, started_library
 from .process import start_torch
 from .rendezvous import within
 from .tags import folded
@@ -36,6 +36,7 @@ from .wire import Diverged
 _PARTING = "parting"  # a communicator on which a rank that leaves says so
 _LAST = 0.1  # seconds for what a rank sent before it left
 _COMPARE = 1.0  # seconds of waiting after which, and again, ranks compare where they are in the program
+_MAKING = 10.0  # seconds, beyond the deadline, to make a communicator of ranks that have all come
 _SOON = 3.0  # seconds that the others have to end, where something has failed
 _LONG = 1 << 14  # bytes from which a message may need the receiver before it goes
 _TAG_BITS = 31
@@ -73,8 +74,7 @@ class MpiWorld(JoinedWorld):
     """A communicator for each channel, and one more on which ranks say that they leave."""
 
     def __init__(self, deadline: float = 600.0, comm: Any = None) -> None:
-        with ending_process(deadline):
-            self._mpi = library()
+        self._mpi = started_library(deadline)
         self._home = self._mpi.COMM_WORLD if comm is None else comm
         super().__init__(self._home.Get_rank(), self._home.Get_size(), deadline)
         highest = self._home.Get_attr(self._mpi.TAG_UB) or 32767  # the least that MPI promises
@@ -232,7 +232,7 @@ class MpiWorld(JoinedWorld):
         if key not in self._rings:
             self._meet(key, label)
             comm = self._comms["control"]
-            with ending_process(self.deadline):
+            with ending_process(self.deadline + _MAKING):
                 self._rings[key] = comm.Create_group(comm.Get_group().Incl(ranks))
         return self._rings[key]
 

@@ -54,6 +54,14 @@ def library() -> Any:
     return MPI
 
 
+def started_library(deadline: float) -> Any:
+    """:func:`library`, started if need be: the process ends if not all ranks have come by the deadline."""
+    if library.cache_info().currsize:
+        return library()
+    with ending_process(deadline):
+        return library()
+
+
 @contextmanager
 def ending_process(deadline: float) -> Iterator[None]:
     """Around calls of MPI that wait for other ranks without a deadline of their own, such as ``MPI_Init``.
