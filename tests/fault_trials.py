@@ -109,7 +109,7 @@ def until(condition, run: "subprocess.Popen[bytes]") -> None:
     while not condition() and run.poll() is None:
         if time.monotonic() > end:
             raise TimeoutError("the run did not come to the moment of the trial")
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 # ---- trials ----

@@ -18,15 +18,25 @@ def main() -> None:
         if error.name not in ("typer", "rich", "click"):
             raise
         sys.exit(f"halocline: the commands need {error.name}; install them with: pip install 'halocline[cli]'")
-    from ..train.heartbeat import follow_launcher
-    from ..world import this_place
+    if _is_rank():
+        from ..train.heartbeat import follow_launcher
 
-    place = this_place()
-    if place is None or place.by == "MPI":  # MPI ends in a way of its own, on all ranks together
-        app()
-    else:
         follow_launcher()
         end_at_once_on_failure(app)
+    else:
+        app()
+
+
+def _is_rank() -> bool:
+    """Of any launcher but mpiexec: MPI ends in a way of its own, on all ranks together."""
+    from ..errors import MeshError
+    from ..world import this_place
+
+    try:
+        place = this_place()
+    except MeshError:  # the command itself says what is wrong with the environment
+        return False
+    return place is not None and place.by != "MPI"
 
 
 def end_at_once_on_failure(run: Callable[[], object]) -> None:

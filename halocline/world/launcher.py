@@ -35,15 +35,22 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     (Place(by='MPI', rank=1, size=4), None)
     """
     if "RANK" in environment:
-        return Place("torchrun", int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1")))
-    tasks = int(environment.get("SLURM_NTASKS", "1"))
+        return Place("torchrun", _number(environment, "RANK"), _number(environment, "WORLD_SIZE", 1))
+    tasks = _number(environment, "SLURM_NTASKS", 1)
     if "SLURM_PROCID" in environment and tasks > 1:
-        return Place("Slurm", int(environment["SLURM_PROCID"]), tasks)
+        return Place("Slurm", _number(environment, "SLURM_PROCID"), tasks)
     for rank, size in _MPI:
         if rank in environment:
-            count = int(environment.get(size, "0"))
-            return None if count == 1 else Place("MPI", int(environment[rank]), count)
+            count = _number(environment, size)
+            return None if count == 1 else Place("MPI", _number(environment, rank), count)
     return None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdigit():
+        raise MeshError(f"the environment has {name}={text!r}, and a number from 0 is needed; unset it, or mend it")
+    return int(text)
 
 
 def this_place() -> Place | None:
