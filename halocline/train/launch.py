@@ -143,9 +143,10 @@ class LocalRanks:
         # One that was killed says nothing, and others may have noticed, and ended, before we looked.
         first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank), default=None)
         hung = None if first is not None and self.processes[first].returncode < 0 else self._end_hung()
-        self._wait_for_others()
         if hung is not None:
+            self._wait_for_others(_LEAST_GRACE)
             return hung
+        self._wait_for_others(min(_MOST_GRACE, max(_LEAST_GRACE, self._deadline / 2)))
         assert first is not None, "a rank has failed, or hangs"
         told = sorted(self._folder.glob("rank-*.error"), key=self._said_first)
         status = self.processes[first].returncode
@@ -172,8 +173,8 @@ class LocalRanks:
             return "it is stopped (SIGSTOP, or a debugger) and was killed: the other ranks waited for it"
         return f"no sign of life for {self._pulses[rank].silence:.0f} s; it hangs, and was killed"
 
-    def _wait_for_others(self) -> None:
-        end = time.monotonic() + min(_MOST_GRACE, max(_LEAST_GRACE, self._deadline / 2))
+    def _wait_for_others(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL)
 
