@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -206,3 +207,8 @@ def gradient_hooks(leaf: torch.Tensor) -> Any:
 def set_gradient_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None:
     """Have torch call these, and put in what is registered from now on."""
     leaf._backward_hooks = hooks
+
+
+def set_group_timeout(group: dist.ProcessGroup, wait: timedelta) -> None:
+    """Also of what it does in threads of its own."""
+    dist.distributed_c10d._set_pg_timeout(wait, group)

@@ -61,6 +61,7 @@ def distribute(
     lag: int = 0,
     wire: str | None = None,
     rings: str | Sequence[int] = "usual",
+    deterministic: bool | None = None,
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -90,6 +91,10 @@ def distribute(
     sends them as they are. ``rings``: how a sum travels: "flat" as torch does it; "levels" over nodes and the ranks of
     each, or factors such as (2, 4); "auto" what was measured to be fastest for its size. As is "usual", sums go flat;
     those that go on after backward over levels, between CPUs, where the most urgent can go first.
+
+    ``deterministic``: what is summed together follows from sizes and the order in which gradients come, and not from
+    measured times, so that equal runs give equal bits on any number of ranks. By default where all parameters are
+    float64.
 
     A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
@@ -125,8 +130,10 @@ def distribute(
     averaged = _to_average(model, mesh, averaging)
     indices = _as_indices(groups, [name for name, _ in averaged])
     ahead = overlap == "next-forward"
-    travels = rings_for(mesh.world, rings, [p for _, p in averaged], goes_on=bool(lag) or ahead, urgent=ahead)
-    engine = GradientAverage(averaged, mesh.world, indices, wire=Wire(wire), rings=travels)
+    tensors = [parameter for _, parameter in averaged]
+    fixed = all(t.dtype == torch.float64 for t in tensors) if deterministic is None else deterministic
+    travels = rings_for(mesh.world, rings, tensors, goes_on=bool(lag) or ahead, urgent=ahead, measure=not fixed)
+    engine = GradientAverage(averaged, mesh.world, indices, wire=Wire(wire), rings=travels, deterministic=fixed)
     model.__dict__[ENGINE] = engine
     if lag:
         engine.after = Lag(engine)

@@ -301,11 +301,9 @@ def distributed(
 def let_go(model: nn.Module, mesh: Mesh) -> None:
     """The next model has the channels, and the connections, that this one had. By all ranks together."""
     engine = engine_of(model)
-    assert engine is not None and engine.plan is not None
+    assert engine is not None
     if engine.rings is not None:
         engine.rings.close()
-    if engine.plan.dynamic:
-        engine.beside.close()
     mesh.world.engines -= 1
 
 

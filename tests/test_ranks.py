@@ -11,6 +11,7 @@ from torch import nn
 
 import halocline as hc
 from halocline.testing.pool import RankPool, shared_pool
+from halocline.world import Label
 from halocline.world.launcher import adopt_environment
 from halocline.world.mesh import forget
 
@@ -179,3 +180,22 @@ def test_slurm_variables_become_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         "MASTER_ADDR": "gpu007",
     }
     assert 20000 <= int(os.environ["MASTER_PORT"]) < 60000
+
+
+def deadlines_chosen() -> list[float]:
+    world = hc.Mesh(data=-1).world
+    before, seen = world.deadline, []
+    hc.init()
+    for seconds in (20.0, 50.0, 40.0):
+        world.waited("moves", seconds)
+        seen.append(world.deadline)
+    world.sum(torch.ones(1), tuple(range(world.size)), Label("sum", "a test"))
+    hc.init(deadline=7.0)
+    world.waited("moves", 50.0)
+    seen.append(world.deadline)
+    hc.init(deadline=before)
+    return seen
+
+
+def test_the_default_deadline_grows_with_waits_that_ended_well() -> None:
+    assert shared_pool(2).run(deadlines_chosen) == [[120.0, 200.0, 200.0, 7.0]] * 2

@@ -27,8 +27,9 @@ from .clerk import Clerk
 from .control import Control, Doubling
 from .grouping import Link
 from .hooks import ParameterHooks
+from .leases import Agreement, lease
 from .line import Line, Tell
-from .link import Clock, measured_link
+from .link import Clock, FixedClock, measured_link
 from .owners import Mark, refuse_unaveraged
 from .passes import Pass
 from .plan import FORWARD, Facts, Goal, Plan
@@ -37,6 +38,8 @@ from .wire import Wire
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
+#: Engines of a world whose sums may go while backward runs; those of any others go when it has ended, in one order.
+_CHANNELS = 16
 _DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
 
 
@@ -48,7 +51,8 @@ class GradientAverage:
     """Watches the gradients of a model's parameters; after each backward they are the mean over all ranks.
 
     ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
-    ``groups`` (lists of indices) replace those that would be planned.
+    ``groups`` (lists of indices) replace those that would be planned. ``deterministic``: nothing measured decides
+    what is summed together.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class GradientAverage:
         control: Callable[[World, str], Control] = Doubling,
         wire: Wire | None = None,
         rings: Rings | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
@@ -74,14 +79,16 @@ class GradientAverage:
         world.engines += 1
         self.number = world.engines
         self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
-        self.channel = f"gradients {world.engines}"
+        self._channel = lease(world, "channel", "gradients {}".format, _CHANNELS) if parameters and not rings else None
+        if self._channel is not None:
+            weakref.finalize(self, self._channel.release).atexit = False
         self.plan: Plan | None = None
         self.explicit = groups
-        self.clock = Clock(len(parameters))
+        self._deterministic = deterministic
+        self.clock = self._new_clock()
         self.steps = 0
         self._make_control = control
-        self._beside: World | None = None
-        self._control: Control | None = None
+        self._agreement: Agreement | None = None
         self._open: Pass | None = None
         self._asked = (-1, False)  # a pass, and whether it hands its gradients out
         self._pile: set[int] = set()
@@ -91,6 +98,18 @@ class GradientAverage:
         self._exchanged = 0
         for index, parameter in enumerate(self.parameters):
             self._watch(index, parameter)
+
+    @property
+    def channel(self) -> str:
+        """On which its planned sums go, in an order of their own."""
+        return "gradients" if self._channel is None else str(self._channel.thing)
+
+    def use(self, line: Line | Clerk) -> None:
+        """For sums that wait for their turn."""
+        self.line = line
+        if self._channel is not None:
+            self._channel.line = line
+        weakref.finalize(self, line.dismiss).atexit = False
 
     def _watch(self, index: int, parameter: Tensor) -> None:
         alive = weakref.ref(self)  # hooks live as long as the parameter, and must not keep the model alive
@@ -146,6 +165,9 @@ class GradientAverage:
             self._pile |= left.touched
         elif left.touched:
             _log.warning("%s: the last backward pass raised an error; its gradients are dropped", self.name)
+            for used in (self._channel, None if self._agreement is None else self._agreement.lease):
+                if used is not None:
+                    used.spoiled = True
             self._hooks.put_back(self.parameters)
         self._deferred = _DEFERRED
 
@@ -159,8 +181,12 @@ class GradientAverage:
 
     def forget_plan(self) -> None:
         link = self.clock.link
-        self.plan, self.clock, self._regular = None, Clock(len(self.parameters)), 0
+        self.plan, self.clock, self._regular = None, self._new_clock(), 0
         self.clock.link = link
+
+    def _new_clock(self) -> Clock:
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        return FixedClock(sizes) if self._deterministic else Clock(len(sizes))
 
     def __deepcopy__(self, memo: object) -> None:
         """A copied or loaded model (a moving average of the weights, say) has parameters that nobody watches."""
@@ -207,7 +233,8 @@ class GradientAverage:
         if self.plan is not None and not self.plan.dynamic and not self.plan.fits(self.parameters):
             self.forget_plan()
         # Under create_graph gradients are to be differentiated themselves, and cannot lie in a buffer.
-        deferred = self.plan is None or self.patient or self._deferred > 0 or torch.is_grad_enabled()
+        unordered = self._channel is None and self.rings is None
+        deferred = self.plan is None or self.patient or unordered or self._deferred > 0 or torch.is_grad_enabled()
         plan = None if deferred or not self.plan.groups else self.plan  # type: ignore[union-attr]
         self._open = Pass(self, task, plan)
         if task not in _open_passes:
@@ -335,24 +362,19 @@ class GradientAverage:
 
     def _prepare_agreement(self) -> None:
         self._regular = 0
-        if self._beside is None:
-            self._beside = self.world.beside()
-            self._control = self._make_control(self._beside, f"{self.name}: who may go")
+        if self._agreement is None:
+            self._agreement = Agreement(self.world, self._make_control, f"{self.name}: who may go")
+            weakref.finalize(self, self._agreement.lease.release).atexit = False
 
     @property
     def control_messages(self) -> int:
         """Sent by this rank so far, to agree on something: all but the sums."""
-        return self._exchanged + (0 if self._beside is None else self._beside.traffic.messages)
+        return self._exchanged + (0 if self._agreement is None else self._agreement.world.traffic.messages)
 
     @property
-    def beside(self) -> World:
-        assert self._beside is not None
-        return self._beside
-
-    @property
-    def control(self) -> Control:
-        assert self._control is not None
-        return self._control
+    def agreement(self) -> Agreement:
+        assert self._agreement is not None
+        return self._agreement
 
 
 def _is_sparse(gradient: Tensor | None) -> bool:

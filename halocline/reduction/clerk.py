@@ -16,9 +16,11 @@ from collections.abc import Callable
 from itertools import count
 
 from ..errors import RankFailure
+from ..world import World
 from .line import Begin, Waiting
 
-IDLE = 60.0  # seconds after which the thread ends; the next job starts another
+IDLE = 10.0  # seconds after which the thread ends; the next job starts another
+_DISMISSED = 0.05  # the same where nobody has more to ask
 _LOOK, _AT_EXIT = 0.005, 10.0  # seconds
 
 
@@ -67,8 +69,8 @@ def _end_at_exit(clerk: Clerk) -> None:
 class Clerk:
     """Of one engine."""
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._under_way = 0
         _end_at_exit(self)
         self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None]]] = queue.PriorityQueue()
@@ -77,10 +79,22 @@ class Clerk:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ended = False
+        self._patience = IDLE
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing under way, or still to begin?"""
+        return not self._under_way and self._jobs.empty()
+
+    def dismiss(self) -> None:
+        """The engine is gone: end when all is done."""
+        self._patience = _DISMISSED
+        if self._thread is not None:
+            self.ask(_nothing)
 
     def add(self, begin: Begin) -> Waiting:
         """A sum that is to begin after those added before."""
-        added = Waiting(begin, self._deadline, in_line=False)
+        added = Waiting(begin, self._world.deadline, in_line=False)
         self.ask(lambda: self._begin(added))
         return added
 
@@ -101,7 +115,7 @@ class Clerk:
     def end(self) -> None:
         """When all is done, or at the deadline: a thread that is in torch's code when the program ends aborts it, and
         the other ranks wait for our part of what has begun."""
-        until = time.monotonic() + self._deadline
+        until = time.monotonic() + self._world.deadline
         while self._under_way and self._error is None and time.monotonic() < until:
             time.sleep(_LOOK)
         thread = self._thread
@@ -115,7 +129,7 @@ class Clerk:
     def _run(self) -> None:
         while not (self._ended and self._jobs.empty()):
             try:
-                _, _, job = self._jobs.get(timeout=IDLE)
+                _, _, job = self._jobs.get(timeout=self._patience)
             except queue.Empty:
                 with self._lock:
                     if self._jobs.empty():

@@ -48,7 +48,7 @@ class Deadlines:
 
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
-        engine.line = Clerk(engine.world.deadline) if engine.rings is not None else Line(engine.world.deadline)
+        engine.use(Clerk(engine.world) if engine.rings is not None else Line(engine.world))
         urgent_first = engine.rings is not None and engine.rings.urgent
         self.goal: Goal = "next forward" if urgent_first else "next forward, one by one"
         self._under_way: Pass | None = None

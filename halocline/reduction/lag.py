@@ -26,7 +26,7 @@ class Lag:
     def __init__(self, engine: GradientAverage) -> None:
         self._engine = engine
         if engine.rings is not None and not engine.wire.may_go_again:
-            engine.line = Clerk(engine.world.deadline)
+            engine.use(Clerk(engine.world))
         self._under_way: tuple[Pass, set[int]] | None = None
         self._held: dict[int, Tensor] = {}  # means of the last step, where they are there already
         self._given: dict[int, Tensor] = {}  # to the parameters, for this step

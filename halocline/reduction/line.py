@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import RankFailure
+from ..world import World
 from .rings import Pending
 
 Tell = Callable[[], None]
 Begin = Callable[[Tell | None], Pending]  # who is told when it is done, if anybody
 WIDTH = 2  # under way at once: the transport is busy with one while another starts
-IDLE = 60.0  # seconds after which the thread ends; the next sum starts another
+IDLE = 10.0  # seconds after which the thread ends; the next sum starts another
 
 
 class Waiting:
@@ -49,17 +50,29 @@ class Waiting:
 class Line:
     """Of one engine. Its thread sleeps while nothing is under way, and ends when that lasts."""
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._changed = threading.Condition()
         self._waiting: deque[Waiting] = deque()
         self._under_way: deque[Waiting] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._patience = IDLE
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing under way, or still to begin?"""
+        return not self._waiting and not self._under_way
+
+    def dismiss(self) -> None:
+        """The engine is gone: end when all is done."""
+        with self._changed:
+            self._patience = 0.0
+            self._changed.notify_all()
 
     def add(self, begin: Begin) -> Waiting:
         """The next in line, which ``begin`` begins: here, or in the thread."""
-        added = Waiting(begin, self._deadline)
+        added = Waiting(begin, self._world.deadline)
         with self._changed:
             self._waiting.append(added)
             self._advance()
@@ -83,7 +96,8 @@ class Line:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._under_way, IDLE):
+                self._changed.wait_for(lambda: self._under_way or not self._patience, self._patience)
+                if not self._under_way:
                     self._thread = None
                     return
                 first = self._under_way[0]

@@ -55,7 +55,11 @@ class Pass:
             group.begin(self.engine.parameters)
         if plan.dynamic:
             self._negotiation = Negotiation(
-                len(plan.groups), self.engine.control, self._begin_beside, self._valid, self.engine.world.deadline
+                len(plan.groups),
+                self.engine.agreement.control,
+                self._begin_beside,
+                self._valid,
+                self.engine.world.deadline,
             )
 
     # While backward runs ----------------------------------------------------------------------------------------------
@@ -99,7 +103,7 @@ class Pass:
 
     def _begin_beside(self, number: int) -> Pending:
         """Where the clerk may still have sums of the pass before to begin on the same rings: after those."""
-        begin, line = self._sum_of(number, self.engine.beside), self.engine.line
+        begin, line = self._sum_of(number, self.engine.agreement.world), self.engine.line
         return line.add(begin) if isinstance(line, Clerk) else begin(None)
 
     def _sum_of(self, number: int, world: World) -> Begin:
@@ -109,7 +113,8 @@ class Pass:
         anew = self._anew and number == len(self.plan.groups) - 1
         # Ranks that begin the groups of one size in different orders must hear of it, and not add them up.
         place = f"backward, group {number}"
-        label = Label(engine.name, place, engine.channel, self.plan.urgency(number))
+        channel = engine.channel if world is engine.world else "gradients"  # worlds beside are an engine's own
+        label = Label(engine.name, place, channel, self.plan.urgency(number))
         wire, carry = engine.wire, engine.carrier(world, label)
 
         def begin(tell: Tell | None) -> Pending:
@@ -325,7 +330,7 @@ class Pass:
         for index, parameter in zip(bucket, parameters, strict=True):
             group.put(index, parameter.grad)
         group.fill(self._share)
-        label = Label(engine.name, "backward", engine.channel)
+        label = Label(engine.name, "backward", "gradients")  # the ranks have just agreed on whose gradients these are
         engine.world.begin_sum(group.seal(), engine.everyone, label).wait()
         for index, parameter in zip(bucket, parameters, strict=True):
             parameter.grad = group.given(index)

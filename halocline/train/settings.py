@@ -128,6 +128,7 @@ class GradientSettings:
     lag: Literal[0, 1] = 0  # 1: applied one step late, which is another algorithm
     wire: Literal["same", "fp32", "bf16", "fp16"] = "same"  # rounded on the way
     rings: str = "usual"  # how a sum travels: usual, flat, auto, levels
+    deterministic: bool = False  # equal runs give equal bits: no measured time decides what is summed together
 
     def check(self) -> None:
         if self.lag and self.overlap == "next-forward":
@@ -140,7 +141,9 @@ class GradientSettings:
     def arguments(self, optimizer: Any) -> dict[str, Any]:
         """Of hc.distribute."""
         ahead = {"overlap": self.overlap, "optimizer": optimizer} if self.overlap == "next-forward" else {}
-        return {"lag": self.lag, "wire": None if self.wire == "same" else self.wire, "rings": self.rings, **ahead}
+        wire = None if self.wire == "same" else self.wire
+        fixed = {"deterministic": True} if self.deterministic else {}
+        return {"lag": self.lag, "wire": wire, "rings": self.rings, **fixed, **ahead}
 
 
 @dataclass(frozen=True)

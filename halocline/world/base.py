@@ -211,8 +211,12 @@ class World(ABC):
         self._write(Summed, label, len(ranks), result.numel() * result.element_size())
         began = time.perf_counter()
         self.ring_sum(result, ranks, label)
-        self.traffic.waited[label.channel] += time.perf_counter() - began
+        self.waited(label.channel, time.perf_counter() - began)
         return result
+
+    def waited(self, channel: str, seconds: float) -> None:
+        """A wait has ended well."""
+        self.traffic.waited[channel] += seconds
 
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
@@ -319,7 +323,7 @@ class Exchange:
             self._world._write(Waited, self._number, self._label)
             began = time.perf_counter()
             self._world.complete(self._posted, self._label)
-            self._world.traffic.waited[self._label.channel] += time.perf_counter() - began
+            self._world.waited(self._label.channel, time.perf_counter() - began)
             self._posted = _DONE
         return self._buffers
 
@@ -343,7 +347,7 @@ class PendingSum:
         if posted is not None:
             began = time.perf_counter()
             self._world.complete_sum(posted, self._label)
-            self._world.traffic.waited[self._label.channel] += time.perf_counter() - began
+            self._world.waited(self._label.channel, time.perf_counter() - began)
 
 
 _DONE = object()

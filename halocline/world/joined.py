@@ -21,6 +21,8 @@ from .rendezvous import BoundedStore, joined_store, within
 from .tags import called_elsewhere, divergence
 from .wire import Diverged
 
+DEFAULT_DEADLINE = 120.0  # seconds
+_PATIENCE = 4.0  # where nobody has set a deadline: of the longest wait that ended well
 _DEEPEST = 64  # calls that are compared where ranks meet
 _QUICK = 1.0  # seconds that the store has to answer, where an answer is of use during a wait only
 _GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
@@ -37,10 +39,21 @@ class JoinedWorld(World):
         self._wide = False
         self._spare: dict[bool, list[Any]] = {}  # of its own kind: those that are not wide, and those that are
         self._lent = False
+        self._adapts = False
         self._first = False  # the one that all ranks joined, in which the program communicates
 
     def set_deadline(self, seconds: float) -> None:
         self.deadline, self._wait = seconds, timedelta(seconds=seconds)
+
+    def choose_deadline(self, seconds: float | None) -> None:
+        """As asked; where nobody asks, one that grows with the waits that the program has shown to need."""
+        self._adapts = seconds is None
+        self.set_deadline(DEFAULT_DEADLINE if seconds is None else seconds)
+
+    def waited(self, channel: str, seconds: float) -> None:
+        super().waited(channel, seconds)
+        if self._adapts and _PATIENCE * seconds > self.deadline:
+            self.set_deadline(_PATIENCE * seconds)
 
     def compare_launches(self) -> None:
         """By all ranks where they meet: calls that differ between them (a fork, a wrapper) are the launcher's."""
@@ -63,6 +76,7 @@ class JoinedWorld(World):
         spare = self._spare.get(wide)
         made: Self = spare.pop() if spare else self._another(wide)
         made._spare, made._lent, made._wide, made.launch = self._spare, True, wide, self.launch
+        made._adapts = self._adapts
         made.set_deadline(self.deadline)
         return made
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ..errors import MeshError
 from . import mpi, process
-from .joined import JoinedWorld
+from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment, started_by_mpiexec
 
 TRANSPORTS = ("torch", "mpi")
@@ -16,7 +16,7 @@ TRANSPORTS = ("torch", "mpi")
 _joined_by_mpi: list[bool] = []  # from then on torch.distributed runs too, and its variables are set
 
 
-def connect(deadline: float = 600.0, transport: str | None = None) -> JoinedWorld | None:
+def connect(deadline: float = DEFAULT_DEADLINE, transport: str | None = None) -> JoinedWorld | None:
     """Join the ranks that a launcher started; None where this process stands alone."""
     chosen = transport or os.environ.get("HALOCLINE_TRANSPORT") or _found()
     _check_name(chosen)

@@ -9,24 +9,27 @@ from functools import cached_property, lru_cache
 from ..errors import MeshError
 from .base import World
 from .dry import DryWorld
-from .joined import JoinedWorld
+from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .joining import check_transport, connect
 from .local import current_local_world
 
 _process_world: list[JoinedWorld] = []
 
 
-def init(deadline: float = 600.0, transport: str | None = None) -> None:
+def init(deadline: float | None = None, transport: str | None = None) -> None:
     """Join the ranks, with the seconds that any wait for another rank may last; later calls change these.
+
+    By default they are 120, and where a wait has been longer than 30 and ended well, four times that wait.
 
     ``transport`` is "torch" (gloo and NCCL) or "mpi"; without it the environment decides. ``Mesh`` joins by itself.
     """
     if _process_world:
         check_transport(_process_world[0], transport)
-        _process_world[0].set_deadline(deadline)
+        _process_world[0].choose_deadline(deadline)
     elif current_local_world() is None:
-        joined = connect(deadline, transport)
+        joined = connect(DEFAULT_DEADLINE if deadline is None else deadline, transport)
         if joined is not None:
+            joined.choose_deadline(deadline)
             joined.compare_launches()
             _process_world.append(joined)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import MeshError, RankFailure, Refused
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
-from .joined import JoinedWorld
+from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .mpi_library import at_the_end, ending_process, library, poll, progress, started_library
 from .process import start_torch
 from .rendezvous import within
@@ -73,7 +73,7 @@ class _Posted:
 class MpiWorld(JoinedWorld):
     """A communicator for each channel, and one more on which ranks say that they leave."""
 
-    def __init__(self, deadline: float = 600.0, comm: Any = None) -> None:
+    def __init__(self, deadline: float = DEFAULT_DEADLINE, comm: Any = None) -> None:
         self._mpi = started_library(deadline)
         self._home = self._mpi.COMM_WORLD if comm is None else comm
         super().__init__(self._home.Get_rank(), self._home.Get_size(), deadline)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch_private import default_store
+from .._torch_private import default_store, set_group_timeout
 from ..errors import RankFailure
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .bulk import POSSIBLE, Bulk, BulkError
-from .joined import JoinedWorld
+from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment
 from .rendezvous import init_process_group, new_group
 from .tags import folded
@@ -40,12 +40,13 @@ class ProcessWorld(JoinedWorld):
     """Point-to-point messages, reductions and gradients each in a process group of their own; those of a wide world on
     sockets of our own, if these can be had."""
 
-    def __init__(self, deadline: float = 600.0, wide: bool = False) -> None:
+    def __init__(self, deadline: float = DEFAULT_DEADLINE, wide: bool = False) -> None:
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
         # Flags and shapes travel as CPU tensors, so that NCCL alone would not do.
         self._nccl = "nccl" in str(dist.get_backend_config())
         self._backend = "cpu:gloo,cuda:nccl" if self._nccl else None
-        self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         own_sockets = _own_sockets(self.size)
         self.puts_urgent_first = own_sockets and POSSIBLE
         in_bulk = wide and self.puts_urgent_first
@@ -54,6 +55,11 @@ class ProcessWorld(JoinedWorld):
         self._groups = {channel: new_group(deadline, backend=self._backend) for channel in channels}
         self._bulk = Bulk(self.rank, deadline) if in_bulk else None
         self._wire = Wire(self.rank, deadline) if own_sockets and not in_bulk else None
+
+    def set_deadline(self, seconds: float) -> None:
+        super().set_deadline(seconds)
+        for group in (*self._groups.values(), *self._rings.values()):
+            set_group_timeout(group, self._wait)
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self._refuse_after_failure()
@@ -239,7 +245,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return _as_bytes(tensor)
 
 
-def connect(deadline: float = 600.0) -> ProcessWorld | None:
+def connect(deadline: float = DEFAULT_DEADLINE) -> ProcessWorld | None:
     """Join the ranks that torchrun or Slurm started; None where this process stands alone."""
     if not dist.is_initialized() and not adopt_environment():
         return None

@@ -47,9 +47,12 @@ class Rings:
     ``flat`` is the world's own sum; ``levels`` goes over the levels of the machine, factors such as ``(2, 4)`` over
     those given; ``doubling`` exchanges all with one partner after the other; in ``leaders:2`` two ranks of a node each
     carry half to the other nodes; ``auto`` tries them and takes the fastest for each size. Tensors on GPUs go flat.
+    Without ``measure`` ways and chunks follow from sizes alone, and ``auto`` is ``flat``.
     """
 
-    def __init__(self, world: World, how: str | Sequence[int] = "auto", urgent: bool = False) -> None:
+    def __init__(
+        self, world: World, how: str | Sequence[int] = "auto", urgent: bool = False, measure: bool = True
+    ) -> None:
         self.world, self.how = world, how if isinstance(how, str) else tuple(how)
         self._everyone = tuple(range(world.size))
         self.levels = levels_of(world)
@@ -57,7 +60,7 @@ class Rings:
         self._ways = ways_of(how, self.levels, world.rank)
         if urgent and how == "levels":
             self._ways |= ways_of("doubling", self.levels, world.rank)
-        self._measures = world.size > 1 and not isinstance(world, LocalWorld | DryWorld)
+        self._measures = measure and world.size > 1 and not isinstance(world, LocalWorld | DryWorld)
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
             self._ways = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
         self._alone = world.size == 1 or isinstance(world, DryWorld)
@@ -195,7 +198,12 @@ class Rings:
 
 
 def rings_for(
-    world: World, how: str | Sequence[int], tensors: Sequence[Tensor], goes_on: bool = False, urgent: bool = False
+    world: World,
+    how: str | Sequence[int],
+    tensors: Sequence[Tensor],
+    goes_on: bool = False,
+    urgent: bool = False,
+    measure: bool = True,
 ) -> Rings | None:
     """For sums of such tensors; None where the world's own do. Made by all ranks together.
 
@@ -205,7 +213,7 @@ def rings_for(
     if how == "usual":
         on_cpus = all(tensor.device.type == "cpu" for tensor in tensors)
         how = "levels" if goes_on and on_cpus and world.puts_urgent_first else FLAT
-    return Rings(world, how, urgent) if how != FLAT and world.size > 1 and tensors else None
+    return Rings(world, how, urgent, measure) if how != FLAT and world.size > 1 and tensors else None
 
 
 class _Returned:
