@@ -38,6 +38,7 @@ check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/codespell
 	$(BIN)/python tools/size.py
 	$(BIN)/python tools/support.py --check
+	$(BIN)/python tools/settings.py --check
 
 bench-quality: .venv/.stamp ## Train the segmentation workloads, and see that they learn (minutes)
 	@$(BIN)/halocline bench quality

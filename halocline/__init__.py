@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from . import random
 from ._torch_private import run_eagerly
@@ -32,18 +33,29 @@ from .rules.keep import keep_halos
 from .tensor import ShardedTensor, Sharding, trust, unwrap
 from .world import Mesh, init
 
+if TYPE_CHECKING:  # found on first use at run time: not every program needs them
+    from . import data as data
+    from . import testing as testing
+    from . import train as train
+
 __version__ = "0.1.0"
 
+
+_ON_FIRST_USE = ("data", "testing", "train")
 
 for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, unwrap):
     run_eagerly(_entrance)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``hc.data`` and ``hc.testing`` on first use: not every run needs them."""
-    if name in ("data", "testing"):
+    """``hc.data``, ``hc.testing`` and ``hc.train`` on first use."""
+    if name in _ON_FIRST_USE:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})
 
 
 __all__ = [

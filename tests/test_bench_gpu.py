@@ -303,7 +303,7 @@ def test_the_command_shows_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
         "2.00x",
         "0.50x",
         "1.0e-01",
-        "0.50 x 2^31",
+        "/ 2^31",
         "20.00x",
         "crashed: [x] y",
         "500 TFLOP/s",

@@ -132,7 +132,7 @@ def test_the_file_of_the_training_is_predicted_without_options(tmp_path, monkeyp
     Trainer(make_settings({**told, "steps": 1}), tmp_path / "run").train()
     found = predict(tmp_path / "run", tmp_path / "both.h5", tmp_path / "out.h5", classes=True)
     assert found["samples"] == 4 and found["shape"] == [4, 4, 4]
-    (words,) = (entry["text"] for entry in read_log(tmp_path / "run", "note") if "for training" in entry["text"])
+    (words,) = (entry["text"] for entry in read_log(tmp_path / "run", "data"))
     assert "4 samples: the first 3 for training, the last one (index 3) for validation (data.validation = 0.1)" in words
 
 

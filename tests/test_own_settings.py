@@ -226,3 +226,18 @@ def test_a_loader_says_what_it_is(place):
         hc.data.Loader(fields, cut={"data": "N"})
     with pytest.raises(hc.HaloclineError, match="memory = '32 cows': give a size, such as 8GiB"):
         hc.data.Loader(fields, memory="32 cows")
+
+
+def test_names_are_there_for_editors_and_at_run_time():
+    import ast
+    import inspect
+
+    assert {"data", "train", "testing"} <= set(dir(hc)) and hc.train.Trainer is Trainer
+    for module in (hc, hc.train):
+        tree = ast.parse(inspect.getsource(module))
+        blocks = [node for node in tree.body if isinstance(node, ast.If)]
+        told = {alias.asname for block in blocks for node in block.body for alias in node.names}
+        assert told <= set(dir(module)) and all(getattr(module, name) is not None for name in told)
+    assert set(hc.train.__all__) <= told
+    for public in (hc.shard, hc.distribute, hc.data.Loader):
+        assert "hc." in inspect.getdoc(public)

@@ -392,3 +392,11 @@ def test_a_browser_that_likes_it_dark_gets_it_dark(run: Path) -> None:
         browse(path, f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}")
         means.append(np.asarray(image.open(picture).convert("L")).mean())
     assert means[0] < 80 and means[1] > 180
+
+
+def test_metrics_by_class_are_a_table_and_the_split_is_told(tmp_path: Path) -> None:
+    metrics = {"loss": 0.5, "dice": 0.7, "dice/liver": 0.9, "dice/tumour": 0.5, "iou/liver": 0.8}
+    entries = [{"kind": "data", "text": "8 samples: the first 7 for training"}, step(0)]
+    page = page_of(make_run(tmp_path / "run", [*entries, {"kind": "validation", "step": 1, **metrics}]))
+    assert "By class, at step 1" in page.text and "tumour" in page.text and "the first 7 for training" in page.text
+    assert "dice/liver" not in page.text

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -107,14 +108,14 @@ def show_gpu(result: Mapping[str, Any]) -> None:
 
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
     """The first ``left`` columns are words, the rest numbers."""
-    table = Table(title=title, title_style="bold", title_justify="left")
+    table = Table(title=title, title_style="bold", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, heading in enumerate(columns):
-        table.add_column(heading, justify="left" if index < left else "right", no_wrap=index < left)
+        table.add_column(heading, justify="left" if index < left else "right", no_wrap=index >= left)
     return table
 
 
 def case_table(cases: Iterable[Mapping[str, Any]]) -> Table:
-    headings = ("network", "way", "size", "ms a step", "over floor", "peak", "reserved", "")
+    headings = ("network", "way", "size", "ms\na step", "over\nfloor", "peak", "reserved")
     table = table_of("Every case (medians)", *headings, left=2)
     for case in cases:
         table.add_row(case["subject"], case["way"], str(case["size"]), *case_cells(case))
@@ -122,11 +123,10 @@ def case_table(cases: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def case_cells(case: Mapping[str, Any]) -> Iterable[str]:
-    yield figure(case.get("ms"), ".1f")
+    yield "failed" if case["error"] else figure(case.get("ms"), ".1f")
     yield figure(case["over_floor"], ".2f", "x")
     yield size_text(case["peak_bytes"]) if case.get("peak_bytes") else ""
     yield size_text(case["reserved_bytes"]) if case.get("reserved_bytes") else ""
-    yield escape(case["error"] or "")
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:
@@ -164,23 +164,24 @@ def machine_table(result: Mapping[str, Any]) -> Table:
 def subject_table(subjects: Iterable[Mapping[str, Any]]) -> Table:
     headings = (
         "size",
-        "largest\ntensor",
+        "largest\n/ 2^31",
         "floor\nms",
-        "best\nplain ms",
+        "plain\nms",
         "halocline\nms",
-        "speed-up",
-        "memory",
-        "losses",
+        "speed\nup",
+        "mem-\nory",
+        "losses\ndiffer",
     )
-    table = table_of("Plain PyTorch beside halocline", "network", "best plain", *headings, left=2)
+    table = table_of("Plain PyTorch beside halocline", "network,\nbest plain", *headings)
     for subject in subjects:
-        table.add_row(subject["subject"], subject["best_plain"] or "none ran", *subject_cells(subject))
+        names = f"{subject['subject']}\n[dim]{subject['best_plain'] or 'none ran'}[/dim]"
+        table.add_row(names, *subject_cells(subject))
     return table
 
 
 def subject_cells(subject: Mapping[str, Any]) -> Iterable[str]:
     yield str(subject["size"])
-    yield f"{subject['work']['largest'] / LIMIT:.2f} x 2^31" if subject["work"] else ""
+    yield f"{subject['work']['largest'] / LIMIT:.2f}" if subject["work"] else ""
     yield figure(max(subject["floor"].values()) if subject["floor"] else None, ".1f")
     yield figure(subject["best_plain_ms"], ".1f")
     yield figure(subject["halocline_ms"], ".1f")
@@ -191,6 +192,9 @@ def subject_cells(subject: Mapping[str, Any]) -> Iterable[str]:
 
 def remarks(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     listed = list(cases)
+    for case in listed:
+        if case["error"] and case["error"] != "not installed" and not case["error"].startswith("not run"):
+            yield escape(f"{case['subject']}, {case['way']}, {case['size']}: {case['error']}")
     absent = dict.fromkeys(case["subject"] for case in listed if case["error"] == "not installed")
     if absent:
         yield f"not measured, for MONAI is not installed (pip install monai einops): {', '.join(absent)}"

@@ -141,7 +141,9 @@ class Trainer:
     def _run(self) -> Result:
         if self._log is not None and self._log.no_board:
             self._note(self._log.no_board)
-        self._note(self._task.words)
+        if self._log is not None:
+            self._log.write("data", text=self._task.words)
+        self._tell("data", {"text": self._task.words})
         self.resume()
         self._callbacks("on_start", self)
         result = Result(self.step)

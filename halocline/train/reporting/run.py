@@ -36,6 +36,7 @@ class Run:
     steps: list[Entry] = field(default_factory=list)
     validations: list[Entry] = field(default_factory=list)
     ranks: list[Entry] = field(default_factory=list)
+    split: str = ""  # which samples were trained on and which held out
     result: Entry | None = None
     examples: dict[str, Array] | None = None
     traced: bool = False
@@ -54,7 +55,11 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """Those that the run ended with, or the last that it measured."""
         found = (self.result or {}).get("metrics") or (self.validations[-1] if self.validations else {})
-        return {name: float(value) for name, value in found.items() if name != "step" and is_number(value)}
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if name != "step" and "/" not in name and is_number(value)  # those by class have a table
+        }
 
 
 def is_number(value: object) -> bool:
@@ -83,6 +88,7 @@ def read_run(folder: Path) -> Run:
         _last_ranks(
             [_rank(entry) for entry in entries if entry.get("kind") == "rank" and is_number(entry.get("rank"))]
         ),
+        next((str(entry.get("text", "")) for entry in reversed(entries) if entry.get("kind") == "data"), ""),
         _result(folder, troubles),
         _examples(folder, troubles),
         (folder / TRACE).is_file(),

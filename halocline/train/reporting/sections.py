@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -113,18 +114,43 @@ def validation(run: Run) -> Part:
         kept = data.get("validation") if isinstance(data, dict) else None
         why = "no samples were kept for it (data.validation = 0)" if kept == 0 else "the run ended before it"
         return Missing("validation", f"the log has none: {why}")
-    names = [name for name in entries[-1] if name not in ("kind", "time", "step") and is_number(entries[-1][name])]
+    known = [name for name in entries[-1] if name not in ("kind", "time", "step") and is_number(entries[-1][name])]
+    names = [name for name in known if "/" not in name]
+    by_class = _split_words(run) + _class_table(entries[-1], [name for name in known if "/" in name])
     if len(entries) == 1:
         intro = _note(f"Once, at step {entries[0]['step']}. Set validate_every to see how it comes about.")
-        return Section("validation", "Validation", intro + _table(entries, names))
+        return Section("validation", "Validation", intro + _table(entries, names) + by_class)
     charts = [_metric(entries, name) for name in names if name != "loss"]
     if not charts:
-        return Section("validation", "Validation", _note("Its loss is drawn above.") + _table(entries, names))
+        return Section(
+            "validation", "Validation", _note("Its loss is drawn above.") + _table(entries, names) + by_class
+        )
     return Section(
         "validation",
         "Validation",
-        _grid(*charts, class_="cards three") + _folded("All validations", _table(entries, names)),
+        _grid(*charts, class_="cards three") + by_class + _folded("All validations", _table(entries, names)),
     )
+
+
+def _split_words(run: Run) -> str:
+    """Which samples were held out, as the run said when it began."""
+    return _note(run.split) if run.split else ""
+
+
+def _class_table(entry: Entry, names: list[str]) -> str:
+    """Metrics by class, such as ``dice/liver``: a row for each class, from the last validation."""
+    if not names:
+        return ""
+    metrics = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    classes = list(dict.fromkeys(name.partition("/")[2] for name in names))
+    heads = "".join(element("th", text(_words(name))) for name in ["class", *metrics])
+    rows = [element("tr", heads)]
+    for each in classes:
+        told: list[Any] = [entry.get(f"{name}/{each}") for name in metrics]
+        cells = [each, *(short(float(value)) if is_number(value) else "" for value in told)]
+        rows.append(element("tr", *(element("td", text(cell)) for cell in cells)))
+    title = element("h3", text(f"By class, at step {entry['step']}"))
+    return title + element("div", element("table", *rows), class_="scroll")
 
 
 def _metric(entries: list[Entry], name: str) -> str:
