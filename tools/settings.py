@@ -18,8 +18,9 @@ from halocline.train.settings import Settings
 OUT = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings of a run
 
-Every setting of `halocline train`, as keys of a TOML file or with `--set key=value`. Only `workload`, or `model`, `loss`
-and `data`, must be given. [training.md](training.md) says how they go together. `tools/settings.py` writes this page.
+Every setting of `halocline train`, as keys of a TOML file or with `--set key=value`. Only `workload`, or `model`,
+`loss` and `data`, must be given. [training.md](training.md) says how they go together. `tools/settings.py` writes this
+page.
 """
 
 
