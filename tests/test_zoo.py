@@ -144,6 +144,7 @@ def test_zoos_are_listed_without_their_packages() -> None:
     assert counts["monai"] == len(find_zoo("monai").entries) == 49
     assert counts["transformers"] == len(find_zoo("transformers").entries) >= 14
     assert counts["neuralop"] == len(find_zoo("neuralop").entries) == 13
+    assert counts["losses"] == len(find_zoo("losses").entries) == 63
     assert {len(entry.shapes[0]) for entry in find_zoo("monai").entries} == {5}
     assert {len(entry.shapes[0]) for entry in find_zoo("transformers").entries} == {4}
 
@@ -171,7 +172,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "mona/UNet",
         {},
         NoSuchNetwork,
-        "no zoo 'mona'; it is monai, transformers, neuralop, or package.module:zoo",
+        "no zoo 'mona'; it is monai, transformers, neuralop, losses, or package.module:zoo",
     ),
     ("test_zoo:NO_ZOO/x", {}, NoSuchNetwork, "must be a halocline.zoo.Zoo"),
     ("test_zoo:ZOO/exact", {"shapes": [[1, 1, 8, 8, 8]]}, BadUsage, "inputs of its own"),

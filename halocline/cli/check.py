@@ -27,7 +27,9 @@ Target = Annotated[
 Zoo = Annotated[
     str | None,
     typer.Option(
-        "--zoo", metavar="ZOO", help="All networks of a zoo: monai, transformers, neuralop, or package.module:zoo."
+        "--zoo",
+        metavar="ZOO",
+        help="All networks of a zoo: monai, transformers, neuralop, losses, or package.module:zoo.",
     ),
 ]
 Only = Annotated[

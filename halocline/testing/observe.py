@@ -67,7 +67,7 @@ class CutSide(Side):
         return from_tile(leaf, self.mesh, self.task.dims(index), shape=self.task.shapes[index])
 
     def paused(self) -> AbstractContextManager[None]:
-        return no_sync(self.model)
+        return nullcontext() if _is_fixed(self.model) else no_sync(self.model)
 
     def whole(self, output: Tensor) -> Tensor:
         return gather(output)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import HaloclineError
 
 Input = tuple[int, ...] | Tensor
-ZOOS = {name: f"halocline.zoo.{name}:ZOO" for name in ("monai", "transformers", "neuralop")}
+ZOOS = {name: f"halocline.zoo.{name}:ZOO" for name in ("monai", "transformers", "neuralop", "losses")}
 
 
 class NoSuchNetwork(HaloclineError, LookupError):

@@ -1,0 +1,132 @@
+"""Losses of segmentation, written with torch functions as the libraries of that field write them.
+
+Predictions are logits [N, C, ...], targets are class numbers [N, ...]; voxels of ``ignore_index`` do not count.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = 255
+
+
+class OverlapLoss(nn.Module):
+    """Dice, Jaccard and Tversky by classes: the target one-hot, sums over batch and space, ignored voxels masked."""
+
+    def __init__(self, kind: str, ignore_index: int | None = None, alpha: float = 0.3, beta: float = 0.7) -> None:
+        super().__init__()
+        self.kind, self.ignore_index, self.alpha, self.beta = kind, ignore_index, alpha, beta
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        batch, classes = prediction.shape[:2]
+        probability = F.log_softmax(prediction, 1).exp().view(batch, classes, -1)
+        target = target.view(batch, -1)
+        if self.ignore_index is not None:
+            mask = target != self.ignore_index
+            probability = probability * mask.unsqueeze(1)
+            one_hot = F.one_hot((target * mask).to(torch.long), classes).permute(0, 2, 1) * mask.unsqueeze(1)
+        else:
+            one_hot = F.one_hot(target, classes).permute(0, 2, 1)
+        one_hot = one_hot.type_as(probability)
+        score = self.score(probability, one_hot)
+        present = (one_hot.sum((0, 2)) > 0).to(score.dtype)
+        return ((1 - score) * present).mean()
+
+    def score(self, probability: Tensor, one_hot: Tensor) -> Tensor:
+        both = torch.sum(probability * one_hot, (0, 2))
+        if self.kind == "tversky":
+            more = torch.sum(probability * (1 - one_hot), (0, 2))
+            less = torch.sum((1 - probability) * one_hot, (0, 2))
+            return both / (both + self.alpha * more + self.beta * less).clamp_min(1e-7)
+        either = torch.sum(probability + one_hot, (0, 2))
+        if self.kind == "jaccard":
+            return both / (either - both).clamp_min(1e-7)
+        return 2 * both / either.clamp_min(1e-7)
+
+
+class FocalLoss(nn.Module):
+    """Class by class, on the voxels that count alone."""
+
+    def __init__(self, gamma: float = 2.0, alpha: float = 0.25, ignore_index: int = IGNORED) -> None:
+        super().__init__()
+        self.gamma, self.alpha, self.ignore_index = gamma, alpha, ignore_index
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        counted = target != self.ignore_index
+        loss = prediction.new_zeros(())
+        for number in range(prediction.shape[1]):
+            truth = (target == number).to(prediction.dtype)[counted]
+            logits = prediction[:, number][counted]
+            entropy = F.binary_cross_entropy_with_logits(logits, truth, reduction="none")
+            missed = (1 - torch.exp(-entropy)).pow(self.gamma)
+            loss = loss + (missed * entropy * (self.alpha * truth + (1 - self.alpha) * (1 - truth))).mean()
+        return loss
+
+
+class LovaszLoss(nn.Module):
+    """The Lovasz extension of the Jaccard index: errors of each class in order, weighted by how the index falls."""
+
+    def __init__(self, ignore_index: int | None = None) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        classes = prediction.shape[1]
+        probability = prediction.softmax(1).movedim(1, -1).reshape(-1, classes)
+        labels = target.reshape(-1)
+        if self.ignore_index is not None:
+            valid = labels != self.ignore_index
+            probability, labels = probability[valid], labels[valid]
+        losses = [self.of_class(probability[:, number], labels == number) for number in range(classes)]
+        return torch.stack(losses).mean()
+
+    def of_class(self, probability: Tensor, truth: Tensor) -> Tensor:
+        truth = truth.type_as(probability)
+        errors, order = torch.sort((truth - probability).abs(), 0, descending=True)
+        truth = truth[order]
+        total = truth.sum()
+        index = 1 - (total - truth.cumsum(0)) / (total + (1 - truth).cumsum(0))
+        falls = torch.cat([index[:1], index[1:] - index[:-1]])
+        return torch.dot(errors, falls.detach())
+
+
+class SoftCrossEntropy(nn.Module):
+    """Smoothed labels, ignored voxels filled with zero after the target is made valid for ``gather``."""
+
+    def __init__(self, smooth: float = 0.1, ignore_index: int = IGNORED) -> None:
+        super().__init__()
+        self.smooth, self.ignore_index = smooth, ignore_index
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        log_probability, target = F.log_softmax(prediction, 1), target.unsqueeze(1)
+        ignored = target.eq(self.ignore_index)
+        likelihood = -log_probability.gather(1, target.masked_fill(ignored, 0))
+        likelihood = likelihood.masked_fill(ignored, 0.0)
+        rest = -log_probability.sum(1, keepdim=True).masked_fill(ignored, 0.0)
+        share = self.smooth / log_probability.size(1)
+        return ((1 - self.smooth) * likelihood.sum() + share * rest.sum()) / target.numel()
+
+
+class CorrelationLoss(nn.Module):
+    """One minus Matthews' correlation coefficient of a binary prediction."""
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        found, truth = prediction.sigmoid()[:, :1], (target.unsqueeze(1) == 1).to(prediction.dtype)
+        tp, tn = (found * truth).sum() + 1e-5, ((1 - found) * (1 - truth)).sum() + 1e-5
+        fp, fn = (found * (1 - truth)).sum() + 1e-5, ((1 - found) * truth).sum() + 1e-5
+        return 1 - (tp * tn - fp * fn) / torch.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+
+
+class ConfusionScores(nn.Module):
+    """IoU, Dice and accuracy by classes from a confusion matrix, as metrics count it: ``bincount`` of pairs."""
+
+    def forward(self, prediction: Tensor, target: Tensor) -> dict[str, Tensor]:
+        classes = prediction.shape[1]
+        valid = target != IGNORED
+        pairs = target[valid] * classes + prediction.argmax(1)[valid]
+        matrix = torch.bincount(pairs, minlength=classes**2).reshape(classes, classes).double()
+        hits, truth, found = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+        scores = {"iou": hits / (truth + found - hits), "dice": 2 * hits / (truth + found), "accuracy": hits / truth}
+        return {**scores, "prediction": prediction}
