@@ -123,8 +123,7 @@ def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, b
         arguments += ["--ranks", str(ranks), "--restarts", str(restarts)]
     run = started([*starter(by, ranks), *arguments[1 if by == "torchrun" else 0 :]], folder)
     until(lambda: rank in ranks_of(run.pid), run)
-    if by != "own":  # their deadlines begin when they wait for each other, and not while they import torch
-        until(lambda: len(ready := ranks_of(run.pid)) == ranks and all(map(has_torch, ready.values())), run)
+    until(lambda: len(ranks_of(run.pid)) == ranks, run)
     process, moment = ranks_of(run.pid)[rank], wait_for_moment(run, out, rng)
     others = [pid for other, pid in ranks_of(run.pid).items() if other != rank]
     if run.poll() is not None:
@@ -135,7 +134,9 @@ def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, b
         return finish(run, folder, since, moment)
     wanted = [process] if by == "own" else others
     while time.monotonic() < since + PATIENCE and any(map(alive, wanted)):
-        time.sleep(0.02)
+        if by != "own" and not all(map(has_socket, filter(alive, wanted))):
+            since = time.monotonic()  # a rank whose deadline has not begun: it still starts
+        time.sleep(0.05)
     seconds, hanging = time.monotonic() - since, any(map(alive, wanted))
     if by == "own":
         outcome = finish(run, folder, since, moment)
@@ -146,11 +147,12 @@ def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, b
     return Outcome(status, seconds, outcome.stderr, outcome.stdout, moment)
 
 
-def has_torch(pid: int) -> bool:
+def has_socket(pid: int) -> bool:
+    """Has this process begun to meet the others?"""
     try:
-        return "libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
+        return any(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return False
+        return True  # it has ended meanwhile
 
 
 def starter(by: str, ranks: int) -> list[str]:

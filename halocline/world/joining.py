@@ -7,9 +7,10 @@ import os
 import torch.distributed as dist
 
 from ..errors import MeshError
-from . import mpi, process
+from . import process
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment, started_by_mpiexec
+from .mpi_joining import join_by_mpi
 
 TRANSPORTS = ("torch", "mpi")
 
@@ -22,7 +23,7 @@ def connect(deadline: float = DEFAULT_DEADLINE, transport: str | None = None) ->
     _check_name(chosen)
     if chosen == "torch":
         return process.connect(deadline)
-    world = mpi.join_by_mpi(deadline)
+    world = join_by_mpi(deadline)
     _joined_by_mpi.append(True)
     return world
 

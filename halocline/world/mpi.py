@@ -6,30 +6,23 @@ stopped in its store. What mpiexec does when a rank dies is in docs/mpi.md.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
 from threading import Event
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import MeshError, RankFailure, Refused
+from ..errors import RankFailure, Refused
 from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .mpi_library import at_the_end, ending_process, library, poll, progress, started_library
-from .process import start_torch
-from .rendezvous import within
 from .tags import folded
 from .wire import Diverged
 
@@ -357,52 +350,3 @@ def _adder(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
             total.add_(torch.frombuffer(theirs, dtype=dtype))
 
     return add
-
-
-# ---- joining ----
-
-
-def join_by_mpi(deadline: float) -> MpiWorld:
-    """The ranks that mpiexec started, with torch.distributed beside them for whoever uses it."""
-    world = MpiWorld(deadline)
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
-            raise MeshError(
-                f"torch.distributed has this process as rank {dist.get_rank()} of {dist.get_world_size()}, MPI as rank "
-                f"{world.rank} of {world.size}; start it once, with mpiexec or with torchrun"
-            )
-    elif world.size > 1:
-        store = _meet(world)
-        start_torch(deadline, store=store, rank=world.rank, world_size=world.size)
-    return world
-
-
-def _meet(world: MpiWorld) -> Any:
-    """torch's store at rank 0, and the variables that torchrun would have set."""
-    everyone, label = tuple(range(world.size)), Label("joining", "the world", "control")
-    hosts = torch.zeros(world.size, dtype=torch.int64)
-    hosts[world.rank] = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest())
-    hosts = world.sum(hosts, everyone, label)
-    mine = [rank for rank in everyone if hosts[rank] == hosts[world.rank]]
-    one_machine = len(mine) == world.size
-    listener = socket.create_server(("127.0.0.1" if one_machine else "", 0)) if world.rank == 0 else None
-    address = "127.0.0.1" if one_machine else socket.gethostname()
-    port = listener.getsockname()[1] if listener else 0
-    address, port = _told(world, f"{address} {port}", everyone, label).split()
-    os.environ.update(
-        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(mine.index(world.rank)),
-        LOCAL_WORLD_SIZE=str(len(mine)), MASTER_ADDR=address, MASTER_PORT=port,
-    )  # fmt: skip
-    options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
-    wait = timedelta(seconds=world.deadline)
-    store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
-    return within(
-        world.deadline, lambda: store(address, int(port), world.size, listener is not None, wait, False, **options)
-    )
-
-
-def _told(world: MpiWorld, text: str, everyone: tuple[int, ...], label: Label) -> str:
-    """Rank 0's text."""
-    line = torch.zeros(512, dtype=torch.uint8)
-    line[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return bytes(world.broadcast(line, everyone, label).tolist()).rstrip(b"\0").decode()
