@@ -28,7 +28,7 @@ PATIENCE = 120.0  # seconds after which a run counts as hanging
 
 @dataclass
 class Outcome:
-    """What a run did after the signal: exit status, seconds until it ended, and its standard error."""
+    """What a run did after the signal: exit status, seconds until it said so or ended, and its standard error."""
 
     status: int | None  # None: it was still running after PATIENCE
     seconds: float
@@ -90,11 +90,12 @@ def steps_made(out: Path) -> int:
 
 
 def finish(run: "subprocess.Popen[bytes]", folder: Path, since: float, moment: str) -> Outcome:
-    try:
-        status: int | None = run.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        status = None
-    seconds = time.monotonic() - since
+    seconds = None
+    while run.poll() is None and time.monotonic() < since + PATIENCE:
+        if seconds is None and b"halocline train: " in (folder / "stderr").read_bytes():
+            seconds = time.monotonic() - since  # it has reported, and ends
+        time.sleep(0.05)
+    status, seconds = run.poll(), seconds or time.monotonic() - since
     for left in [run.pid, *descendants(run.pid)] if status is None else ():
         with suppress(ProcessLookupError):
             os.kill(left, signal.SIGKILL)
@@ -133,9 +134,11 @@ def stop_a_rank(folder: Path, rng: random.Random, deadline: float, ranks: int, b
     if by == "own" and not restarts:
         return finish(run, folder, since, moment)
     wanted = [process] if by == "own" else others
+    begun = set(wanted) if by == "own" else set()
     while time.monotonic() < since + PATIENCE and any(map(alive, wanted)):
-        if by != "own" and not all(map(has_socket, filter(alive, wanted))):
-            since = time.monotonic()  # a rank whose deadline has not begun: it still starts
+        begun |= set(filter(has_socket, wanted))
+        if len(begun) < len(wanted):  # a rank whose deadline has not begun: it still starts
+            since = time.monotonic()
         time.sleep(0.05)
     seconds, hanging = time.monotonic() - since, any(map(alive, wanted))
     if by == "own":

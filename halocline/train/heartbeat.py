@@ -16,7 +16,7 @@ from pathlib import Path
 
 LAUNCHER = "HALOCLINE_LAUNCHER"  # what a launcher tells its ranks: its process, the pipe, and the folder's lock
 _BEAT = 0.5  # seconds
-_AWAKE = 2.0  # seconds: a launcher that looks less often was itself stopped, with its ranks perhaps
+_AWAKE = 5.0  # seconds: a launcher that looks less often was itself stopped, with its ranks perhaps
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 

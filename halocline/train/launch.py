@@ -23,6 +23,7 @@ WRONG_SETTINGS = 2  # exit status of a rank
 _STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
 _LEAST_GRACE, _MOST_GRACE = 5.0, 20.0  # seconds in which ranks may end by themselves, once one has failed
+_SHORT_GRACE = 2.0  # seconds for ranks beside one that hangs: what they saw is known
 _SILENT = 5.0  # seconds without a heartbeat that make a rank the culprit, once another has failed
 
 
@@ -144,7 +145,7 @@ class LocalRanks:
         first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank), default=None)
         hung = None if first is not None and self.processes[first].returncode < 0 else self._end_hung()
         if hung is not None:
-            self._wait_for_others(_LEAST_GRACE)
+            self._wait_for_others(_SHORT_GRACE)
             return hung
         self._wait_for_others(min(_MOST_GRACE, max(_LEAST_GRACE, self._deadline / 2)))
         assert first is not None, "a rank has failed, or hangs"
