@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HaloclineError
-from ..world import serve_store, this_place
+from ..world import DEFAULT_DEADLINE, serve_store, this_place
 from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
 
 LOGS = "ranks"
@@ -41,7 +41,7 @@ def this_rank() -> int:
     return 0 if place is None else place.rank
 
 
-def join(deadline: float) -> None:
+def join(deadline: float | None) -> None:
     """The ranks that a launcher started meet; where they cannot, one line says where and why."""
     import torch.distributed as dist
 
@@ -81,9 +81,9 @@ class LocalRanks:
     """
 
     def __init__(
-        self, command: list[str], ranks: int, folder: Path, deadline: float = 600.0, lock: int | None = None
+        self, command: list[str], ranks: int, folder: Path, deadline: float | None = None, lock: int | None = None
     ) -> None:
-        self._folder, self._deadline, self._lock = folder / LOGS, deadline, lock
+        self._folder, self._deadline, self._lock = folder / LOGS, deadline or DEFAULT_DEADLINE, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
             old.unlink()

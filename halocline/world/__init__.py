@@ -2,6 +2,7 @@
 
 from .base import Began, Exchange, Label, PendingSum, Receive, Send, Summed, Traffic, Waited, World
 from .dry import DryWorld
+from .joined import DEFAULT_DEADLINE
 from .launcher import Place, this_place
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, this_world
@@ -26,6 +27,7 @@ from .rendezvous import new_group, serve_store
 
 __all__ = [
     "AVERAGED",
+    "DEFAULT_DEADLINE",
     "Began",
     "Bundle",
     "DryWorld",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import HaloclineError, RankFailure
 from ...world import Mesh, World, new_group
 
-_ALONE = 600.0  # seconds: the deadline of one rank, which waits for its storage alone
+_STORAGE = 600.0  # seconds, at least, where nobody sets a deadline: a large checkpoint takes minutes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,7 +41,7 @@ class Peers:
 
     def __init__(self, world: World | Mesh | None, deadline: float | None) -> None:
         self.rank, self.size = (0, 1) if world is None else (_world(world).rank, _world(world).size)
-        self.deadline = deadline or (_ALONE if world is None or self.size == 1 else _world(world).deadline)
+        self.deadline = deadline or (_STORAGE if world is None else max(_STORAGE, _world(world).deadline))
         self._spare = _spare(_world(world)) if world is not None else {}
         self._group = self._own_group() if self.size > 1 else None
 

@@ -46,8 +46,8 @@ class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
     Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other saved.
-    ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing; without it, that of the
-    ranks' other waits (``hc.init(deadline=...)``). ``lock`` is for :class:`Folder`.
+    ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing; without it, 600, or more
+    where ranks wait longer for each other. ``lock`` is for :class:`Folder`.
     """
 
     def __init__(
