@@ -58,6 +58,17 @@ def quick_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def count_in_checkpoint() -> None:
+    """Inside a checkpoint, count as a tensor saved for backward; elsewhere do nothing.
+
+    A checkpoint ends its recomputation at the last tensor that the forward saved, and what a rank saves depends on
+    its tile. A movement that counts is part of every rank's recomputation.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        with torch.enable_grad(), no_torch_function():
+            torch.ones((), requires_grad=True).exp()  # whose node saves its result
+
+
 def default_store() -> Any:
     """The key-value store the ranks met at, if there is one."""
     try:

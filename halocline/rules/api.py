@@ -23,7 +23,7 @@ from ..tensor import (
     unwrap,
     wrap,
 )
-from ..world import Label, Mesh
+from ..world import Label, Mesh, MovementFunction
 from .arguments import check_call, check_dims
 from .same_sample import check_same
 
@@ -62,7 +62,7 @@ def shard(
     return wrap(CutInput.apply(tensor, sharding, recut(whole, sharding), recut(sharding, whole)), sharding)
 
 
-class CutInput(torch.autograd.Function):
+class CutInput(MovementFunction):
     """A whole input cut by its owner, who may read its gradient: that comes together again, whole on every rank."""
 
     @staticmethod

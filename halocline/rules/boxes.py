@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Box, Interval, shape_of, slices, whole
 from ..tensor import Cut, Fetch
-from ..world import Known, Route
+from ..world import Known, MovementFunction, Route
 from .recipe import Read, Recipe, Slot, Work
 from .replay import Autocast, differentiated
 from .rim import Rim
@@ -124,7 +124,7 @@ def in_boxes(boxes: Boxes, route: Route, tile: Tensor) -> Tensor:
     return quick_apply(InBoxes, tile, boxes, route)
 
 
-class InBoxes(torch.autograd.Function):
+class InBoxes(MovementFunction):
     """Saves the tile and the slabs. A backward that is itself differentiated goes the glued way."""
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import MeshError, ShardingError
 from ..geometry import Partition
 from ..tensor import Cut, ShardedTensor, Sharding, mean_over_whole_axes, unwrap, wrap
-from ..world import Mesh
+from ..world import Mesh, OwnFunction
 from .api import cut_like
 
 if TYPE_CHECKING:  # the package takes long to load, and few runs need it
@@ -61,7 +61,7 @@ def to_dtensor(tensor: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor
     return DTensor.from_local(tile, target, placements, run_check=False, shape=torch.Size(old.shape), stride=stride)
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromLocal(OwnFunction):
     """On axes on which the tensor is whole, each rank holds a share of its gradient, and DTensor expects all of it."""
 
     @staticmethod

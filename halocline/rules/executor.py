@@ -19,7 +19,7 @@ from ..tensor import (
     CopyOf,
     ShardedTensor,
     Sharding,
-    check_averaged,
+    check_entering,
     from_rim,
     here,
     plain,
@@ -34,9 +34,9 @@ from ..tensor import (
 from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, Sum, scaled
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
+from .idle import nothing, thrown_away
 from .out import into
-from .plan import Plan, make_plan, substitute
-from .recipe import Output
+from .plan import Plan, bound, make_plan, substitute
 from .remedy import forced, forcing
 from .table import entry_for, refuse
 from .whole_target import becomes_cut
@@ -166,7 +166,7 @@ def _run_steady(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: 
         _check_entering(plan, tiles)
     elif entering:
         _enter(plan, tiles)
-    result = _call(plan, tiles, args, kwargs)
+    result = _call(plan, plan.call, tiles, args, kwargs)
     if result is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
         return NotImplemented
     if entering and plan.hooked and result.requires_grad:
@@ -174,17 +174,17 @@ def _run_steady(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: 
     return wrap(result, plan.shardings[0])
 
 
-def _call(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(plan: Plan, local: Any, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The local work, with the call's own arguments but for the tensors."""
     if plan.places is None:
         given = iter(tiles)
-        return plan.call(*[substitute(value, given) for value in args], **substitute(kwargs, given))
+        return local(*[substitute(value, given) for value in args], **substitute(kwargs, given))
     if plan.leading:
-        return plan.call(*tiles, *args[len(tiles) :], **kwargs)
-    local = list(args)
+        return local(*tiles, *args[len(tiles) :], **kwargs)
+    arguments = list(args)
     for place, tile in zip(plan.places, tiles, strict=True):
-        local[place] = tile
-    return plan.call(*local, **kwargs)
+        arguments[place] = tile
+    return local(*arguments, **kwargs)
 
 
 def _check_entering(plan: Plan, tiles: list[Tensor]) -> None:
@@ -192,7 +192,8 @@ def _check_entering(plan: Plan, tiles: list[Tensor]) -> None:
         for place in places:
             tile = tiles[place]
             if not getattr(tile, AVERAGED, False) and tile.requires_grad:
-                check_averaged(tile, Label(plan.name, here()))
+                fetch = plan.fetches[place]
+                check_entering(tile, plan.mesh, fetch.work_axes - fetch.axes, Label(plan.name, here()))  # type: ignore[union-attr]
 
 
 def _enter(plan: Plan, tiles: list[Tensor]) -> None:
@@ -222,8 +223,6 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
     results = _compute(plan, brought, args, kwargs)
     if results is NotImplemented:
         return NotImplemented
-    if plan.some_empty and _autocasting(tiles):
-        results = _agreed_dtypes(plan, results, label)
     if plan.recipe.inplace:
         return tensors[0]
     if plan.sum_axes:
@@ -251,10 +250,10 @@ def _ready(plan: Plan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, 
 def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: Label) -> Tensor:
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
     tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
+    fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     for operand in others:
         if not getattr(operand, AVERAGED, False):
-            check_averaged(operand, label)
-    fetch = plan.fetches[plan.recipe.reads[0].operand.index]
+            check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
     result = in_boxes(halo, route, tile) if isinstance(halo, Boxes) else with_halo(halo, route, tile, *others)
     return wrap(result, plan.shardings[0])
@@ -275,25 +274,27 @@ def _mark(plan: Plan, tensors: list[Tensor], tiles: list[Tensor], result: Tensor
     return CopyOf(tiles[index]) if moved or not (shared or recipe.may_copy) else None
 
 
-def _agreed_dtypes(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:
-    """Under autocast only ranks that computed something know the dtype of the result: they tell the others."""
-    empty = any(interval.empty for interval in plan.work.box)
-    mine = torch.tensor([0 if empty else 1 + _DTYPES.index(r.dtype) for r in results], device="cpu")
-    axes = frozenset(dim.need_axis for f in plan.fetches if f for dim in f.dims if dim.need_axis)
-    told = plan.mesh.world.maximum(mine, plan.mesh.ranks_along(axes), label).tolist()
-    return [r.to(_DTYPES[code - 1]) if code else r for r, code in zip(results, told, strict=True)]
-
-
 def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if plan.idle:
-        if plan.recipe.inplace:
-            torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank
-        outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
-        return [_nothing(output, sharding, brought) for output, sharding in outputs]
-    result = _call(plan, brought, args, kwargs)
+        return _compute_nothing(plan, brought, args, kwargs)
+    result = _call(plan, plan.call, brought, args, kwargs)
     if result is NotImplemented:
         return NotImplemented
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _compute_nothing(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
+    if plan.recipe.inplace:
+        torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank
+        return []
+    idle = plan.idle_work([tuple(tensor.shape) for tensor in brought])
+    if idle is None:
+        return [nothing(output, sharding, brought) for output, sharding in outputs]
+    result = _call(plan, bound(plan.recipe, idle.work), idle.operands(brought), args, kwargs)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    empty = frozenset(dim for dim, interval in enumerate(plan.work.box) if interval.empty)
+    return [thrown_away(made, *output, empty) for made, output in zip(results, outputs, strict=True)]
 
 
 def _put_back(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:
@@ -335,14 +336,6 @@ def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None) -> Tensor:
     return shell
 
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
-
-
-def _autocasting(tiles: list[Tensor]) -> bool:
-    kind = tiles[0].device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
 def _bring(plan: Plan, tiles: list[Tensor], label: Label, ready: dict[int, Tensor]) -> list[Tensor]:
     """Each operand's needed box, with law 3's factor on its gradient."""
     brought = list(tiles)
@@ -354,7 +347,7 @@ def _bring(plan: Plan, tiles: list[Tensor], label: Label, ready: dict[int, Tenso
     for place in plan.touched:
         fetch = plan.fetches[place]
         if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
-            check_averaged(tiles[place], label)
+            check_entering(tiles[place], plan.mesh, fetch.work_axes - fetch.axes, label)  # type: ignore[union-attr]
         if place not in together:
             brought[place] = fetch(tiles[place], label)  # type: ignore[misc]
     return brought
@@ -373,14 +366,3 @@ def _together(plan: Plan, tiles: list[Tensor], label: Label) -> dict[int, Tensor
         tuple(fetch.fill for fetch in fetches),
     )
     return dict(zip(places, MoveTogether.apply(bundle, *(tiles[place] for place in places)), strict=True))
-
-
-def _nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:
-    """An empty result that still hangs on its operands, so that this rank takes part in every backward movement."""
-    first = operands[0]
-    dtype = output.dtype or first.dtype
-    result = torch.zeros(sharding.tile_shape, dtype=dtype, device=first.device)
-    for operand in operands if not output.constant else ():
-        if operand.requires_grad:
-            result = result + operand.sum().to(dtype) * 0
-    return result

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Box
 from ..tensor import Fetch
-from ..world import Exchange, Known, Route, scaled
+from ..world import Exchange, Known, MovementFunction, Route, scaled
 from .recipe import Addend, Recipe, Work
 from .replay import Autocast, differentiated
 from .rim import Rim
@@ -64,7 +64,7 @@ def with_halo(halo: Halo, route: Route, tile: Tensor, weight: Tensor, bias: Tens
     return quick_apply(WithHalo, tile, weight, bias, halo, route)
 
 
-class WithHalo(torch.autograd.Function):
+class WithHalo(MovementFunction):
     """Saves the tile, the weights and the slabs. A backward that is itself differentiated goes the glued way."""
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch_private import count_in_checkpoint
 from ..errors import Refused
 from ..tensor import here
 from ..world import Exchange, Label, Receive, Send, World, this_world
@@ -104,9 +105,12 @@ class _Recorded(Exchange):
 
 class _Known(Exchange):
     def __init__(self, messages: list[Tensor]) -> None:
-        self._messages = messages
+        self._messages, self._waited = messages, False
 
     def wait(self) -> list[Tensor]:
+        if not self._waited:
+            self._waited = True
+            count_in_checkpoint()  # as the exchange of the forward did
         return self._messages
 
 
@@ -126,7 +130,9 @@ class _Replaying(_Standing):
         return _Known(self._again([receive.elements for receive in receives], like, label))
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        return self._again([tensor.numel()], tensor, label)[0].view(tensor.shape)
+        result = self._again([tensor.numel()], tensor, label)[0].view(tensor.shape)
+        count_in_checkpoint()
+        return result
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         return self.sum(tensor, ranks, label)

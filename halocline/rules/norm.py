@@ -35,7 +35,7 @@ def _entering(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
     if parameter is None:
         return parameter
     sharding = input.sharding
-    return entering(parameter, float(sharding.mesh.count(sharding.axes)), Label("a norm", here()))
+    return entering(parameter, sharding.mesh, sharding.axes, Label("a norm", here()))
 
 
 def _check(function: Any, input: Any) -> None:
@@ -89,13 +89,16 @@ def batch_norm(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(sharding.shape)}")
     tile = unwrap(input)
     layout = Layout(tuple(tile.shape), tile.shape[1], max(1, count), _route(mesh, axes, "batch_norm"))
-    y, mean, var = normalize(tile, _entering(input, weight), _entering(input, bias), eps, layout)
-    if running_mean is not None and running_var is not None:
+
+    def track(mean: Tensor, var: Tensor) -> None:
+        if running_mean is None or running_var is None:
+            return
         unbiased = var * (count / max(1, count - 1))
         if batch_axis:
             mean, unbiased = _of_first_replica(mesh, batch_axis, mean, unbiased)
         _track(running_mean, running_var, mean, unbiased, momentum)
-    return wrap(y, sharding)
+
+    return wrap(normalize(tile, _entering(input, weight), _entering(input, bias), eps, layout, track), sharding)
 
 
 def _view(tile: Tensor) -> tuple[int, int, int]:
@@ -140,10 +143,12 @@ def instance_norm(
     space = sharding.axes - _axes_of(input, (0,))
     route = _route(sharding.mesh, space, "instance_norm")
     layout = Layout((1, batch * channels, _rest), batch * channels, count, route)
-    y, mean, var = normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout)
-    if running_mean is not None and running_var is not None:
-        _track_instances(input, running_mean, running_var, mean, var * (count / (count - 1)), momentum)
-    return wrap(y, sharding)
+
+    def track(mean: Tensor, var: Tensor) -> None:
+        if running_mean is not None and running_var is not None:
+            _track_instances(input, running_mean, running_var, mean, var * (count / (count - 1)), momentum)
+
+    return wrap(normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout, track), sharding)
 
 
 def _repeated(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
@@ -182,7 +187,7 @@ def group_norm(
     count = prod(sharding.shape[1:]) // num_groups
     route = _route(sharding.mesh, sharding.axes - _axes_of(input, (0,)), "group_norm")
     layout = Layout((1, batch * channels, rest), batch * num_groups, count, route)
-    return wrap(normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout)[0], sharding)
+    return wrap(normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout), sharding)
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
@@ -217,7 +222,7 @@ def layer_norm(
     rows = prod(tile.shape[:first])
     route = _route(sharding.mesh, _axes_of(input, dims), "layer_norm")
     layout = Layout((1, rows, prod(tile.shape[first:])), rows, prod(shape), route)
-    y: Tensor = wrap(normalize(tile, None, None, eps, layout)[0], sharding)
+    y: Tensor = wrap(normalize(tile, None, None, eps, layout), sharding)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 

@@ -6,6 +6,7 @@ norm has K = channels; instance and group norm K = batch x channels with the bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..world import Route, Sum, scaled
+from ..kernels.layout import memory_format_of
+from ..world import MovementFunction, Route, Sum, scaled
 from .replay import Autocast, differentiated
 
 NARROW = (torch.half, torch.bfloat16)
+Track = Callable[[Tensor, Tensor], None]
 _FEW = 8  # ranks whose rows make one short message
 
 
@@ -98,7 +101,7 @@ def _work_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in NARROW else x.dtype
 
 
-class Normalize(torch.autograd.Function):
+class Normalize(MovementFunction):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` with statistics over groups and ranks.
 
     Saves the tile and the statistics only. Its backward takes one more sum over ranks; when that backward is itself
@@ -106,15 +109,24 @@ class Normalize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        layout: Layout,
+        track: Track | None,
+    ):
         mean, variance = statistics(x, layout)
+        if track is not None:
+            track(mean, variance)
         ctx.save_for_backward(x, weight, bias, mean, variance)
         ctx.eps, ctx.layout = eps, layout
-        ctx.mark_non_differentiable(mean, variance)
-        return _apply(x, mean, variance, weight, bias, eps, layout), mean, variance
+        return _apply(x, mean, variance, weight, bias, eps, layout)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         x, weight, bias, mean, variance = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
@@ -122,7 +134,22 @@ class Normalize(torch.autograd.Function):
             found = differentiated(again, (x, weight, bias), needed, gradient, Autocast.now(x.device).off)
         else:
             found = _fast_backward(x, weight, gradient, mean, variance, ctx.eps, ctx.layout)
-        return *(g if wanted else None for g, wanted in zip(found, needed, strict=True)), None, None
+        return *(g if wanted else None for g, wanted in zip(found, needed, strict=True)), None, None, None
+
+
+def _usual(x: Tensor) -> Tensor:
+    """``x`` with the strides that torch gives a new tensor of this shape and memory format.
+
+    Reshaping may leave a dim of size one with any stride, and torch's CPU kernel of batch norm's backward then takes
+    a tensor with channels last for a contiguous one.
+    """
+    if x.device.type != "cpu":
+        return x
+    form = memory_format_of(x)
+    if not x.is_contiguous(memory_format=form):
+        return x.contiguous()
+    strides = torch.empty(x.shape, device="meta", memory_format=form).stride()
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
 def _apply(
@@ -152,7 +179,7 @@ def _fast_backward(
     if x.numel() == 0:
         dx, slope, offset = torch.zeros_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
     else:
-        seen, dy = x.reshape(layout.view), gradient.reshape(layout.view)
+        seen, dy = _usual(x.reshape(layout.view)), _usual(gradient.reshape(layout.view))
         centre, deviation = _spread(mean, layout, dtype), _spread(variance, layout, dtype)
         dx, slope, offset = torch.ops.aten.native_batch_norm_backward(
             dy, seen, scale, centre, deviation, centre, _spread(rstd, layout, dtype), False, eps, [True, True, True]
@@ -192,7 +219,17 @@ def _group_mean(seen: Tensor, layout: Layout) -> Tensor:
 
 
 def normalize(
-    tile: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised tile, and mean and biased variance of each group."""
-    return Normalize.apply(tile, weight, bias, eps, layout)
+    tile: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layout: Layout,
+    track: Track | None = None,
+) -> Tensor:
+    """The normalised tile. ``track`` is called with mean and biased variance of each group.
+
+    It runs inside the Function's forward: a checkpoint may end its recomputation as soon as the Function has saved
+    its tensors, and torch's own kernel has updated running statistics by then.
+    """
+    normalized: Tensor = Normalize.apply(tile, weight, bias, eps, layout, track)
+    return normalized

@@ -17,6 +17,7 @@ from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh, scaled
 from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
+from .idle import IdleWork, idle_work
 from .recipe import Local, Operand, Read, Recipe, Slot, Work
 from .remedy import cost, forced, lost_axes, put_back, shuffled
 from .table import name_of, refuse
@@ -54,6 +55,7 @@ class Plan:
     halo: Halo | Boxes | None  # where the halo is not glued to the tile
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
     fitting: Sharding | None  # of a large plain target of in-place work: how it would lie if it were cut as the rest is
+    _idle_work: tuple[IdleWork | None] | None = None
 
     @cached_property
     def call(self) -> Callable[..., Any]:
@@ -68,6 +70,12 @@ class Plan:
     def idle(self) -> bool:
         """Has this rank nothing to compute?"""
         return not self.recipe.runs_empty and any(interval.empty for interval in self.work.box)
+
+    def idle_work(self, brought: list[tuple[int, ...]]) -> IdleWork | None:
+        """What a rank with nothing to compute computes instead, for operands of these shapes."""
+        if self._idle_work is None:
+            self._idle_work = (idle_work(self.recipe, self.work, brought),)
+        return self._idle_work[0]
 
     @cached_property
     def touched(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import Refused
 from ..geometry import Interval
+from ..kernels.layout import memory_format_of
 from .executor import planned
 from .table import refuse
 
@@ -65,10 +66,7 @@ def _through(style: Style, lines: Tensor, out: int, scale: float | None, beside:
 
 
 def channels_last(tile: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tile.is_contiguous() or tile.ndim not in formats:
-        return False
-    return tile.is_contiguous(memory_format=formats[tile.ndim])
+    return memory_format_of(tile) is not torch.contiguous_format
 
 
 @dataclass(frozen=True)

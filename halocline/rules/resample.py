@@ -15,6 +15,7 @@ from torch import Tensor
 from ..geometry import Access
 from ..geometry.access import Resample
 from ..tensor import ShardedTensor
+from ..world import OwnFunction
 from .executor import run_rule
 from .pad import shape_from_torch
 from .positions import LINEAR, Scales, Style, channels_last, picks_of, taps_of
@@ -189,7 +190,7 @@ class Nearest:
         return scaled in ([], outs) and not _kept(sizes, outs, self.scales)
 
 
-class Take(torch.autograd.Function):
+class Take(OwnFunction):
     """``index_select`` whose gradient goes to other places than its values came from, as torch's may."""
 
     @staticmethod
@@ -202,7 +203,7 @@ class Take(torch.autograd.Function):
         return Give.apply(slope, ctx.dim, ctx.size, ctx.value, ctx.gradient), None, None, None
 
 
-class Give(torch.autograd.Function):
+class Give(OwnFunction):
     """The way back of :class:`Take`, and it of this."""
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Interval, Partition
 from ..tensor import Cut, ShardedTensor, Sharding, here, unwrap, wrap
-from ..world import Label, Receive, Route, Send
+from ..world import Label, MovementFunction, Receive, Route, Send
 from .api import cut_like
 from .remedy import forced, remedy
 from .replay import Autocast, differentiated
@@ -130,7 +130,7 @@ def _row(tensor: Tensor) -> int:
     return prod(tensor.shape[:-2]) * tensor.shape[-1]
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttention(MovementFunction):
     """Saves its tiles, its result and one number a query. A backward that is itself differentiated gathers."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Sharded tensors: tiles that know their place."""
 
 from .copy import CopyOf, plain, refuse_write, same_memory, whole_copy
-from .fetch import Fetch, check_averaged, entering, recut
+from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
@@ -15,7 +15,7 @@ __all__ = [
     "Fetch",
     "ShardedTensor",
     "Sharding",
-    "check_averaged",
+    "check_entering",
     "current_module",
     "entering",
     "from_rim",

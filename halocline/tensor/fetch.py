@@ -13,7 +13,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
-from ..world import AVERAGED, Label, Mesh, Move, Route, scaled
+from ..world import AVERAGED, Label, Mesh, Move, Route, Sum, is_movement, scaled
 from .sharding import Sharding
 
 
@@ -128,17 +128,24 @@ def _keeps_some(dim: DimMove) -> bool:
     )
 
 
-def entering(operand: Tensor, scale: float, label: Label) -> Tensor:
-    """A whole operand of cut work: itself forward, its gradient times the ranks it works for."""
+def entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> Tensor:
+    """A whole operand of work that ``axes`` cut: itself forward, its gradient times the ranks it works for."""
     if not operand.requires_grad:
         return operand
-    check_averaged(operand, label)
-    return scaled((1.0, scale), operand)
+    check_entering(operand, mesh, axes, label)
+    return scaled((1.0, float(mesh.count(axes))), operand)
 
 
-def check_averaged(operand: Tensor, label: Label) -> None:
-    """What a rank holds of such a leaf's gradient is a share: somebody must take the mean before anybody reads it."""
-    if not torch.is_grad_enabled():
+_AXES = "_halocline_mean_axes"  # over which a whole tensor's gradient is averaged as it arrives
+
+
+def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:
+    """Make sure that the gradient of a whole operand, of which each rank holds a share, becomes the true one.
+
+    Leaves must be averaged by someone when backward ends. An intermediate result takes the mean as its gradient
+    arrives: users may ask for that gradient (``autograd.grad``, ``retain_grad``) or compute it by a Function of theirs.
+    """
+    if not torch.is_grad_enabled() or not operand.requires_grad:
         return
     unwatched = [leaf for leaf in _leaves(operand) if not getattr(leaf, AVERAGED, False)]
     if unwatched:
@@ -148,12 +155,19 @@ def check_averaged(operand: Tensor, label: Label) -> None:
             f"a whole leaf of shape {list(unwatched[0].shape)} meets cut tensors, and nobody averages its gradient",
             "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
         )
+    if not operand.is_leaf:
+        _average_on_arrival(operand, mesh, axes, label)
 
 
-_LOOKED_AT = tuple(
-    f"{name}Backward"
-    for name in ("Move", "Sum", "Scale", "Normalize", "CutInput", "WithHalo", "InBoxes", "RingAttention", "Known")
-)
+def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:
+    known: frozenset[str] = getattr(tensor, _AXES, frozenset())
+    missing = axes - known
+    if mesh.count(missing) == 1:
+        return
+    setattr(tensor, _AXES, known | missing)
+    share = 1.0 / mesh.count(missing)
+    route = Route(mesh.world, mesh.ranks_along(missing), Label("mean of a gradient", label.place))
+    tensor.register_hook(lambda gradient: Sum.apply(gradient, route, (share, share)))
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:
@@ -165,7 +179,7 @@ def _leaves(operand: Tensor) -> Iterator[Tensor]:
     nodes, seen = [operand.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name() in _LOOKED_AT:
+        if node is None or node in seen or is_movement(node):
             continue
         seen.add(node)
         if hasattr(node, "variable"):

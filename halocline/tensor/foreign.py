@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch_private import autograd_state, function_of, no_torch_function, take_place
 from ..errors import Refused
-from ..world import Label, Route, Sum
+from ..world import Label, OwnFunction, Route, Sum
 from .leaf import mean_over_whole_axes
 from .place import here
 from .sharded import ShardedTensor, unwrap, wrap
@@ -36,7 +36,7 @@ _JOINT, _INPUTS = "_halocline_joint", "_halocline_inputs"
 Gradients = tuple[Tensor | None, ...]
 
 
-class Joined(torch.autograd.Function):
+class Joined(OwnFunction):
     """The tile of a shell, hung on the shell's own node: the identity, forward and backward."""
 
     @staticmethod

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch_private import count_in_checkpoint
 from .caller import Launch, call_path, text_of
 from .tags import counted_tag, size_bits
 
@@ -204,7 +205,9 @@ class World(ABC):
             return tensor
         self.traffic.summed_bytes += tensor.numel() * tensor.element_size()
         if tensor.numel() * tensor.element_size() < _LARGE:
-            return self._double(tensor, ranks, torch.add, label)
+            result = self._double(tensor, ranks, torch.add, label)
+            count_in_checkpoint()
+            return result
         # A ring knows no tags: one small tagged sum first makes sure that all mean the same sum.
         self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
         result = tensor.clone(memory_format=torch.contiguous_format)
@@ -212,6 +215,7 @@ class World(ABC):
         began = time.perf_counter()
         self.ring_sum(result, ranks, label)
         self.waited(label.channel, time.perf_counter() - began)
+        count_in_checkpoint()
         return result
 
     def waited(self, channel: str, seconds: float) -> None:
@@ -249,10 +253,12 @@ class World(ABC):
 
     def combined(self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label) -> Tensor:
         """``combine`` over all ranks: associative and commutative, element by element."""
-        return self._double(tensor, ranks, combine, label)
+        result = self._double(tensor, ranks, combine, label)
+        count_in_checkpoint()
+        return result
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        return self._double(tensor, ranks, torch.maximum, label)
+        return self.combined(tensor, ranks, torch.maximum, label)
 
     def broadcast(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The first rank's tensor on all ``ranks``, down a binomial tree."""
@@ -325,6 +331,8 @@ class Exchange:
             self._world.complete(self._posted, self._label)
             self._world.waited(self._label.channel, time.perf_counter() - began)
             self._posted = _DONE
+            if self._label.channel == "moves":  # those of sums count once a sum
+                count_in_checkpoint()
         return self._buffers
 
     @property

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import quick_apply
+from .._torch_private import function_of, quick_apply
+from ..errors import Refused
 from ..geometry import Message, Slices, Transfer
+from ..kernels.layout import memory_format_of
 from .base import Exchange, Label, Receive, Send, World
 
 #: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
@@ -27,62 +29,108 @@ class Route(NamedTuple):
     label: Label
 
 
-class Move(torch.autograd.Function):
+class OwnFunction(torch.autograd.Function):
+    """The base of the library's autograd Functions: nodes of the graph are known by it, never by their names."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise Refused(
+            "forward-mode differentiation", "the model", "this step has no forward derivative", "use backward()"
+        )
+
+
+class MovementFunction(OwnFunction):
+    """A Function that moves tiles or applies law 3: leaves behind its node have been looked at when it was made."""
+
+
+_TOKEN = torch.empty(0)
+
+
+def recompute_first(ctx: Any) -> None:
+    """Have the checkpoint that a movement stands in recompute before the movement's backward communicates.
+
+    Every rank then recomputes at the same point, whatever its local work has saved.
+    """
+    ctx.saved_tensors  # noqa: B018
+
+
+def is_movement(node: object) -> bool:
+    function = function_of(node)
+    return function is not None and issubclass(function, MovementFunction)
+
+
+class Move(MovementFunction):
     """Carry boxes between ranks: ``target = scale * sum of what arrives``, ``fill`` where nothing does."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, transfer: Transfer, route: Route, scales: tuple[float, float], fill: float):  # type: ignore[no-untyped-def]
         ctx.transfer, ctx.route, ctx.scales = transfer, route, scales
+        ctx.save_for_backward(_TOKEN)
         return carry(tile, transfer, route, scales[0], fill)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        recompute_first(ctx)
         swapped = (ctx.scales[1], ctx.scales[0])
         return Move.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        return Move.apply(tangent, ctx.transfer, ctx.route, ctx.scales, 0.0)
 
-class MoveTogether(torch.autograd.Function):
+
+class MoveTogether(MovementFunction):
     """Several movements among the same ranks, that are needed at the same moment, in one message for each peer."""
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, *tiles: Tensor):  # type: ignore[no-untyped-def]
         ctx.bundle = bundle
+        ctx.save_for_backward(_TOKEN)
         return tuple(bundle.carry(tiles))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):  # type: ignore[no-untyped-def]
+        recompute_first(ctx)
         return None, *MoveTogether.apply(ctx.bundle.reversed, *gradients)
 
 
-class Known(torch.autograd.Function):
+class Known(MovementFunction):
     """A movement of which the result is known: nothing travels until backward, which is that of :class:`Move`."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, arrived: Tensor, transfer: Transfer, route: Route):  # type: ignore[no-untyped-def]
         ctx.transfer, ctx.route = transfer, route
+        ctx.save_for_backward(_TOKEN)
         return arrived
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        recompute_first(ctx)
         return Move.apply(gradient, ctx.transfer.reversed, ctx.route, (1.0, 1.0), 0.0), None, None, None
 
 
-class Sum(torch.autograd.Function):
+class Sum(MovementFunction):
     """Sum over the ranks of a route, times a scale. SUM's adjoint is MEAN, since a whole gradient is a mean."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, route: Route, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
         ctx.route, ctx.scales = route, scales
+        ctx.save_for_backward(_TOKEN)
         total = route.world.sum(partial.detach(), route.ranks, route.label)
         # A detached alias is no view to autograd, so that the caller may change the result in place.
         return total * scales[0] if scales[0] != 1 else total.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        recompute_first(ctx)
         return Sum.apply(gradient, ctx.route, (ctx.scales[1], ctx.scales[0])), None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        return Sum.apply(tangent, ctx.route, ctx.scales)
 
-class Scale(torch.autograd.Function):
+
+class Scale(MovementFunction):
     """Identity whose adjoint multiplies: whole operands that enter a cut operation, all of a call at once."""
 
     @staticmethod
@@ -97,6 +145,12 @@ class Scale(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[no-untyped-def]
         swapped = (ctx.scales[1], ctx.scales[0])
         return None, *(None if g is None else Scale.apply(swapped, g) for g in gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
+        # Not an alias of the tangent: torch wants a tensor of its own.
+        found = tuple(None if t is None else t * ctx.scales[0] for t in tangents)
+        return found[0] if len(found) == 1 else found
 
 
 def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
@@ -113,14 +167,10 @@ def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: fl
     return target.mul_(scale) if scale != 1 else target
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def _room(tile: Tensor, transfer: Transfer, fill: float) -> Tensor:
     """A target laid out as the tile is, channels last too; filled where nothing may arrive."""
-    form = _CHANNELS_LAST.get(tile.ndim, torch.contiguous_format)
-    kept = form if tile.is_contiguous(memory_format=form) and not tile.is_contiguous() else torch.contiguous_format
-    target = torch.empty(transfer.target_shape, dtype=tile.dtype, device=tile.device, memory_format=kept)
+    form = memory_format_of(tile)
+    target = torch.empty(transfer.target_shape, dtype=tile.dtype, device=tile.device, memory_format=form)
     return target if transfer.covers else target.fill_(fill)
 
 
