@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch_private import running_modules
-from .errors import MeshError
+from ._torch_private import running_modules, transforming
+from .errors import MeshError, Refused
 from .kernels import Watch, keep_fast
 from .own_collectives import watch_collectives
 from .random import same_state
@@ -114,6 +114,7 @@ def distribute(
         raise MeshError("what leaves the range of fp16 is sent again by all ranks together; with next-forward use bf16")
     if model.__dict__.get(ENGINE) is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
+    _check_initialized(model)
     if mesh is None:
         _check_alone()
         model.__dict__[ENGINE] = _Alone()
@@ -147,6 +148,17 @@ def distribute(
         model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
     watch_collectives(model)
     return model
+
+
+def _check_initialized(model: nn.Module) -> None:
+    lazy = next((name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)), None)
+    if lazy is not None:
+        raise Refused(
+            "hc.distribute",
+            lazy,
+            "this parameter of a lazy module has no shape yet, so ranks cannot agree on its values",
+            "call the model once on a small plain tensor on every rank before hc.distribute",
+        )
 
 
 def _check_overlap(overlap: str, optimizer: Any, lag: int, averaging: str) -> None:
@@ -245,7 +257,7 @@ class _NewParameters:
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         engine = self._engine
-        if engine is None:
+        if engine is None or transforming():  # torch.func differentiates what it put in the parameters' places
             return
         # Whoever was put round the model after us averages too, and looks at gradients while backward runs.
         engine.patient |= any(isinstance(m, nn.parallel.DistributedDataParallel) for m in running_modules())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Interval, Transposed
-from ..tensor import ShardedTensor
+from ..tensor import ShardedTensor, same_memory
 from .api import gather
 from .executor import run_rule
 from .lookup import chosen_place
@@ -90,6 +90,8 @@ def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumul
     own = tuple(range(target.ndim))
 
     def local(work: Work, tile: Tensor, value: Tensor, items: tuple[Any, ...], accumulate: bool) -> Tensor:
+        if same_memory(tile, value):  # y[0] *= 2 writes back what it has changed in place
+            value = value.clone()
         keys = [*_keys(work.box, target.shape, items)]
         view = tile[tuple(keys)]
         if not any(isinstance(item, Tensor) for item in items):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import autograd_state, function_of, hooked_the_old_way, take_place
-from ..tensor import ShardedTensor, Sharding, mean_over_whole_axes, node_of, unwrap, watch_leaf, wrap
+from ..tensor import ShardedTensor, Sharding, mean_over_whole_axes, node_of, on_one_rank, unwrap, watch_leaf, wrap
 from .table import direct, refuse
 
 
@@ -55,7 +55,7 @@ def _ask_tile(function: Any) -> Callable[..., Any]:
 
 _SAME_AS_TILE = """
 dtype device is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_complex is_floating_point is_signed is_conj
-is_neg layout requires_grad is_leaf element_size is_contiguous is_inference get_device names is_nested
+is_neg layout requires_grad is_leaf element_size is_inference get_device names is_nested
 is_sparse_csr is_xpu is_mps is_ipu is_xla is_vulkan itemsize is_shared is_pinned retains_grad output_nr _version
 has_names
 """.split()
@@ -67,6 +67,12 @@ for _name in _SAME_AS_TILE:
 direct(torch.is_floating_point)(_ask_tile(torch.is_floating_point))
 direct(torch.is_complex)(_ask_tile(torch.is_complex))
 direct(torch.get_device)(_ask_tile(torch.get_device))
+
+
+@direct(Tensor.is_contiguous)
+def is_contiguous(self: ShardedTensor, *args: Any, **kwargs: Any) -> bool:
+    """As on one rank: a tile may have no gaps where the global tensor has."""
+    return on_one_rank(self).is_contiguous(*args, **kwargs)
 
 
 @direct(getter("grad_fn"))
@@ -138,8 +144,10 @@ def set_grad(self: ShardedTensor, value: Any) -> None:
 
 @direct(getter("data"))
 def data(self: ShardedTensor) -> Tensor:
-    shell = wrap(unwrap(self).detach(), self.sharding)
-    shell._copy_of = self._copy_of
+    """Like torch's, it writes unseen by autograd. What was fetched ahead of such a write is forgotten."""
+    tile = unwrap(self)
+    shell = wrap(tile.data, self.sharding)
+    self._wide, shell._copy_of, shell._strides = None, self._copy_of, self._strides
     return shell
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +20,21 @@ from ..tensor import (
     CopyOf,
     ShardedTensor,
     Sharding,
+    Strides,
     check_entering,
     from_rim,
     here,
+    note_write,
     plain,
     recut,
     refuse_write,
-    same_memory,
     simple_tiles,
     unwrap,
     whole_copy,
     wrap,
 )
 from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, Sum, scaled
+from .aliasing import settled, worth_keeping
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
@@ -91,7 +94,7 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
             return _run_steady(plan, tiles, args, kwargs)
     elif plan.fitting is not None and becomes_cut(tensors[0], plan.fitting):
         return run_rule(function, describe, args, kwargs, by_value)
-    return _run(plan, tensors, args, kwargs)
+    return _run(plan, function, tensors, args, kwargs)
 
 
 def _new_plan(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> Plan:
@@ -209,9 +212,10 @@ def _enter(plan: Plan, tiles: list[Tensor]) -> None:
                 tiles[place] = tile
 
 
-def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     label = Label(plan.name, here())
-    if plan.recipe.inplace and getattr(tensors[0], "_copy_of", None) is not None:
+    target: CopyOf | None = getattr(tensors[0], "_copy_of", None) if plan.recipe.inplace else None
+    if target is not None and not target.can_write_back():
         raise refuse_write(plan.name)
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
     ready = _ready(plan, tensors, tiles)
@@ -224,14 +228,19 @@ def _run(plan: Plan, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[
     if results is NotImplemented:
         return NotImplemented
     if plan.recipe.inplace:
+        note_write(tiles[0])
+        if target is not None:
+            target.write_back()
         return tensors[0]
     if plan.sum_axes:
         route = Route(plan.mesh.world, plan.mesh.ranks_along(plan.sum_axes), label)
         results = [Sum.apply(r, route, (1.0, 1.0 / plan.mesh.count(plan.sum_axes))) for r in results]
-    marks = [_mark(plan, tensors, tiles, r) for r in results]
+    known = settled(plan, function, args, kwargs, tensors, tiles, results)
+    results = [result for result, _, _ in known]
     if plan.shuffles:
         results = _put_back(plan, results, label)
-    wrapped = [_wrapped(*result) for result in zip(results, plan.goals, marks, strict=True)]
+    marks = [(mark, strides) for _, mark, strides in known]
+    wrapped = [_wrapped(result, goal, *mark) for result, goal, mark in zip(results, plan.goals, marks, strict=True)]
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
@@ -257,21 +266,6 @@ def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: L
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
     result = in_boxes(halo, route, tile) if isinstance(halo, Boxes) else with_halo(halo, route, tile, *others)
     return wrap(result, plan.shardings[0])
-
-
-def _mark(plan: Plan, tensors: list[Tensor], tiles: list[Tensor], result: Tensor) -> CopyOf | None:
-    """Where torch's result would share memory with its operand and ours does not, the result says so."""
-    recipe = plan.recipe
-    index = recipe.reads[0].operand.index if recipe.reads else 0
-    mark: CopyOf | None = getattr(tensors[index], "_copy_of", None)
-    if mark is None and not recipe.view:
-        return None
-    shared = same_memory(tiles[index], result)
-    if mark is not None:
-        return mark if recipe.view or (shared and result.numel()) else None
-    fetch = plan.fetches[index]
-    moved = fetch is not None and fetch.communicates
-    return CopyOf(tiles[index]) if moved or not (shared or recipe.may_copy) else None
 
 
 def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -328,11 +322,13 @@ def _count_gathers(plan: Plan, tiles: list[Tensor], label: Label) -> None:
             )
 
 
-def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None) -> Tensor:
+def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
+    if mark is not None and mark.values is None:
+        mark.values = partial(wrap, result, sharding) if sharding.axes else lambda: result
     if not sharding.axes:
         return result if mark is None else whole_copy(result, mark)
     shell = wrap(result, sharding)
-    shell._copy_of = mark
+    shell._copy_of, shell._strides = mark, worth_keeping(strides, sharding.shape, result)
     return shell
 
 

@@ -81,7 +81,7 @@ def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
         dim, steps = cut
         return steps if work.native(input, dim) else slice(None, None, steps.step)
 
-    return viewing(input, space, links, on_tile(local))
+    return viewing(input, space, links, on_tile(local), index=tuple(items))
 
 
 @each("narrow")
@@ -115,7 +115,7 @@ def flip(function: Any, input: Operand, *given: Any, dims: Any = None) -> Recipe
     shape(torch.flip, input, tuple(turned))
     links = [Link(d, Reversed(size)) if d in turned else Link(d) for d, size in enumerate(input.shape)]
     local = on_tile(lambda work, tile: tile.flip(tuple(turned)))
-    return viewing(input, input.shape, links, local, view=False)
+    return viewing(input, input.shape, links, local, view=False, fresh=True)
 
 
 @made_of("fliplr")
@@ -151,11 +151,11 @@ def roll(function: Any, input: Operand, shifts: Any, dims: Any = ()) -> Recipe:
         left = [dim for dim in moves if work.native(input, dim)]
         return tile.roll([moves[dim] for dim in left], left) if left else tile
 
-    return viewing(input, input.shape, links, on_tile(local), view=False)
+    return viewing(input, input.shape, links, on_tile(local), view=False, fresh=True)
 
 
 def _whole(function: Any, input: Operand) -> Recipe:
-    return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False)
+    return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False, fresh=True)
 
 
 @made_of("diff")

@@ -104,7 +104,7 @@ def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
         done = [d >= new and not work.native(input, d - new) for d in range(len(space))]
         return tile.repeat([1 if ready else count for ready, count in zip(done, counts, strict=True)])
 
-    return viewing(input, space, links, on_tile(local), view=False)
+    return viewing(input, space, links, on_tile(local), view=False, fresh=True)
 
 
 def _pieces(input: Tensor, dim: int, function: Any, *args: Any) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class Plan:
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
     fitting: Sharding | None  # of a large plain target of in-place work: how it would lie if it were cut as the rest is
     _idle_work: tuple[IdleWork | None] | None = None
+    answers: dict[Any, Any] = field(default_factory=dict)  # of torch about aliasing, by the operand's strides
 
     @cached_property
     def call(self) -> Callable[..., Any]:
@@ -105,7 +106,7 @@ class Plan:
         return (
             all(fetch is None or fetch.untouched for fetch in self.fetches)
             and self.goals == self.shardings
-            and not (recipe.inplace or recipe.view or self.sum_axes or self.some_empty)
+            and not (recipe.inplace or recipe.view or recipe.fresh or self.sum_axes or self.some_empty)
             and len(self.shardings) == 1
             and bool(self.shardings[0].axes)
         )

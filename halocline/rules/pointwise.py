@@ -24,7 +24,7 @@ isinf isnan isneginf isposinf isreal ldexp le lerp less less_equal lgamma log lo
 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply mvlgamma nan_to_num ne
 neg negative nextafter not_equal polygamma positive pow rad2deg real reciprocal relu remainder resolve_conj resolve_neg
 round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh threshold true_divide trunc
-where xlogy clone detach contiguous nan_to_num zeros_like ones_like full_like double float half bfloat16 int long short
+where xlogy clone detach nan_to_num zeros_like ones_like full_like double float half bfloat16 int long short
 char bool byte zero_ fill_ copy_ cfloat cdouble complex polar
 entr erfcx expit gammainc gammaincc gammaln gcd i0e i1 i1e igamma igammac lcm log_ndtr multigammaln ndtr ndtri psi
 xlog1py zeta bessel_j0 bessel_j1
@@ -177,6 +177,8 @@ def _convert(tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[
         return function(tensor, *args, **kwargs)
     tile = unwrap(tensor)
     converted = function(tile, *args, **kwargs)
+    if converted is tile and kwargs.get("memory_format") is not None:
+        return tensor.contiguous(memory_format=kwargs["memory_format"])  # itself, or a copy where one rank makes one
     if not isinstance(converted, Tensor) or converted is tile:
         return converted if converted is not tile else tensor
     return wrap(converted, tensor.sharding)

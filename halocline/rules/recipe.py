@@ -144,7 +144,9 @@ class Lone:
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
     it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
-    torch's result shares memory with the first operand read; ``may_copy``: unless its strides forbid it (reshape).
+    torch's result shares memory with the first operand read, where that operand's strides on one rank allow it. With
+    ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is what an index takes
+    of the first operand, so that a copy of it can be written back.
     ``addend(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of that adds
     to the box ``out``, both in global indices. The ``main`` piece is the own tile, which must reach all of the box.
     ``boxes`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the space's:
@@ -160,7 +162,8 @@ class Recipe:
     sums: bool = False
     runs_empty: bool = False
     view: bool = False
-    may_copy: bool = False
+    fresh: bool = False
+    index: tuple[Any, ...] | None = None
     flops: float = 0.0
     addend: Callable[[Box, Box, bool], Addend] | None = None
     boxes: bool = False

@@ -63,7 +63,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
     return found
 
 
-def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
+def reshaped(input: Operand, space: tuple[int, ...]) -> Recipe:
     parts = regroup(input.shape, space)
     links = [WHOLE] * input.ndim
     for one, other in _ones(input, space):
@@ -87,7 +87,7 @@ def reshaped(input: Operand, space: tuple[int, ...], may_copy: bool) -> Recipe:
             flat = flat.narrow(place, box.lo * made - first if box.size else 0, box.size * made)
         return flat
 
-    return viewing(input, space, links, on_tile(local), may_copy=may_copy)
+    return viewing(input, space, links, on_tile(local))
 
 
 def _accesses(input: Operand, part: Regroup) -> Iterator[tuple[int, Access]]:
@@ -111,7 +111,7 @@ def view(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     input = next(operands((args, kwargs)))
     if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise refuse("view(dtype)", "it looks at the bytes, and a rank has those of a tile only", "use .to(dtype)")
-    return reshaped(input, shape(function, *args, **kwargs), may_copy=False)
+    return reshaped(input, shape(function, *args, **kwargs))
 
 
 @each("reshape reshape_as flatten ravel atleast_1d atleast_2d atleast_3d")
@@ -119,10 +119,10 @@ def reshape(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     input, *others = operands((args, kwargs))
     if others and function.__name__.startswith("atleast"):
         raise refuse(function, "it was given several tensors at once", "call it on each of them")
-    return reshaped(input, shape(function, *args, **kwargs), may_copy=True)
+    return reshaped(input, shape(function, *args, **kwargs))
 
 
-@made_of("repeat_interleave")
+@made_of("repeat_interleave", fresh=True)
 def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any = None) -> Tensor:
     """A new dim after ``dim``, stretched and merged into it: the cut leads the merge."""
     if isinstance(input, int) or isinstance(repeats, Tensor) or repeats is None:
@@ -137,7 +137,7 @@ def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None
     return input.unsqueeze(place).expand(stretched).flatten(place - 1, place)
 
 
-@made_of("pixel_shuffle")
+@made_of("pixel_shuffle", fresh=True)
 def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     """Channels become pixels inside each pixel: rows and columns lead the merge, and keep their cuts."""
     r, meta = upscale_factor, torch.empty(input.shape, device="meta")
@@ -146,7 +146,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     return split.permute(*_placed(len(lead), 0, 3, 1, 4, 2)).reshape(*lead, channels, height, width)
 
 
-@made_of("pixel_unshuffle")
+@made_of("pixel_unshuffle", fresh=True)
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     r, meta = downscale_factor, torch.empty(input.shape, device="meta")
     *lead, channels, height, width = torch.pixel_unshuffle(meta, r).shape

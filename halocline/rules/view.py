@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import Window, shape_of
+from ..tensor import ShardedTensor, plain, same_memory
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .recipe import as_called as as_called  # the view rules' tools in one place
 from .table import composite, rule
@@ -36,14 +38,31 @@ def each(names: str) -> Callable[[Describe], Describe]:
     return keep
 
 
-def made_of(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a composite for every form of these functions."""
+def made_of(names: str, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a composite for every form of these functions. With ``fresh`` torch's result is always new memory."""
 
     def keep(run: Callable[..., Any]) -> Callable[..., Any]:
-        composite(*forms(names), family=_family(run))(_torch_names(run, names))
-        return run
+        whole = new_memory(run) if fresh else run
+        composite(*forms(names), family=_family(run))(_torch_names(whole, names))
+        return whole
 
     return keep
+
+
+def new_memory(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same composite, whose result is copied where it lies in an argument's memory."""
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        tiles = [_tile(tensor) for tensor in operands((args, kwargs), Tensor)]
+        return result.clone() if any(same_memory(_tile(result), tile) for tile in tiles) else result
+
+    return call
+
+
+def _tile(tensor: Tensor) -> Tensor:
+    return tensor._tile if isinstance(tensor, ShardedTensor) else plain(tensor)
 
 
 def _family(run: Callable[..., Any]) -> str:
@@ -136,6 +155,12 @@ def permutation(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     order = [size - first for size in function(*rest, **named).shape]
     links = [Link(order.index(dim)) for dim in range(input.ndim)]
     return viewing(input, [input.shape[dim] for dim in order], links, as_called(function))
+
+
+@each("contiguous")
+def contiguous(function: Any, input: Operand, **options: Any) -> Recipe:
+    """Its operand itself, where that is contiguous on one rank."""
+    return viewing(input, input.shape, [Link(d) for d in range(input.ndim)], as_called(function))
 
 
 @each("expand expand_as broadcast_to")

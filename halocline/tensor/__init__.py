@@ -1,12 +1,13 @@
 """Sharded tensors: tiles that know their place."""
 
-from .copy import CopyOf, plain, refuse_write, same_memory, whole_copy
+from .copy import CopyOf, note_write, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
 from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
+from .strides import Strides, dense_strides, on_one_rank, one_rank_strides
 from .wide import from_rim, wrap_with_rim
 
 __all__ = [
@@ -15,14 +16,19 @@ __all__ = [
     "Fetch",
     "ShardedTensor",
     "Sharding",
+    "Strides",
     "check_entering",
     "current_module",
+    "dense_strides",
     "entering",
     "from_rim",
     "here",
     "make_sharding",
     "mean_over_whole_axes",
     "node_of",
+    "note_write",
+    "on_one_rank",
+    "one_rank_strides",
     "plain",
     "recut",
     "refuse_write",

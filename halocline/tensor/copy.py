@@ -5,7 +5,10 @@ A write to one would be lost on its base, and a write to the base would not show
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -13,26 +16,57 @@ from .._torch_private import TENSOR_MODULE
 from ..errors import Refused
 from .place import here
 
+_live: WeakSet[CopyOf] = WeakSet()
+
 
 class CopyOf:
-    """The mark of such a copy. It counts the writes to the tile it came from, and keeps none of that tile's memory."""
+    """The mark of such a copy. It counts the writes to the tile it came from, and keeps none of that tile's memory.
 
-    def __init__(self, tile: Tensor) -> None:
+    A copy that an index took (``index``) is written back to its base after a write: it then behaves as torch's view.
+    """
+
+    #: The copy as a tensor without a mark; set by the executor when it hands the copy out.
+    values: Callable[[], Tensor] | None = None
+
+    def __init__(self, base: Tensor, tile: Tensor, index: tuple[Any, ...] | None = None) -> None:
         self._counter: Tensor | None = None
+        self._memory = tile.untyped_storage()._cdata
+        self._base, self._index, self._stale = weakref.ref(base), index, False
         if not tile.is_inference():  # those have no version to share
             self._counter = tile.detach()
             self._counter.data = tile.new_empty(0)
             self._version = self._counter._version
+        _live.add(self)
 
     def check(self) -> None:
         """Raise if the base was written to since."""
-        if self._counter is not None and self._counter._version != self._version:
+        if self._stale or (self._counter is not None and self._counter._version != self._version):
             raise Refused(
                 "a view",
                 here(),
                 "its base was changed in place after its data had been moved, so that it no longer shows it",
                 "take the view after the change, or call .clone() on it before",
             )
+
+    def can_write_back(self) -> bool:
+        return self._index is not None and self._base() is not None and self.values is not None
+
+    def write_back(self) -> None:
+        """After a write to the copy: the base takes it in, at the place it came from."""
+        base = self._base()
+        if base is None or self._index is None or self.values is None:
+            raise AssertionError("a copy is written back only where can_write_back says so")
+        base[self._index] = self.values()
+        self._stale = False
+        if self._counter is not None:
+            self._version = self._counter._version
+
+
+def note_write(tile: Tensor) -> None:
+    """A write to ``tile`` that its version may not show (``x.data``): copies of its memory are out of date."""
+    for mark in list(_live) if _live else ():
+        if mark._memory == tile.untyped_storage()._cdata:
+            mark._stale = True
 
 
 class Loose(CopyOf):
@@ -44,6 +78,9 @@ class Loose(CopyOf):
     def check(self) -> None:
         if self.mark is not None:
             self.mark.check()
+
+    def can_write_back(self) -> bool:
+        return False
 
 
 def refuse_write(operation: str) -> Refused:
@@ -76,8 +113,11 @@ class WholeCopy(Tensor):
         plain_args, plain_kwargs = _stripped(args, copies), _stripped(kwargs or {}, copies)
         versions = [_version(copy) for copy in copies]
         result = function(*plain_args, **plain_kwargs)
-        if [_version(copy) for copy in copies] != versions:
-            raise refuse_write(getattr(function, "__name__", str(function)))
+        for copy, version in zip(copies, versions, strict=True):
+            if _version(copy) != version:
+                if not copy._copy_of.can_write_back():
+                    raise refuse_write(getattr(function, "__name__", str(function)))
+                copy._copy_of.write_back()
         return _marked_like(copies, result)
 
 

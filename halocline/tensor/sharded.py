@@ -35,6 +35,7 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     sharding: Sharding
     _tile: Tensor
     _copy_of: CopyOf | None = None
+    _strides: tuple[int, ...] | None = None  # on one rank, where it is not dense there (strides.py)
     _wide: object | None = None  # where the tile came with its rim (wide.py)
     #: ``__torch_function__`` is set by the rules' executor.
 
@@ -80,7 +81,7 @@ def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
             kind: Any = type(tensor)
             if isinstance(tensor, ShardedTensor):
                 node, tile = tensor.grad_fn, tensor._tile
-                if tensor._copy_of is not None:
+                if tensor._copy_of is not None or tensor._strides is not None:
                     return None
                 if node.name() not in _OURS if node is not None else tensor.requires_grad and not tile.requires_grad:
                     tile = unwrap(tensor)  # or says what is wrong

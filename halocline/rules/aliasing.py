@@ -1,0 +1,89 @@
+"""Does a result share memory with its operand? Exactly where it does on one rank, or the result is marked.
+
+torch's views and its "view where possible" functions (reshape, contiguous) are asked on tensors without values that
+have one rank's strides. Where torch copies, so do we. Where torch's result is a view and ours had to move, it is a
+marked copy (:class:`CopyOf`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch_private import unseen
+from ..tensor import CopyOf, ShardedTensor, Strides, dense_strides, on_one_rank, one_rank_strides, plain, same_memory
+from .plan import Plan, substitute
+
+
+class Answer(NamedTuple):
+    """Of one result: does it share memory with the operand, and its strides."""
+
+    shares: bool
+    strides: Strides
+
+
+def settled(
+    plan: Plan, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], tiles: list[Tensor], results: list[Tensor]
+) -> list[tuple[Tensor, CopyOf | None, Strides | None]]:
+    """Each result with its mark and with its strides on one rank, as far as they are not those of a new tensor."""
+    index = plan.recipe.reads[0].operand.index if plan.recipe.reads else 0
+    operand, tile = tensors[index], tiles[index]
+    if plan.recipe.view:
+        answers = _ask(plan, function, args, kwargs, tensors, index)
+        return [_viewed(plan, index, operand, tile, *pair) for pair in zip(results, answers, strict=True)]
+    return [_computed(plan, operand, tile, result) for result in results]
+
+
+def _computed(plan: Plan, operand: Tensor, tile: Tensor, result: Tensor) -> tuple[Tensor, CopyOf | None, Any]:
+    """A function that makes new memory, unless it gives its operand back (``x.float()`` of float32)."""
+    shares = bool(result.numel()) and same_memory(tile, result)
+    if shares and plan.recipe.fresh:
+        return result.clone(), None, None
+    if not shares or not isinstance(operand, ShardedTensor):
+        return result, getattr(operand, "_copy_of", None) if shares else None, None
+    same = result.shape == tile.shape and result.stride() == tile.stride()
+    return result, operand._copy_of, operand._strides if same else None
+
+
+def _viewed(
+    plan: Plan, index: int, operand: Tensor, tile: Tensor, result: Tensor, answer: Answer | None
+) -> tuple[Tensor, CopyOf | None, Strides | None]:
+    shares = same_memory(tile, result)
+    if answer is not None and not answer.shares:
+        return result.clone() if shares and result.numel() else result, None, None
+    mark: CopyOf | None = getattr(operand, "_copy_of", None)
+    fetch = plan.fetches[index]
+    if mark is None and ((fetch is not None and fetch.communicates) or not shares):
+        mark = CopyOf(operand, tile, plan.recipe.index)
+    return result, mark, None if answer is None else answer.strides
+
+
+def _ask(
+    plan: Plan, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int
+) -> list[Answer] | list[None]:
+    operand = tensors[index]
+    strides = one_rank_strides(operand) if isinstance(operand, ShardedTensor) else tuple(plain(operand).stride())
+    if strides not in plan.answers:
+        plan.answers[strides] = _answers(function, args, kwargs, tensors, index)
+    return plan.answers[strides] or [None] * len(plan.recipe.outputs)
+
+
+def _answers(function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int) -> list[Answer] | None:
+    """None where torch cannot tell: a view that one rank's strides forbid."""
+    metas = [on_one_rank(plain(tensor)) for tensor in tensors]
+    given = iter(metas)
+    with unseen(), torch.no_grad():
+        try:
+            made = function(*[substitute(value, given) for value in args], **substitute(kwargs, given))
+        except RuntimeError:
+            return None
+    results = made if isinstance(made, (tuple, list)) else [made]
+    memory = metas[index].untyped_storage()._cdata
+    return [Answer(r.untyped_storage()._cdata == memory, tuple(r.stride())) for r in results]
+
+
+def worth_keeping(strides: Strides | None, shape: tuple[int, ...], tile: Tensor) -> Strides | None:
+    """None where a dense tensor with the tile's order of dims has these strides anyway."""
+    return None if strides is None or strides == dense_strides(shape, tile) else strides
