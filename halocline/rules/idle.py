@@ -91,7 +91,7 @@ def thrown_away(result: Tensor, output: Output, sharding: Sharding, empty: froze
         if space in empty:
             result = result.narrow(dim, 0, 0)
     if result.numel() and not output.constant and result.dtype.is_floating_point | result.dtype.is_complex:
-        return Hollow.apply(result, sharding.tile_shape, 0.0)  # type: ignore[no-any-return]
+        return Hollow.apply(result, sharding.tile_shape, 0.0)
     return result.new_zeros(sharding.tile_shape) if result.numel() else result
 
 
