@@ -57,6 +57,8 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     F.gumbel_softmax: _gumbel_softmax,
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), multinomial),
 }
+#: Functions made of others where the call draws; elsewhere torch's own. Filled by the rules, which have them anyway.
+WHERE_DRAWN: dict[Any, Callable[..., Any]] = {}
 
 
 _PLAIN = {Tensor, nn.Parameter, WholeCopy}
@@ -77,7 +79,10 @@ class _Replaced(TorchFunctionMode):
         if function in KERNELS:
             return _drawn(function, KERNELS[function], args, kwargs)
         if function in _OTHERS and _OTHERS[function](*args, **kwargs):
-            raise _refusal(function)
+            if function not in WHERE_DRAWN:
+                raise _refusal(function)
+            with self:
+                return WHERE_DRAWN[function](*args, **kwargs)
         if (
             function in _COLLECTIVES
             and kwargs.get("group") in (None, dist.group.WORLD)

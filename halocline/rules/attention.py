@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import Interval
+from ..random.mode import WHERE_DRAWN
 from ..tensor import Sharding
 from .api import cut_like
 from .drop import dropped
@@ -244,6 +245,9 @@ def _nested(*args: Any, **kwargs: Any) -> bool:
         "make it with enable_nested_tensor=False, and zero what is padded yourself",
     )
 
+
+WHERE_DRAWN[F.scaled_dot_product_attention] = attention
+WHERE_DRAWN[F.multi_head_attention_forward] = multi_head_attention_forward
 
 _ASKED_FIRST = getattr(torch, "_nested_tensor_from_mask_left_aligned", None)
 if _ASKED_FIRST is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -10,11 +11,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .executor import planned
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .table import composite, refuse
-from .view import as_called, each, made_of, normal, shape
+from .view import as_called, each, forms, made_of, normal, operands, shape
 
 Labels = Sequence[Hashable]
+
+
+def result_dtype(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> torch.dtype:
+    """What autocast makes of this call on one rank: it depends on which sizes are one, and a tile has other sizes.
+
+    torch is asked with tensors of the same dims that are two long at most.
+    """
+
+    def small(value: Any) -> Any:
+        if isinstance(value, (Operand, Tensor)):
+            return torch.zeros([min(2, size) for size in value.shape], dtype=value.dtype, device=device)
+        if isinstance(value, (tuple, list)):
+            return type(value)(small(item) for item in value)
+        return value
+
+    with planned(), torch.no_grad():
+        made: Tensor = function(*small(args), **{name: small(value) for name, value in kwargs.items()})
+    return made.dtype
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def made_of_products(names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a composite that computes under autocast in the dtype in which torch's own function does."""
+
+    def keep(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        for name in names.split():
+            made_of(name)(partial(_as_torch, run, forms(name)[0]))
+        return run
+
+    return keep
+
+
+def _as_torch(run: Callable[..., Tensor], function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    device = next(operands((args, kwargs), Tensor)).device.type
+    if not _autocasts(device):
+        return run(*args, **kwargs)
+    dtype = result_dtype(function, args, kwargs, device)
+    with torch.autocast(device, enabled=dtype != torch.float32):
+        return run(*args, **kwargs).to(dtype)
 
 
 def contraction(
@@ -84,32 +128,32 @@ def _plus(input: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
     return scaled + (input if beta == 1 else input * beta)
 
 
-@made_of("addmm")
+@made_of_products("addmm")
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return _plus(input, torch.mm(mat1, mat2), beta, alpha)
 
 
-@made_of("addmv")
+@made_of_products("addmv")
 def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return _plus(input, torch.mv(mat, vec), beta, alpha)
 
 
-@made_of("baddbmm")
+@made_of_products("baddbmm")
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return _plus(input, torch.bmm(batch1, batch2), beta, alpha)
 
 
-@made_of("addbmm")
+@made_of_products("addbmm")
 def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return _plus(input, torch.einsum("bij,bjk->ik", batch1, batch2), beta, alpha)
 
 
-@made_of("outer ger")
+@made_of_products("outer ger")
 def outer(input: Tensor, vec2: Tensor) -> Tensor:
     return input.unsqueeze(1) * vec2
 
 
-@made_of("addr")
+@made_of_products("addr")
 def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return _plus(input, torch.outer(vec1, vec2), beta, alpha)
 
@@ -119,20 +163,20 @@ def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     return (x.conj() * y).sum(dim)
 
 
-@made_of("bilinear")
+@made_of_products("bilinear")
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     result = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return result if bias is None else result + bias
 
 
-@made_of("inner")
+@made_of_products("inner")
 def inner(input: Tensor, other: Tensor) -> Tensor:
     if input.ndim == 0 or other.ndim == 0:
         return input * other
     return torch.tensordot(input, other, ([-1], [-1]))
 
 
-@made_of("tensordot")
+@made_of_products("tensordot")
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
     left, right = _contracted(a, b, dims)
     letters = [chr(ord("a") + i) for i in range(a.ndim + b.ndim)]
@@ -162,7 +206,13 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
     twice = [
         label for part in labels for label in part if part.count(label) > 1
     ]  # a diagonal, of what lies on one rank
-    return contraction(list(zip(terms, labels, strict=True)), out, as_called(function), uncut=twice)
+    expected = cache(lambda device, autocast: result_dtype(torch.einsum, (equation, *terms), {}, device))
+
+    def local(work: Work, equation: str, *tiles: Tensor) -> Tensor:
+        made, device = torch.einsum(equation, *tiles), tiles[0].device.type
+        return made.to(expected(device, torch.get_autocast_dtype(device))) if _autocasts(device) else made
+
+    return contraction(list(zip(terms, labels, strict=True)), out, local, uncut=twice)
 
 
 def _spelled(text: str, ndim: int | None, dots: Sequence[Hashable] = ()) -> list[Hashable]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import autograd_state, function_of, hooked_the_old_way, take_place
-from ..tensor import ShardedTensor, Sharding, mean_over_whole_axes, node_of, on_one_rank, unwrap, watch_leaf, wrap
+from ..tensor import DATA, ShardedTensor, Sharding, mean_over_whole_axes, node_of, on_one_rank, unwrap, watch_leaf, wrap
 from .table import direct, refuse
 
 
@@ -142,7 +142,7 @@ def set_grad(self: ShardedTensor, value: Any) -> None:
     self._tile.grad = None if value is None else unwrap(value)
 
 
-@direct(getter("data"))
+@direct(getter("data"), DATA.__get__)
 def data(self: ShardedTensor) -> Tensor:
     """Like torch's, it writes unseen by autograd. What was fetched ahead of such a write is forgotten."""
     tile = unwrap(self)
@@ -302,4 +302,4 @@ for _name in _NEEDS_VALUES:
         direct(_attribute if callable(_attribute) else _attribute.__get__)(_refuse_values(_name))
 for _function in (torch.nonzero, torch.unique):
     direct(_function)(_refuse_values(_function.__name__))
-direct(setter("data"))(_refuse_values("data ="))
+direct(setter("data"), DATA.__set__)(_refuse_values("data ="))

@@ -251,8 +251,11 @@ class Blend:
             return [
                 (dim, self._steps(dim, work, device))
                 for dim, native in enumerate(self._native(work), 2)
-                if not (native or self.taps[dim - 2].copies)
+                if not (native or self._copies(dim))
             ]
+
+    def _copies(self, dim: int) -> bool:
+        return self.taps[dim - 2].copies and self.shape[dim] == self.input.shape[dim]
 
     def _steps(self, dim: int, work: Work, device: torch.device) -> Steps:
         taps, box = self.taps[dim - 2], work.box[dim]
@@ -264,19 +267,26 @@ class Blend:
         return [(row, weights[:, t].reshape(shape)) for t, row in enumerate(rows)]
 
     def _rest(self, tile: Tensor, native: list[bool]) -> Tensor:
-        """What was blended already goes through as it is. Where it comes first, as channels: that saves taps."""
-        lead = native.index(True) if self.style.mode in LINEAR and all(native[native.index(True) :]) else 0
-        flat = tile.flatten(1, 1 + lead)
-        sizes = zip(self.shape[2 + lead :], flat.shape[2:], native[lead:], strict=True)
-        target: dict[str, Any] = {"size": [out if whole else size for out, size, whole in sizes]}
-        if self.scales:
-            factors = zip(self.scales[lead:], native[lead:], strict=True)
-            target = {"scale_factor": [scale if whole else 1.0 for scale, whole in factors]}
-        mode = LINEAR[flat.ndim - 3] if lead else self.style.mode
+        """torch's own call for the dims that are not cut. Those blended already are channels to it: torch would read
+        their neighbours with weights of zero, and what is not finite would spread.
+        """
+        done = [2 + i for i, whole in enumerate(native) if not whole]
+        left = [2 + i for i, whole in enumerate(native) if whole]
+        first = list(range(2, 2 + len(done)))
+        moved = tile.movedim(done, first)
+        flat = moved.flatten(1, 1 + len(done))
+        sizes, scales = [self.shape[dim] for dim in left], [self.scales[dim - 2] for dim in left] if self.scales else []
+        mode = self.style.mode
+        if mode in LINEAR:
+            mode = LINEAR[len(left) - 1]
+        elif len(left) < self.style.spatial:  # there is no bicubic mode of one dim
+            flat, sizes, scales = flat.unsqueeze(2), [1, *sizes], [1.0, *scales] if scales else []
+        target: dict[str, Any] = {"scale_factor": scales} if scales else {"size": sizes}
         made = F.interpolate(
             flat, mode=mode, align_corners=self.style.align_corners, antialias=self.style.antialias, **target
         )
-        return made.unflatten(1, tile.shape[1 : 2 + lead])
+        made = made.reshape(*moved.shape[: 2 + len(done)], *made.shape[made.ndim - len(left) :])
+        return made if done == first else made.movedim(first, done).contiguous()
 
 
 def _blended(tile: Tensor, dim: int, steps: Steps) -> Tensor:

@@ -149,6 +149,8 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
 @made_of("pixel_unshuffle", fresh=True)
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     r, meta = downscale_factor, torch.empty(input.shape, device="meta")
+    if input.numel() == 0 and torch.pixel_unshuffle(torch.empty(input.shape), r).shape == input.shape:
+        return input.clone()  # torch's kernel for the CPU leaves an empty tensor as it is
     *lead, channels, height, width = torch.pixel_unshuffle(meta, r).shape
     split = input.reshape(*lead, channels // (r * r), height, r, width, r)
     return split.permute(*_placed(len(lead), 0, 2, 4, 1, 3)).reshape(*lead, channels, height, width)

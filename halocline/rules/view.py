@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -65,8 +65,9 @@ def _tile(tensor: Tensor) -> Tensor:
     return tensor._tile if isinstance(tensor, ShardedTensor) else plain(tensor)
 
 
-def _family(run: Callable[..., Any]) -> str:
-    return run.__module__.rpartition(".")[2]
+def _family(run: Any) -> str:
+    run = run.args[0] if isinstance(run, partial) else run
+    return str(run.__module__).rpartition(".")[2]
 
 
 def bound(describe: Describe, function: Any) -> Describe:

@@ -3,6 +3,7 @@
 from .copy import CopyOf, note_write, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
+from .guard import DATA
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
 from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
@@ -11,6 +12,7 @@ from .strides import Strides, dense_strides, on_one_rank, one_rank_strides
 from .wide import from_rim, wrap_with_rim
 
 __all__ = [
+    "DATA",
     "CopyOf",
     "Cut",
     "Fetch",

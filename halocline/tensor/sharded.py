@@ -36,6 +36,7 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     _tile: Tensor
     _copy_of: CopyOf | None = None
     _strides: tuple[int, ...] | None = None  # on one rank, where it is not dense there (strides.py)
+    _takes_shells: bool = False  # does a hook make tiles of gradients that are sharded tensors?
     _wide: object | None = None  # where the tile came with its rim (wide.py)
     #: ``__torch_function__`` is set by the rules' executor.
 
@@ -73,9 +74,25 @@ def _find_class(name: str) -> Any:
 copyreg.pickle(_TensorKind, lambda kind: (_find_class, (kind.__qualname__,)))
 
 
+def take_shells(shell: ShardedTensor) -> None:
+    """Let a sharded gradient of ``shell`` go on as a tile.
+
+    Under ``no_grad`` an autograd Function may be at work that recomputes in its backward (a reentrant checkpoint).
+    It hands out the gradients of its inputs as sharded tensors, while the graph of the tiles is plain.
+    """
+    if not shell._takes_shells:
+        shell._takes_shells = True
+        Tensor.register_hook(shell, _as_tile)
+
+
+def _as_tile(gradient: Tensor) -> Tensor | None:
+    return unwrap(gradient) if isinstance(gradient, ShardedTensor) else None
+
+
 def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
     """:func:`unwrap` for all operands of a call at once; None if one of them is a marked copy or of a foreign class."""
     tiles = []
+    differentiable = torch.is_grad_enabled()
     with no_torch_function():
         for tensor in tensors:
             kind: Any = type(tensor)
@@ -85,6 +102,8 @@ def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
                     return None
                 if node.name() not in _OURS if node is not None else tensor.requires_grad and not tile.requires_grad:
                     tile = unwrap(tensor)  # or says what is wrong
+                if node is not None and not differentiable:
+                    take_shells(tensor)
                 tiles.append(tile)
             elif kind is Tensor or kind is Parameter:
                 tiles.append(tensor)
@@ -121,6 +140,9 @@ def unwrap(tensor: Tensor) -> Tensor:
     node, requires_grad = autograd_state(tensor)
     if node is not None and node.name() not in _OURS:  # type: ignore[attr-defined]
         _rejoin(tensor, node)
+    if node is not None and not torch.is_grad_enabled():
+        with no_torch_function():
+            take_shells(tensor)
     if tensor._copy_of is not None:
         if isinstance(tensor._copy_of, Loose):
             _fasten(tensor, tensor._copy_of, requires_grad)

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from ..errors import ShardingError
 from ..geometry import Box, Interval, Partition, shape_of, whole
 from ..world import Mesh
+from .guard import close_holes
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Sharding:
             made = super().__new__(cls)
             made.shape, made.cuts, made.mesh = key
             made._check()
+            close_holes()
             cls._made[key] = made
         return made
 
