@@ -155,7 +155,7 @@ def on_two(function: Callable[[Mesh], Any]) -> list[Any]:
 
 def test_doubling_moves_at_most_one_row_and_keeps_cuts_aligned() -> None:
     def on_rank(mesh: Mesh) -> tuple[int, int, tuple[int, ...]]:
-        x = hc.shard(torch.rand(1, 2, 8, 4, 4), mesh, {2: "a"})
+        x = hc.shard(torch.ones(1, 2, 8, 4, 4), mesh, {2: "a"})
         F.interpolate(x, scale_factor=2)
         nearest = mesh.world.traffic.moved_bytes
         y = F.interpolate(x, scale_factor=2, mode="trilinear")
@@ -178,10 +178,10 @@ def test_first_asked_in_inference_mode_then_trained() -> None:
     def on_rank(mesh: Mesh) -> float:
         total = 0.0
         for mode in ("nearest", "linear"):
-            x = hc.shard(torch.rand(1, 1, 11), mesh, {2: "a"})
+            x = hc.shard(torch.ones(1, 1, 11), mesh, {2: "a"})
             with torch.inference_mode():
                 F.interpolate(x, size=29, mode=mode)
-            x = hc.shard(torch.rand(1, 1, 11, requires_grad=True), mesh, {2: "a"})
+            x = hc.shard(torch.ones(1, 1, 11, requires_grad=True), mesh, {2: "a"})
             (slope,) = torch.autograd.grad(F.interpolate(x, size=29, mode=mode).sum(), x)
             total += float(hc.gather(slope).sum())
         return total
@@ -191,7 +191,7 @@ def test_first_asked_in_inference_mode_then_trained() -> None:
 
 def test_what_torch_refuses_or_garbles_is_refused() -> None:
     def on_rank(mesh: Mesh) -> None:
-        x = hc.shard(torch.rand(1, 1, 8, 8), mesh, {2: "a"})
+        x = hc.shard(torch.ones(1, 1, 8, 8), mesh, {2: "a"})
         with pytest.raises(ShardingError, match=r"greater than 0.*\[1, 1, 8, 8\]"):
             F.interpolate(x, scale_factor=0.1)
         with pytest.raises(ShardingError, match="only one of size or scale_factor"):
@@ -284,7 +284,7 @@ def test_indices_of_another_make_reach_anywhere() -> None:
 
 def test_unpooling_what_was_pooled_moves_nothing() -> None:
     def on_rank(mesh: Mesh) -> int:
-        values, indices = F.max_pool2d(hc.shard(torch.rand(1, 2, 8, 8), mesh, {2: "a"}), 2, return_indices=True)
+        values, indices = F.max_pool2d(hc.shard(torch.ones(1, 2, 8, 8), mesh, {2: "a"}), 2, return_indices=True)
         F.max_unpool2d(values, indices, 2)
         return mesh.world.traffic.moved_bytes
 
@@ -314,7 +314,7 @@ def test_grid_sample(spatial: int) -> None:
 def test_a_whole_grid_leaves_the_result_cut() -> None:
     def on_rank(mesh: Mesh) -> Any:
         theta = torch.eye(2, 3).expand(2, 2, 3)
-        x = hc.shard(torch.rand(2, 1, 6, 5), mesh, {2: "a"})
+        x = hc.shard(torch.ones(2, 1, 6, 5), mesh, {2: "a"})
         y = F.grid_sample(x, F.affine_grid(theta, x.shape, align_corners=False), align_corners=False)
         assert torch.allclose(hc.gather(y), hc.gather(x), atol=1e-6)
         return y.sharding.cuts[2].partition.points  # type: ignore[attr-defined]
@@ -334,7 +334,7 @@ def test_autocast_gives_every_rank_the_same_dtype() -> None:
     """On the CPU it widens grid_sample and unpooling; a rank with nothing to do must say so too."""
 
     def on_rank(mesh: Mesh) -> list[torch.dtype]:
-        x = hc.shard(torch.rand(1, 1, 4, 4, dtype=torch.bfloat16), mesh, {2: "a"}, points={2: (0, 0, 4)})
+        x = hc.shard(torch.ones(1, 1, 4, 4, dtype=torch.bfloat16), mesh, {2: "a"}, points={2: (0, 0, 4)})
         with torch.autocast("cpu", dtype=torch.bfloat16):
             values, indices = F.max_pool2d(x, 2, return_indices=True)
             grid = torch.rand(1, 3, 3, 2)

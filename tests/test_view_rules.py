@@ -276,7 +276,7 @@ def on_two(function: Callable[[Tensor], Any], shape: tuple[int, ...], dim: int, 
 
 def test_write_to_a_moved_view_is_refused() -> None:
     def body(x: Tensor) -> None:
-        for moved in (x.view(8, 3), x.view(8, 3).t(), x.view(8, 3).detach(), x.view(8, 3)[2:], x[:, 4]):
+        for moved in (x.view(8, 3), x.view(8, 3).t(), x.view(8, 3).detach(), x.view(8, 3)[2:]):
             for write in (lambda y: y.add_(1), lambda y: F.relu(y, inplace=True), lambda y: y.mul_(y)):
                 with pytest.raises(Refused, match=r"would change a copy.*\.clone\(\)"):
                     write(moved)
@@ -305,8 +305,8 @@ def test_whole_copy_is_a_plain_tensor_otherwise() -> None:
         assert type(row + 1) is Tensor and type(F.relu(row)) is Tensor and type(row.clone()) is Tensor
         assert row.tolist() == np.asarray(row).tolist() == [12, 13, 14, 15, 16, 17]
         assert row[1].item() == 13 and [float(v) for v in row] == row.tolist()
-        with pytest.raises(Refused, match="would change a copy"):
-            row[1:] += 1
+        row[1:] += 1
+        assert hc.gather(x)[2].tolist() == row.tolist() == [12, 14, 15, 16, 17, 18]
         assert hc.gather(x + row)[0, 0].item() == 12
 
     on_two(body, (4, 6), 0)

@@ -55,8 +55,8 @@ def _viewed(
         return result.clone() if shares and result.numel() else result, None, None
     mark: CopyOf | None = getattr(operand, "_copy_of", None)
     fetch = plan.fetches[index]
-    if mark is None and ((fetch is not None and fetch.communicates) or not shares):
-        mark = CopyOf(operand, tile, plan.recipe.index)
+    if (fetch is not None and fetch.communicates) or not shares:
+        mark = CopyOf(operand, tile, plan.recipe.index, mark)
     return result, mark, None if answer is None else answer.strides
 
 

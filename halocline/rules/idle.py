@@ -52,8 +52,8 @@ class IdleWork(NamedTuple):
 
 
 def idle_work(recipe: Recipe, work: Work, brought_shapes: list[tuple[int, ...]]) -> IdleWork | None:
-    """None where the space itself is empty: then no rank computes anything."""
-    if 0 in recipe.space:
+    """None where the space itself is empty, and no rank computes anything, or where no operand can be made up."""
+    if 0 in recipe.space or recipe.positions:
         return None
     box = tuple(_one(i, size) if i.empty else i for i, size in zip(work.box, recipe.space, strict=True))
     slots, shapes = list(work.slots), list[tuple[int, ...] | None]([None] * len(brought_shapes))

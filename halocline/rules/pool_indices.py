@@ -315,6 +315,7 @@ def _describe_unpool(
         reads=(Read(input, links), Read(indices, links)),
         outputs=(Output(call.made, tuple(range(input.ndim)), dtype=dtype),),
         local=local,
+        positions=True,
     )
 
 

@@ -145,6 +145,7 @@ class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
     it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
     torch's result shares memory with the first operand read, where that operand's strides on one rank allow it. With
+    ``positions`` says that integers among the operands point into the sample, so that none can be made up. With
     ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is what an index takes
     of the first operand, so that a copy of it can be written back.
     ``addend(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of that adds
@@ -163,6 +164,7 @@ class Recipe:
     runs_empty: bool = False
     view: bool = False
     fresh: bool = False
+    positions: bool = False
     index: tuple[Any, ...] | None = None
     flops: float = 0.0
     addend: Callable[[Box, Box, bool], Addend] | None = None

@@ -28,10 +28,12 @@ class CopyOf:
     #: The copy as a tensor without a mark; set by the executor when it hands the copy out.
     values: Callable[[], Tensor] | None = None
 
-    def __init__(self, base: Tensor, tile: Tensor, index: tuple[Any, ...] | None = None) -> None:
+    def __init__(
+        self, base: Tensor, tile: Tensor, index: tuple[Any, ...] | None = None, parent: CopyOf | None = None
+    ) -> None:
         self._counter: Tensor | None = None
         self._memory = tile.untyped_storage()._cdata
-        self._base, self._index, self._stale = weakref.ref(base), index, False
+        self._base, self._index, self._parent, self._stale = weakref.ref(base), index, parent, False
         if not tile.is_inference():  # those have no version to share
             self._counter = tile.detach()
             self._counter.data = tile.new_empty(0)
@@ -40,6 +42,8 @@ class CopyOf:
 
     def check(self) -> None:
         """Raise if the base was written to since."""
+        if self._parent is not None:
+            self._parent.check()
         if self._stale or (self._counter is not None and self._counter._version != self._version):
             raise Refused(
                 "a view",
@@ -49,7 +53,8 @@ class CopyOf:
             )
 
     def can_write_back(self) -> bool:
-        return self._index is not None and self._base() is not None and self.values is not None
+        above = self._parent is None or self._parent.can_write_back()
+        return above and self._index is not None and self._base() is not None and self.values is not None
 
     def write_back(self) -> None:
         """After a write to the copy: the base takes it in, at the place it came from."""
