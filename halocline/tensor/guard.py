@@ -39,17 +39,18 @@ class GuardedData:
 
 
 DATA = GuardedData()
-_own_to_dlpack = torch.utils.dlpack.to_dlpack
+_own_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
-def _to_dlpack(tensor: Tensor) -> Any:
+def _to_dlpack(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if hasattr(tensor, "sharding"):
         raise _refusal("to_dlpack")
-    return _own_to_dlpack(tensor)
+    return _own_to_dlpack(tensor, *args, **kwargs)
 
 
 def close_holes() -> None:
     """Idempotent."""
-    if Tensor.data is not DATA:
+    if vars(Tensor).get("data") is not DATA:
         Tensor.data = DATA  # type: ignore[assignment]
-        torch.to_dlpack = torch.utils.dlpack.to_dlpack = _to_dlpack
+        for home in (torch, torch.utils.dlpack):
+            vars(home)["to_dlpack"] = _to_dlpack
