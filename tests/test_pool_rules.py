@@ -218,14 +218,14 @@ def test_one_window_over_all_is_a_reduction_not_a_journey() -> None:
 
 def test_what_torch_refuses_is_refused_for_the_global_shape() -> None:
     def on_rank() -> None:
-        x = hc.shard(torch.rand(1, 1, 8, 8), Mesh(a=2), {2: "a"})
+        x = hc.shard(torch.ones(1, 1, 8, 8), Mesh(a=2), {2: "a"})
         with pytest.raises(ShardingError, match=r"too small.*\[1, 1, 8, 8\]"):
             F.max_pool2d(x, 9)
         with pytest.raises(ShardingError, match="half of"):
             F.avg_pool2d(x, 3, padding=2)
         with pytest.raises(ShardingError, match="output_size must be 2"):
             F.adaptive_avg_pool2d(x, (3,))  # type: ignore[arg-type]
-        tiny = hc.shard(torch.rand(1, 2), Mesh(a=2), {1: "a"})
+        tiny = hc.shard(torch.ones(1, 2), Mesh(a=2), {1: "a"})
         with pytest.raises(ShardingError, match="steps over all 2 elements"):
             F.max_pool1d(tiny, 2, 1, 1, 3)
 
