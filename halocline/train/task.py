@@ -14,7 +14,7 @@ from ..data import Crop, Field, Flip, Rotate90, Shift
 from ..errors import HaloclineError, RankFailure
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
-from ..world import Label, Mesh, World
+from ..world import Label, Mesh, World, text_of
 from .imports import called, named
 from .inputs import Input
 from .losses import make_loss
@@ -49,7 +49,7 @@ def make_task(settings: Settings, dtype: torch.dtype) -> Task:
 
 
 def together(world: World, make: Callable[[], Made]) -> Made:
-    """What each rank makes. One that cannot, for want of a file, say, ends all, and none waits for it in vain."""
+    """What each rank makes. If one rank fails, for want of a file, say, all raise, and say why it did."""
     failed, made, mine = torch.zeros(world.size), [], None
     try:
         made.append(make())
@@ -57,11 +57,13 @@ def together(world: World, make: Callable[[], Made]) -> Made:
         failed[world.rank], mine = 1, error
     if world.size > 1:
         failed = world.maximum(failed, tuple(range(world.size)), _LABEL)
+    if failed.any() and world.size > 1:
+        first = int(failed.argmax())
+        why = text_of(world, first, str(mine), _LABEL)
+        if mine is None:
+            raise RankFailure(f"rank {world.rank}: rank {first} has not what it needs to begin: {why}")
     if mine is not None:
         raise mine
-    if failed.any():
-        first = int(failed.argmax())
-        raise RankFailure(f"rank {world.rank}: rank {first} has not what it needs to begin; its own output says what")
     return made[0]
 
 

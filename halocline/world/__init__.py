@@ -27,6 +27,7 @@ from .movement import (
 from .mpi import MpiWorld
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
+from .text import text_of
 
 __all__ = [
     "AVERAGED",
@@ -67,6 +68,7 @@ __all__ = [
     "run_local",
     "scaled",
     "serve_store",
+    "text_of",
     "this_place",
     "this_world",
     "unpack",

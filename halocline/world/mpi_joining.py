@@ -16,6 +16,7 @@ from .base import Label
 from .mpi import MpiWorld
 from .process import start_torch
 from .rendezvous import within
+from .text import text_of
 
 
 def join_by_mpi(deadline: float) -> MpiWorld:
@@ -44,7 +45,7 @@ def _meet(world: MpiWorld) -> Any:
     listener = socket.create_server(("127.0.0.1" if one_machine else "", 0)) if world.rank == 0 else None
     address = "127.0.0.1" if one_machine else socket.gethostname()
     port = listener.getsockname()[1] if listener else 0
-    address, port = _told(world, f"{address} {port}", everyone, label).split()
+    address, port = text_of(world, 0, f"{address} {port}", label).split()
     os.environ.update(
         RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(mine.index(world.rank)),
         LOCAL_WORLD_SIZE=str(len(mine)), MASTER_ADDR=address, MASTER_PORT=port,
@@ -55,10 +56,3 @@ def _meet(world: MpiWorld) -> Any:
     return within(
         world.deadline, lambda: store(address, int(port), world.size, listener is not None, wait, False, **options)
     )
-
-
-def _told(world: MpiWorld, text: str, everyone: tuple[int, ...], label: Label) -> str:
-    """Rank 0's text."""
-    line = torch.zeros(512, dtype=torch.uint8)
-    line[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return bytes(world.broadcast(line, everyone, label).tolist()).rstrip(b"\0").decode()
