@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,12 +15,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import halocline as hc
 from halocline.cli import train as train_command
 from halocline.cli import train_rank
 from halocline.cli.app import app
+from halocline.errors import RankFailure
 from halocline.train import forecast
 from halocline.train.config import load_settings, make_settings, read_settings, write_settings
-from halocline.train.launch import Ending, LaunchError, LocalRanks, join, slurm_script
+from halocline.train.launch import Ending, LaunchError, LocalRanks, slurm_script
 from halocline.train.log import RunLog, read_log
 from halocline.train.reporting import write_report
 from halocline.train.settings import ConfigError
@@ -163,8 +166,8 @@ def test_a_port_in_use_is_one_line(monkeypatch):
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in place.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(LaunchError, match=f"cannot meet at 127.0.0.1:{port}: the port is in use; set MASTER_PORT"):
-            join(5.0)
+        with pytest.raises(RankFailure, match=f"cannot meet at 127.0.0.1:{port}: the port is in use .*set MASTER_PORT"):
+            hc.init(5.0)
 
 
 # ---- the log ----
@@ -301,7 +304,7 @@ def test_an_error_of_the_network_is_told_with_its_kind(monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         train_rank.main()
     words = (tmp_path / "ranks" / "rank-1.error").read_text()
-    assert "test_training_hard_commands.py:296: ValueError: a volume of [20] does not halve" in words
+    assert re.search(r"test_training_hard_commands\.py:\d+: ValueError: a volume of \[20\] does not halve", words)
     assert "rank-1.traceback" in words and "Traceback" in (tmp_path / "ranks" / "rank-1.traceback").read_text()
 
 

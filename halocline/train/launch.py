@@ -41,24 +41,6 @@ def this_rank() -> int:
     return 0 if place is None else place.rank
 
 
-def join(deadline: float | None) -> None:
-    """The ranks that a launcher started meet; where they cannot, one line says where and why."""
-    import torch.distributed as dist
-
-    from ..world import init
-
-    try:
-        init(deadline)
-    except dist.DistError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        in_use = "EADDRINUSE" in str(error)
-        why = "the port is in use" if in_use else next(iter(str(error).strip().splitlines()), "no answer")
-        advice = (
-            "set MASTER_PORT to another" if in_use else "do all ranks run, with the same MASTER_ADDR and MASTER_PORT?"
-        )
-        raise LaunchError(f"the ranks cannot meet at {where}: {why}; {advice}") from error
-
-
 @dataclass
 class Ending:
     """How an attempt failed: the rank where it began, its exit status, and what it said."""

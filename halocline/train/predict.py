@@ -19,13 +19,12 @@ from ..data import Field, Loader, Nifti, Store
 from ..data.stores.open import open_store
 from ..distribute import distribute
 from ..errors import DataError
-from ..world import this_world
+from ..world import init, this_world
 from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, Writer
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .config import read_settings
 from .imports import use_code
 from .inputs import Input
-from .launch import join
 from .precision import Precision
 from .settings import AXES
 from .task import make_mesh, model_maker, together
@@ -39,7 +38,7 @@ class Predictor:
 
     def __init__(self, run: Path) -> None:
         settings = read_settings(run)
-        join(settings.deadline)
+        init(settings.deadline)
         self._settings, device = settings, this_device()
         self._device = device if device.type == "cuda" else None
         self._precision = Precision(settings.precision, device)

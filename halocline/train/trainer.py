@@ -22,7 +22,7 @@ from ..data import Loader
 from ..data.loading.pipeline import Batch
 from ..distribute import distribute, lagged_gradients, load_lagged_gradients
 from ..sizes import bytes_from
-from ..world import Label, this_world
+from ..world import Label, init, this_world
 from .callbacks import Callbacks
 from .changes import changed, check_optimizer
 from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
@@ -31,7 +31,6 @@ from .export import load_weights
 from .forecast import check_room
 from .guard import Guard, TrainingError
 from .imports import keep_code
-from .launch import join
 from .log import RunLog
 from .optimizers import load_optimizer, make_optimizer, rate_at
 from .pictures import Examples, memory_used
@@ -70,7 +69,7 @@ class Trainer:
         lock: int | None = None,
     ) -> None:
         self.settings, self.folder, self._tell = settings, folder, tell
-        join(settings.deadline)
+        init(settings.deadline)
         world = this_world()
         self._device = device = this_device()
         self._precision = Precision(settings.precision, device)

@@ -19,7 +19,7 @@ from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
 from .bulk import POSSIBLE, Bulk, BulkError
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment
-from .rendezvous import init_process_group, new_group
+from .rendezvous import init_process_group, meeting_point, new_group
 from .tags import folded
 from .wire import LARGEST, Arrival, Wire, memory_of
 
@@ -258,6 +258,19 @@ def connect(deadline: float = DEFAULT_DEADLINE) -> ProcessWorld | None:
             f"rank {os.environ.get('RANK', '?')}, joining: {error}. Do all ranks run, and is none stopped? Look at "
             "their own output first"
         ) from error
+    except dist.DistError as error:
+        raise RankFailure(f"rank {os.environ.get('RANK', '?')}, joining: {_unmet(error)}") from error
+
+
+def _unmet(error: Exception) -> str:
+    """Why ranks did not meet, and what to do."""
+    if "EADDRINUSE" in str(error):
+        return (
+            f"the ranks cannot meet at {meeting_point()}: the port is in use by another program, perhaps a run that "
+            "has not ended; set MASTER_PORT to another (torchrun: --master-port)"
+        )
+    why = next(iter(str(error).strip().splitlines()), "no answer")
+    return f"the ranks cannot meet at {meeting_point()}: {why}; do all run, with the same MASTER_ADDR and MASTER_PORT?"
 
 
 def start_torch(deadline: float, **meeting: Any) -> None:
