@@ -17,7 +17,7 @@ from ._torch_private import running_modules, transforming
 from .errors import MeshError, Refused
 from .kernels import Watch, keep_fast
 from .own_collectives import watch_collectives
-from .random import same_state
+from .random import same_state, watch_draws
 from .reduction import (
     ENGINE,
     Deadlines,
@@ -125,6 +125,8 @@ def distribute(
     same_weights([t.detach() for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh.world)
     same_state(mesh.world)
     watch(model)
+    if mesh.size > 1:
+        watch_draws(model, mesh)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             setattr(module, STATISTICS, batch_statistics)

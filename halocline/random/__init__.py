@@ -5,6 +5,7 @@ untouched network on one rank draws what the cut one draws, and whole code draws
 """
 
 from .mode import reproducible
+from .seeds import watch_draws
 from .state import get_state, same_state, seed, set_state
 
-__all__ = ["get_state", "reproducible", "same_state", "seed", "set_state"]
+__all__ = ["get_state", "reproducible", "same_state", "seed", "set_state", "watch_draws"]

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..tensor.undrawn import Undrawn
 from .draw import Draw
 from .generator import Place
+from .state import current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _SELU = 1.7580993408473766  # scale times alpha of the SELU: what alpha dropout sets elements to, before scaling
@@ -290,3 +292,7 @@ def geometric_(place: Place, self: Tensor, p: float, *, generator: Any = None) -
 def bernoulli_(place: Place, self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     draw = Draw(place, self.device)
     return self.copy_(draw.less_than(p) if isinstance(p, Tensor) else draw.chosen(p))
+
+
+Undrawn.drawing = frozenset(function for function, kernel in KERNELS.items() if kernel.inplace)
+Undrawn.explained = staticmethod(lambda draw: current().explained(draw))

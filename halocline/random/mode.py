@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import Refused
 from ..tensor import current_module, here
 from ..tensor.copy import WholeCopy
+from ..tensor.undrawn import Undrawn
 from .backward import BACKWARD, run_backward
 from .categories import multinomial
 from .factories import FACTORIES, normal
@@ -61,7 +62,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
 WHERE_DRAWN: dict[Any, Callable[..., Any]] = {}
 
 
-_PLAIN = {Tensor, nn.Parameter, WholeCopy}
+_PLAIN = {Tensor, nn.Parameter, WholeCopy, Undrawn}
 
 
 class _Replaced(TorchFunctionMode):

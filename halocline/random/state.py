@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +27,35 @@ from .generator import signed
 _log = logging.getLogger("halocline")
 #: Calls remembered. A recomputation finds the calls of its forward if no more than these came in between.
 _MOST = 1 << 16
+Drawn = TypeVar("Drawn")
+
+
+class Watch:
+    """Notices draws from torch's generators that nobody has explained."""
+
+    def __init__(self) -> None:
+        self.start = self._known = _generators()
+        self._unexplained = False
+
+    def explained(self, draw: Callable[[], Drawn]) -> Drawn:
+        self._unexplained = self.unexplained
+        found = draw()
+        self._known = _generators()
+        return found
+
+    @property
+    def unexplained(self) -> bool:
+        """So far."""
+        return self._unexplained or _generators() != self._known
+
+
+def _generators() -> tuple[bytes, tuple[int, int] | None]:
+    """The states of torch's generators for the CPU and for the current device."""
+    cpu = torch.get_rng_state().numpy().tobytes()
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return cpu, None
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    return cpu, (generator.initial_seed(), generator.get_offset())
 
 
 class State:
@@ -36,11 +67,12 @@ class State:
         self.seed, self.counter, self.threaded, self.asked = seed % (1 << 64), counter, threaded, asked
         self._met: OrderedDict[int, int] = OrderedDict()
         self._warned = False
+        self.watch: Watch | None = None
 
     def next_call(self) -> int:
         if self.threaded:
             return self._next_threaded()
-        moment = _pass_moment()
+        moment = self.explained(_pass_moment)
         call = self._met.get(moment)
         if call is None:
             self._warn_if_late()
@@ -49,6 +81,10 @@ class State:
                 self._met.popitem(last=False)
         self._met.move_to_end(moment)
         return call
+
+    def explained(self, draw: Callable[[], Drawn]) -> Drawn:
+        """Draw from torch's generator in a way that gives all ranks the same numbers."""
+        return draw() if self.watch is None else self.watch.explained(draw)
 
     def _count(self) -> int:
         self.counter += 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor import Cut, ShardedTensor, Sharding, unwrap, wrap
+from ..tensor import Cut, ShardedTensor, Sharding, undrawn, unwrap, wrap
 from .pointwise import elementwise
 from .recipe import Recipe
 from .table import composite, refuse, rule
@@ -51,7 +51,8 @@ def _new(
 ) -> Tensor:
     sharding = alike(self.sharding, shape)
     if sharding is None or not sharding.axes:
-        return function(unwrap(self), shape, *rest, **how)
+        whole = function(unwrap(self), shape, *rest, **how)
+        return undrawn(whole, self.sharding) if function is Tensor.new_empty else whole
     return wrap(function(unwrap(self), sharding.tile_shape, *rest, **how), sharding)
 
 

@@ -9,6 +9,7 @@ from .place import current_module, here, watch
 from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
 from .strides import Strides, dense_strides, on_one_rank, one_rank_strides
+from .undrawn import undrawn
 from .wide import from_rim, wrap_with_rim
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "same_memory",
     "simple_tiles",
     "trust",
+    "undrawn",
     "unwrap",
     "watch",
     "watch_leaf",

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._torch_private import TENSOR_MODULE
 from ..errors import Refused
 from .place import here
+from .undrawn import Undrawn
 
 _live: WeakSet[CopyOf] = WeakSet()
 
@@ -136,7 +137,7 @@ def plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, WholeCopy):
         tensor._copy_of.check()
         return tensor._plain
-    return tensor
+    return tensor._plain if isinstance(tensor, Undrawn) else tensor
 
 
 def _version(copy: WholeCopy) -> int:
