@@ -235,3 +235,17 @@ def talk_in_two_threads() -> bool:
     again = world.beside()
     again.close()
     return right == [True, True] and again is beside
+
+
+def print_a_mean_on_rank_0() -> tuple[str, float]:
+    hc.init(deadline=60.0)
+    mesh = hc.Mesh(height=-1)
+    x = hc.shard(torch.ones(1, 1, 8, 4), mesh, {2: "height"})
+    began = time.monotonic()
+    try:
+        if mesh.rank == 0:
+            x.mean()
+        (x * 2).mean()
+    except hc.RankFailure as error:
+        return str(error), time.monotonic() - began
+    return "nothing noticed", 0.0

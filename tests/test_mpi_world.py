@@ -243,3 +243,13 @@ def test_a_program_under_mpiexec_finds_mpi_by_itself(ending: str, tmp_path: Path
     assert said == [f"MpiWorld {rank} 3 9" for rank in range(3)], done.stderr
     assert (done.returncode == 0) is (ending == "well")
     assert ("of rank 1 alone" in done.stderr) is (ending == "raises")
+
+
+@pytest.mark.long
+def test_ranks_that_diverge_hear_of_it_long_before_the_deadline() -> None:
+    with RankPool(2, place=MpiPlace()) as two:
+        outcomes = two.outcomes(mpi_ranks.print_a_mean_on_rank_0, deadline=90.0)
+    for outcome in outcomes:
+        text, seconds = outcome.value
+        assert text.count("mpi_ranks.py:") == 2 and "different paths" in text
+        assert seconds < 30.0

@@ -282,7 +282,8 @@ class MpiWorld(JoinedWorld):
                 raise _PeerError(peer, f"connection closed: rank {peer} has left")
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
-        self._tell()  # the others need not wait for their deadlines
+        if not isinstance(error, Diverged):  # whose peer is to see for itself
+            self._tell()  # the others need not wait for their deadlines
         return super()._failure(peer, error, label)
 
     def _seen(self, peer: int | None, text: str) -> str:
