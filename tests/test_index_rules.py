@@ -254,6 +254,13 @@ def test_nothing_of_the_target_moves() -> None:
     assert on_two(body) == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_a_list_with_slices_is_a_tuple() -> None:
+    """As torch reads it, with a warning; MONAI's registration losses index so."""
+    found = check_rule(lambda x: x[[slice(1, 3), slice(None), 2]], number(4, 6, 5), cuts=[{1: "a"}], mesh={"a": 2})
+    assert found.verdict == "exact", found.why
+
+
 REFUSED = """
 x.__setitem__((slice(0, 2), x[0] > 0), torch.zeros(7).double()) | torch.where
 x[0].fill_diagonal_(1.0)                                   | torch.eye

@@ -92,7 +92,8 @@ def check(
       any function that returns a torch.nn.Module.
 
     - `halocline check --zoo monai`: 49 networks of MONAI, one after another; `halocline check monai/UNet` is one of
-      them. They want their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`).
+      them. They want their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`,
+      `zoo-neuralop`). `--zoo losses`: losses and metrics, of MONAI among others.
 
     **Exit status**: 0 the answer is the same (exact; or gathered: right, but with little memory saved), 1 it is wrong,
     3 the library refuses the network and says why, 2 the check cannot be run as asked. Of a zoo: 0, or 1 if any network

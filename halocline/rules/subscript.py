@@ -46,6 +46,9 @@ def items_of(index: Any, ndim: int) -> list[Any]:
 
 
 def _as_tuple(index: Any) -> tuple[Any, ...]:
+    """A list with a slice, a new dim or an ellipsis in it can be nothing but a tuple."""
+    if isinstance(index, list) and any(isinstance(item, slice) or item is None or item is Ellipsis for item in index):
+        return tuple(index)
     if isinstance(index, list) and any(not isinstance(item, (int, float, np.generic)) for item in index):
         raise refuse(
             "indexing", "torch reads a list of anything but numbers now as a tuple, now as a tensor", "say which it is"

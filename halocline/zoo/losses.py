@@ -54,16 +54,15 @@ class Activated(nn.Module):
 
 
 class Metric(nn.Module):
-    """A metric of MONAI's that counts over batches, and what it aggregates; of classes, or of values."""
+    """A metric of MONAI's: its values by sample and class, which it gathers over all ranks itself to aggregate them."""
 
     def __init__(self, metric: Any, read: Callable[[Tensor], Tensor] = lambda prediction: prediction) -> None:
         super().__init__()
         self.metric, self.read = metric, read
 
     def forward(self, prediction: Tensor, target: Tensor) -> dict[str, Any]:
-        self.metric.reset()
-        self.metric(self.read(prediction.detach()), self.read_target(target))
-        return {"metric": self.metric.aggregate(), "prediction": prediction}
+        found = self.metric(self.read(prediction.detach()), self.read_target(target))
+        return {"metric": found, "prediction": prediction}
 
     def read_target(self, target: Tensor) -> Tensor:
         return target
