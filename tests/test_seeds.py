@@ -114,7 +114,7 @@ def test_every_way_of_drawing_into_a_new_tensor() -> None:
         x = hc.shard(volume(), hc.Mesh(height=2), {2: "height"})
         new = [x.new_empty(5) for _ in range(4)]
         drawn = [new[0].uniform_(), new[1].normal_(1.0, 2.0), new[2].exponential_(), new[3].random_(7)]
-        nn.init.trunc_normal_(late := x.new_empty((2, 2)))
+        (late := x.new_empty((2, 2))).log_normal_()
         filled = x.new_empty((2,)).fill_(3.0)
         assert all(type(each) is Tensor for each in (*drawn, filled, late + 0, torch.cat([late, late])))
         return [*drawn, late + 0, filled]
