@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import types
 
 import h5py
 import numpy as np
@@ -119,6 +120,10 @@ def test_a_prediction_that_cannot_be_written_leaves_nothing(place, tmp_path, mon
     for kind, out in ((answers.ArrayFile, "out.h5"), (answers.NiftiFiles, "out")):
         monkeypatch.setattr(kind, "put", full)
         with pytest.raises(OSError, match="No space left"):
+            predict(tmp_path / "run", str(place / "images"), tmp_path / out)
+    monkeypatch.setattr(answers.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=4096))
+    for out in ("out.h5", "out.zarr", "out"):
+        with pytest.raises(DataError, match=r"out.* needs [\d.]+ KiB, and its disk has 4\.0 KiB free"):
             predict(tmp_path / "run", str(place / "images"), tmp_path / out)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

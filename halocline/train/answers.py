@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,11 +19,13 @@ from ..data.loading.agree import agreed
 from ..data.stores.nifti import Nifti
 from ..errors import DataError
 from ..geometry import slices, whole
+from ..sizes import size_text
 from ..tensor import ShardedTensor, Sharding, unwrap
 from ..world import Mesh
 
 _CHUNK = 1 << 22  # bytes
 ANSWERS = "p"  # the dataset in HDF5
+_METADATA = 1 << 16  # bytes of a file beside its numbers
 NIFTI = (".nii", ".nii.gz")
 
 
@@ -65,11 +68,9 @@ class ArrayFile(AnswerFile):
         self._begun = True
         _remove(self._part)
         all_samples = (self._samples, *shape)
+        _check_room(self._out, math.prod(all_samples) * dtype.itemsize)
         if self._hdf5:
-            import h5py
-
-            with h5py.File(self._part, "w") as file:
-                file.create_dataset(ANSWERS, all_samples, dtype, chunks=(1, *chunks), fletcher32=True)
+            _reserve_hdf5(self._part, all_samples, dtype, (1, *chunks))
         else:
             import zarr
 
@@ -116,6 +117,7 @@ class NiftiFiles(AnswerFile):
         """Files full of zeros with the header that they will have."""
         self._compress()
         self._check(shape)
+        _check_room(self._out, count * math.prod(shape) * dtype.itemsize)
         self._folder.mkdir(exist_ok=True)
         for sample in range(first, first + count):
             path = self._raw_path(sample)
@@ -193,6 +195,29 @@ class NiftiFiles(AnswerFile):
 
     def discard(self) -> None:
         _remove(self._folder)
+
+
+def _check_room(out: Path, needed: int) -> None:
+    """Refuse what the disk cannot hold before anything is written."""
+    free = shutil.disk_usage(out.resolve().parent).free
+    if free < needed + _METADATA:
+        raise DataError(f"{out} needs {size_text(needed)}, and its disk has {size_text(free)} free; make room first")
+
+
+def _reserve_hdf5(path: Path, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
+    """A dataset whose blocks on disk are all allocated: the HDF5 library crashes if a disk is full when it writes."""
+    import h5py
+
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_chunk(chunks)
+    layout.set_fletcher32()
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    with h5py.File(path, "w") as file:
+        kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
+        h5py.h5d.create(file.id, ANSWERS.encode(), kind, space, layout)
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as reserved:
+            os.posix_fallocate(reserved.fileno(), 0, path.stat().st_size)
 
 
 def _write_zeros(path: Path, header: Any, shape: tuple[int, ...], dtype: Any) -> None:

@@ -59,4 +59,4 @@ def _error(told: torch.Tensor, teller: int) -> BaseException:
     if len(content) == 4:
         where, sample, box, why = content
         return BadSample(where, sample, box, f"{why} (seen by rank {teller})")
-    return DataError(f"rank {teller} could not prepare its part of a batch: {content[0]}")
+    return DataError(f"rank {teller} failed: {content[0]}")
