@@ -1,7 +1,7 @@
 """The tie between a launcher and its ranks: ranks show that they live, and end when the launcher does.
 
 Each rank writes a byte every half second into a pipe of its own, whose reading end the launcher holds. A rank that
-cannot write any more knows that the launcher is gone.
+neither writes nor uses the processor hangs; one that cannot write any more knows that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 LAUNCHER = "HALOCLINE_LAUNCHER"  # what a launcher tells its ranks: its process, the pipe, and the folder's lock
 _BEAT = 0.5  # seconds
 _AWAKE = 5.0  # seconds: a launcher that looks less often was itself stopped, with its ranks perhaps
+_STOPPED = ("T", "t")
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -31,6 +32,7 @@ class Pulse:
         os.set_blocking(self._reader, False)
         self.silence = 0.0
         self._heard = False
+        self._ticks = 0
         self._looked = time.monotonic()
 
     def started(self) -> None:
@@ -42,8 +44,12 @@ class Pulse:
         passed, self._looked = min(now - self._looked, _AWAKE), now
         beats = self._beats()
         self._heard = self._heard or beats
+        state, ticks = _state_of(process)
+        # A rank that computes is alive: on a busy machine its thread may get no turn for long, as during an import.
+        computes, self._ticks = ticks > self._ticks, max(ticks, self._ticks)
         # Until its first beat a rank imports: that it is slow says nothing, that it is stopped does.
-        self.silence = 0.0 if beats or not (self._heard or is_stopped(process)) else self.silence + passed
+        lives = beats or computes or not (self._heard or state in _STOPPED)
+        self.silence = 0.0 if lives else self.silence + passed
 
     def _beats(self) -> bool:
         try:
@@ -57,10 +63,16 @@ class Pulse:
 
 def is_stopped(process: int) -> bool:
     """By SIGSTOP or a debugger, where /proc says so."""
+    return _state_of(process)[0] in _STOPPED
+
+
+def _state_of(process: int) -> tuple[str, int]:
+    """The letter of its state and the processor time that it has used, in ticks; nothing and 0 without /proc."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[11]) + int(fields[12])
     except (OSError, IndexError):
-        return False
+        return "", 0
 
 
 def told_to_rank(pulse: Pulse, lock: int | None) -> str:
