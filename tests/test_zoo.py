@@ -81,7 +81,7 @@ def single() -> Entry:
 
 KINDS = ("exact", "vacuous", "wrong", "broken", "refused")
 ZOO = Zoo("mine", "torch.nn", (*map(network, KINDS[:-1]), single(), network(KINDS[-1])))
-ABSENT = Zoo("absent", "no_such_package", ZOO.entries, extra="zoo-absent")
+ABSENT = Zoo("absent", "no_such_package", ZOO.entries, extra="zoo-absent", alone=("one", "two"))
 NO_ZOO = 3
 
 
@@ -188,7 +188,8 @@ def test_bad_usage_says_what_is_allowed(
 
 
 def test_a_missing_package_says_how_to_install_it() -> None:
-    with pytest.raises(NotInstalled, match=r"pip install -c constraints.txt -e '.\[zoo-absent\]'"):
+    alone = "pip install -c constraints.txt --no-deps one two"
+    with pytest.raises(NotInstalled, match=rf"pip install -c constraints.txt -e '.\[zoo-absent\]' && {alone}"):
         check_zoo("test_zoo:ABSENT", pool=shared_pool(2))
 
 

@@ -25,7 +25,7 @@ class LastPlaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not function.is_view:
+        if not getattr(function, "is_view", False):
             for tensor in _tensors(result):
                 self._nudge(tensor)
         return result
