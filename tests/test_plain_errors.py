@@ -78,7 +78,12 @@ def test_the_place_is_that_of_the_innermost_line_of_the_users_own(place):
 
     line = USER.splitlines().index("        return self.layer(x)") + 1
     assert raised(lambda: first_day.Net(3)(torch.zeros(1, 1, 2, 2))).startswith(f"first_day.py:{line}: RuntimeError: ")
-    assert "float labels" not in raised(lambda: [][0])
+    assert raised(lambda: [][0]).endswith("IndexError: list index out of range")
+
+    def like_monai():
+        raise ValueError("please provide a tensor with shape B1H[WD].")
+
+    assert raised(like_monai).endswith("set data.y.channel = true")
     words = raised(lambda: nn.functional.nll_loss(torch.zeros(2, 3), torch.zeros(2)))
     assert words.endswith("set data.y.classes = true")
 

@@ -25,7 +25,7 @@ _HINTS = (
         "the labels are floating-point numbers; if they are class numbers, set data.y.classes = true",
     ),
     (
-        r"ground truth has different shape|channel with length equal to one|single channel",
+        r"ground truth has different shape|channel with length equal to one|single channel|shape B1H",
         "this loss wants labels with a channel dim: set data.y.channel = true",
     ),
     (r"(?i)out of memory", "cut over more ranks, take a smaller batch, or precision = 'bf16'"),

@@ -174,7 +174,8 @@ class FileStore(Store):
         ):
             raise OddFile(
                 f"it holds {opened.dtype} of {list(opened.shape)} where the first file holds {self.dtype} "
-                f"of {list(self.stored_shape)} a sample"
+                f"of {list(self.stored_shape)} a sample; samples of one store have one shape and dtype: crop, pad or "
+                "resample the files first"
             )
         return opened
 
