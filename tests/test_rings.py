@@ -239,7 +239,7 @@ def test_ranks_are_grouped_by_node_however_they_are_placed() -> None:
 def test_nodes_of_different_sizes_are_one_ring(caplog: pytest.LogCaptureFixture) -> None:
     found = grouped([1, 1, 2, 1])
     assert (found.ranks, found.factors) == ((0, 1, 3, 2), (4,))
-    assert "1 and 3 ranks" in caplog.text
+    assert "(1 and 3)" in caplog.text
 
 
 def test_levels_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
