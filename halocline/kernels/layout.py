@@ -8,6 +8,11 @@ from torch import Tensor
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def channels_last_of(tensor: Tensor) -> torch.memory_format:
+    """Of a tensor with four or five dims."""
+    return _CHANNELS_LAST[tensor.ndim]
+
+
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
     """Channels last where the tensor is dense so and not contiguous as well; else contiguous."""
     form = _CHANNELS_LAST.get(tensor.ndim)

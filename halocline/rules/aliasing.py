@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch_private import unseen
 from ..tensor import CopyOf, ShardedTensor, Strides, dense_strides, on_one_rank, one_rank_strides, plain, same_memory
+from .idle import emptied
 from .plan import Plan, substitute
 
 
@@ -57,6 +58,8 @@ def _viewed(
     fetch = plan.fetches[index]
     if (fetch is not None and fetch.communicates) or not shares:
         mark = CopyOf(operand, tile, plan.recipe.index, mark)
+        if not result.numel() and result.requires_grad:
+            result = emptied(result, tuple(result.shape))
     return result, mark, None if answer is None else answer.strides
 
 

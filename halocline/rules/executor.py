@@ -287,8 +287,7 @@ def _compute_nothing(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], k
         return [nothing(output, sharding, brought) for output, sharding in outputs]
     result = _call(plan, bound(plan.recipe, idle.work), idle.operands(brought), args, kwargs)
     results = result if isinstance(result, (tuple, list)) else [result]
-    empty = frozenset(dim for dim, interval in enumerate(plan.work.box) if interval.empty)
-    return [thrown_away(made, *output, empty) for made, output in zip(results, outputs, strict=True)]
+    return [thrown_away(made, *output) for made, output in zip(results, outputs, strict=True)]
 
 
 def _put_back(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:

@@ -24,11 +24,12 @@ class Hollow(OwnFunction):
     @staticmethod
     def forward(ctx: Any, source: Tensor, shape: tuple[int, ...] | None, value: float):  # type: ignore[no-untyped-def]
         ctx.shape = tuple(source.shape)
+        ctx.set_materialize_grads(False)  # where others have no gradient at all, so has this rank
         return source.detach() if shape is None else source.new_full(shape, value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return Hollow.apply(gradient, ctx.shape, 0.0), None, None
+    def backward(ctx: Any, gradient: Tensor | None):  # type: ignore[no-untyped-def]
+        return None if gradient is None else Hollow.apply(gradient, ctx.shape, 0.0), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
@@ -85,14 +86,17 @@ def _needed(
     return tuple(slots), None if tuple(shape) == brought else tuple(shape)
 
 
-def thrown_away(result: Tensor, output: Output, sharding: Sharding, empty: frozenset[int]) -> Tensor:
+def thrown_away(result: Tensor, output: Output, sharding: Sharding) -> Tensor:
     """What is left of a made-up result: nothing, or zeros where ranks add up their parts."""
-    for dim, space in enumerate(output.dims):
-        if space in empty:
-            result = result.narrow(dim, 0, 0)
-    if result.numel() and not output.constant and result.dtype.is_floating_point | result.dtype.is_complex:
-        return Hollow.apply(result, sharding.tile_shape, 0.0)
-    return result.new_zeros(sharding.tile_shape) if result.numel() else result
+    if output.constant or not (result.dtype.is_floating_point or result.dtype.is_complex):
+        return result.new_zeros(sharding.tile_shape)
+    return emptied(result, sharding.tile_shape)
+
+
+def emptied(result: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros that hang on ``result`` and are no view of it: torch loses the graph of an empty view written in place."""
+    made: Tensor = Hollow.apply(result, shape, 0.0)
+    return made
 
 
 def nothing(output: Output, sharding: Sharding, operands: list[Tensor]) -> Tensor:

@@ -40,8 +40,9 @@ def put(input: Tensor, mask: Tensor, source: Tensor, *, exactly: bool = False) -
     ``exactly``: as many as there are, and no fewer.
     """
     flat = input.flatten()
-    if not isinstance(flat, ShardedTensor):
-        return input.masked_scatter(gather(mask), gather(source))
+    if not isinstance(flat, ShardedTensor):  # of few elements, perhaps, that one rank held
+        whole = flat.masked_scatter(gather(mask).flatten(), gather(source).flatten()).reshape(input.shape)
+        return cut_like(whole, input.sharding) if isinstance(input, ShardedTensor) else whole
     here_taken = _mask_tile(mask, flat.sharding)
     wanted = _shortened(flat.sharding, 0, int(here_taken.sum()))
     if source.numel() < wanted.shape[0] or (exactly and source.numel() > wanted.shape[0]):

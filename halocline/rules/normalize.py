@@ -143,11 +143,9 @@ def _usual(x: Tensor) -> Tensor:
     Reshaping may leave a dim of size one with any stride, and torch's CPU kernel of batch norm's backward then takes
     a tensor with channels last for a contiguous one.
     """
-    if x.device.type != "cpu":
-        return x
     form = memory_format_of(x)
     if not x.is_contiguous(memory_format=form):
-        return x.contiguous()
+        return x.contiguous() if x.device.type == "cpu" else x
     strides = torch.empty(x.shape, device="meta", memory_format=form).stride()
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
@@ -158,9 +156,11 @@ def _apply(
     if x.numel() == 0:
         return x.clone()
     dtype = _work_dtype(x)
-    seen = x.reshape(layout.view)
+    seen = _usual(x.reshape(layout.view))
     moments = _spread(mean, layout, dtype), _spread(variance, layout, dtype)
     y = F.batch_norm(seen, *moments, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
+    if y.shape == x.shape:
+        return y
     return torch.ops.aten._unsafe_view(y, x.shape)  # a plain reshape is a view, which nothing may change in place
 
 

@@ -177,7 +177,7 @@ def _convert(tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[
         return function(tensor, *args, **kwargs)
     tile = unwrap(tensor)
     converted = function(tile, *args, **kwargs)
-    if converted is tile and kwargs.get("memory_format") is not None:
+    if converted is tile and kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
         return tensor.contiguous(memory_format=kwargs["memory_format"])  # itself, or a copy where one rank makes one
     if not isinstance(converted, Tensor) or converted is tile:
         return converted if converted is not tile else tensor

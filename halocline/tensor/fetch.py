@@ -167,7 +167,7 @@ def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label:
     setattr(tensor, _AXES, known | missing)
     share = 1.0 / mesh.count(missing)
     route = Route(mesh.world, mesh.ranks_along(missing), Label("mean of a gradient", label.place))
-    tensor.register_hook(lambda gradient: Sum.apply(gradient, route, (share, share)))
+    tensor.register_hook(lambda g: None if g is None else Sum.apply(g, route, (share, share)))
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:

@@ -10,17 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.layout import channels_last_of, memory_format_of, suggests_channels_last
 from .sharded import ShardedTensor
 
 Strides = tuple[int, ...]
 
 
 def dense_strides(shape: tuple[int, ...], like: Tensor) -> Strides:
-    """Without gaps, the dims in the order in which they lie in ``like``.
+    """Without gaps, the dims in the order in which they lie in ``like``, where the stride of a dim of one says nothing.
 
     >>> dense_strides((2, 3, 8), torch.zeros(2, 4, 3).transpose(1, 2))
     (24, 1, 3)
     """
+    form = memory_format_of(like)
+    if form is not torch.contiguous_format or like.is_contiguous():
+        form = channels_last_of(like) if suggests_channels_last(like) else form
+        return torch.empty(shape, device="meta", memory_format=form).stride()
     steps = like.stride()
     order = sorted(range(len(shape)), key=lambda dim: (-steps[dim], dim))
     strides, step = [0] * len(shape), 1
