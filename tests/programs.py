@@ -76,7 +76,8 @@ torch.stack([x, x.tanh()]).sum(0)
 """.replace("\n", " | ").split(" | ")
 WRITES = """
 y[:, :, 0] += 1 | y[:, 0] *= 2 | y[y > 0] *= 2 | y[:, :, ::2] *= 0.5 | y[:, :, -1] = 0 | y.relu_() | y.mul_(2).add_(1)
-y[:, :, 0] *= y[:, :, -1].clone() | y.contiguous().mul_(2) | y.flatten(2).mul_(2) | y[:, :, 1:].tanh_() | y.select(2, 0).mul_(3)
+y[:, :, 0] *= y[:, :, -1].clone()
+y.contiguous().mul_(2) | y.flatten(2).mul_(2) | y[:, :, 1:].tanh_() | y.select(2, 0).mul_(3)
 y.clamp_(-1, 1) | y.masked_fill_(y < -1, 0.5) | y[:, 1:3] = y[:, :2].clone() | y.transpose(2, 3).mul_(2)
 """.replace("\n", " | ").split(" | ")
 
