@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_ranks import make, train
 
 import halocline as hc
-from halocline.testing import RankPool, shared_pool
+from halocline.testing import RankPool, relative_error, shared_pool
 from halocline.world.mesh import forget
 
 pytestmark = pytest.mark.gpu
@@ -96,3 +97,33 @@ def test_halos_beside_the_tile_on_a_gpu(channels_last: bool) -> None:
         torch.testing.assert_close(y, true, rtol=1e-9, atol=1e-11)
         for found, gradient in zip(gradients, true_gradients, strict=True):
             torch.testing.assert_close(found, gradient, rtol=1e-8, atol=1e-11)
+
+
+NORMS = {"batch": (F.batch_norm, (None, None)), "instance": (F.instance_norm, ()), "group": (F.group_norm, (2,))}
+
+
+def norm_gradient(name: str, shape: tuple[int, ...], device: str, sizes: dict[str, int] | None) -> list[torch.Tensor]:
+    """Value and input gradient of a norm in training, channels last, of one sample a rank."""
+    function, arguments = NORMS[name]
+    generator = torch.Generator().manual_seed(0)
+    x, seed = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
+    form = (torch.channels_last, torch.channels_last_3d)[len(shape) - 4]
+    options = {"training": True} if name == "batch" else {}
+    if sizes is None:  # on contiguous tensors: torch's own gradient of one sample with channels last may be wrong
+        leaf = x.requires_grad_()
+        made = function(leaf, *arguments, **options)
+        made.backward(seed)
+        return [made.detach().cpu(), leaf.grad.cpu()]
+    mesh, cut = hc.Mesh(**sizes), {0 if shape[0] > 1 else 2: "a"}
+    leaf = x.contiguous(memory_format=form).requires_grad_()
+    made = function(hc.shard(leaf, mesh, cut), *arguments, **options)
+    made.backward(hc.shard(seed.contiguous(memory_format=form), mesh, cut))
+    return [hc.gather(made.detach()).cpu(), leaf.grad.cpu()]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 8, 6), (2, 4, 8, 6), (1, 4, 4, 8, 6)], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_one_sample_with_channels_last(name: str, shape: tuple[int, ...]) -> None:
+    true = norm_gradient(name, shape, "cuda", None)
+    for found in shared_pool(2).run(norm_gradient, name, shape, "cuda", {"a": 2}):
+        assert max(relative_error(a, b) for a, b in zip(found, true, strict=True)) < 1e-12
