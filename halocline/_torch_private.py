@@ -64,9 +64,10 @@ def count_in_checkpoint() -> None:
     A checkpoint ends its recomputation at the last tensor that the forward saved, and what a rank saves depends on
     its tile. A movement that counts is part of every rank's recomputation.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        with torch.enable_grad(), no_torch_function():
-            torch.ones((), requires_grad=True).exp()  # whose node saves its result
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None:
+        with no_torch_function():
+            hooks[0](torch.empty(0))
 
 
 def default_store() -> Any:

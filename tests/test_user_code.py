@@ -160,6 +160,14 @@ def a_reentrant_checkpoint_that_pools_to_a_whole_result(mesh: hc.Mesh | None) ->
 
 
 @case
+def a_reentrant_checkpoint_that_ends_in_a_row(mesh: hc.Mesh | None) -> list[Tensor]:
+    model = distributed(nn.Conv2d(3, 3, 3, padding=1), mesh)
+    row = checkpoint(lambda x: model(x)[:, :, 0], cut(drawn(2, 3, 8, 6), mesh).requires_grad_(), use_reentrant=True)
+    (row.square().sum() + model.weight.sum()).backward()
+    return [model.weight.grad]
+
+
+@case
 def a_gradient_penalty_through_a_pool_that_leaves_a_rank_nothing(mesh: hc.Mesh | None) -> list[Tensor]:
     model = distributed(nn.Conv2d(1, 2, 3, padding=1, bias=False), mesh)
     x = cut(drawn(2, 1, 5, 4), mesh).requires_grad_()

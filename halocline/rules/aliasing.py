@@ -2,7 +2,8 @@
 
 torch's views and its "view where possible" functions (reshape, contiguous) are asked on tensors without values that
 have one rank's strides. Where torch copies, so do we. Where torch's result is a view and ours had to move, it is a
-marked copy (:class:`CopyOf`).
+marked copy (:class:`CopyOf`). Where one rank's strides are not certain, the result is a copy that may be written to;
+its operand may not be used after that.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def _viewed(
     plan: Plan, index: int, operand: Tensor, tile: Tensor, result: Tensor, answer: Answer | None
 ) -> tuple[Tensor, CopyOf | None, Strides | None]:
     shares = same_memory(tile, result)
+    if plan.recipe.either and _unsure(operand):
+        unsure = CopyOf(operand, tile, parent=getattr(operand, "_copy_of", None), unsure=True)
+        return result.clone() if shares and result.numel() else result, unsure, None
     if answer is not None and not answer.shares:
         return result.clone() if shares and result.numel() else result, None, None
     mark: CopyOf | None = getattr(operand, "_copy_of", None)
@@ -61,6 +65,11 @@ def _viewed(
         if not result.numel() and result.requires_grad:
             result = emptied(result, tuple(result.shape))
     return result, mark, None if answer is None else answer.strides
+
+
+def _unsure(operand: Tensor) -> bool:
+    """Where tensors with channels last are about, torch's kernels choose layouts by rules of their own."""
+    return isinstance(operand, ShardedTensor) and operand._strides is None and operand.sharding.mesh.channels_last
 
 
 def _ask(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -215,7 +216,7 @@ def _enter(plan: Plan, tiles: list[Tensor]) -> None:
 def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     label = Label(plan.name, here())
     target: CopyOf | None = getattr(tensors[0], "_copy_of", None) if plan.recipe.inplace else None
-    if target is not None and not target.can_write_back():
+    if target is not None and not (target.unsure or target.can_write_back()):
         raise refuse_write(plan.name)
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
     ready = _ready(plan, tensors, tiles)
@@ -230,7 +231,7 @@ def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...]
     if plan.recipe.inplace:
         note_write(tiles[0])
         if target is not None:
-            target.write_back()
+            target.written() if target.unsure else target.write_back()
         return tensors[0]
     if plan.sum_axes:
         route = Route(plan.mesh.world, plan.mesh.ranks_along(plan.sum_axes), label)
@@ -241,7 +242,16 @@ def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...]
         results = _put_back(plan, results, label)
     marks = [(mark, strides) for _, mark, strides in known]
     wrapped = [_wrapped(result, goal, *mark) for result, goal, mark in zip(results, plan.goals, marks, strict=True)]
+    if plan.recipe.view:
+        _remember_viewed(plan, tensors, wrapped)
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+
+def _remember_viewed(plan: Plan, tensors: list[Tensor], views: list[Tensor]) -> None:
+    operand = tensors[plan.recipe.reads[0].operand.index]
+    for view in views:
+        if isinstance(view, ShardedTensor) and view._copy_of is None:
+            view._viewed = weakref.ref(operand)
 
 
 def _ready(plan: Plan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:

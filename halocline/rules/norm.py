@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.layout import memory_format_of
 from ..tensor import ShardedTensor, current_module, entering, here, unwrap, wrap
 from ..world import Label, Mesh, Route
 from .channels import whole_channels
@@ -187,7 +188,8 @@ def group_norm(
     count = prod(sharding.shape[1:]) // num_groups
     route = _route(sharding.mesh, sharding.axes - _axes_of(input, (0,)), "group_norm")
     layout = Layout((1, batch * channels, rest), batch * num_groups, count, route)
-    return wrap(normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout), sharding)
+    made = normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout)
+    return wrap(made.contiguous(memory_format=memory_format_of(tile)), sharding)  # as torch's kernel leaves it
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:

@@ -144,10 +144,10 @@ class Lone:
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
     it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
-    torch's result shares memory with the first operand read, where that operand's strides on one rank allow it. With
-    ``positions`` says that integers among the operands point into the sample, so that none can be made up. With
-    ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is what an index takes
-    of the first operand, so that a copy of it can be written back.
+    torch's result shares memory with the first operand read; with ``either`` too, it copies where the strides do not
+    allow a view. With ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is
+    what an index takes of the first operand, so that a copy of it can be written back. With ``positions`` integers
+    among the operands point into the sample, so that an idle rank cannot make them up.
     ``addend(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of that adds
     to the box ``out``, both in global indices. The ``main`` piece is the own tile, which must reach all of the box.
     ``boxes`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the space's:
@@ -165,6 +165,7 @@ class Recipe:
     view: bool = False
     fresh: bool = False
     positions: bool = False
+    either: bool = False
     index: tuple[Any, ...] | None = None
     flops: float = 0.0
     addend: Callable[[Box, Box, bool], Addend] | None = None

@@ -63,7 +63,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
     return found
 
 
-def reshaped(input: Operand, space: tuple[int, ...]) -> Recipe:
+def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Recipe:
     parts = regroup(input.shape, space)
     links = [WHOLE] * input.ndim
     for one, other in _ones(input, space):
@@ -87,7 +87,7 @@ def reshaped(input: Operand, space: tuple[int, ...]) -> Recipe:
             flat = flat.narrow(place, box.lo * made - first if box.size else 0, box.size * made)
         return flat
 
-    return viewing(input, space, links, on_tile(local))
+    return viewing(input, space, links, on_tile(local), either=either)
 
 
 def _accesses(input: Operand, part: Regroup) -> Iterator[tuple[int, Access]]:
@@ -119,7 +119,7 @@ def reshape(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     input, *others = operands((args, kwargs))
     if others and function.__name__.startswith("atleast"):
         raise refuse(function, "it was given several tensors at once", "call it on each of them")
-    return reshaped(input, shape(function, *args, **kwargs))
+    return reshaped(input, shape(function, *args, **kwargs), either=True)
 
 
 @made_of("repeat_interleave", fresh=True)

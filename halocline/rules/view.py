@@ -161,7 +161,8 @@ def permutation(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 @each("contiguous")
 def contiguous(function: Any, input: Operand, **options: Any) -> Recipe:
     """Its operand itself, where that is contiguous on one rank."""
-    return viewing(input, input.shape, [Link(d) for d in range(input.ndim)], as_called(function))
+    links = [Link(d) for d in range(input.ndim)]
+    return viewing(input, input.shape, links, as_called(function), either=True)
 
 
 @each("expand expand_as broadcast_to")

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
-from .._torch_private import TENSOR_MODULE
+from .._torch_private import TENSOR_MODULE, autograd_state, function_of, no_torch_function
 from ..errors import Refused
 from .place import here
 from .undrawn import Undrawn
@@ -30,8 +31,15 @@ class CopyOf:
     values: Callable[[], Tensor] | None = None
 
     def __init__(
-        self, base: Tensor, tile: Tensor, index: tuple[Any, ...] | None = None, parent: CopyOf | None = None
+        self,
+        base: Tensor,
+        tile: Tensor,
+        index: tuple[Any, ...] | None = None,
+        parent: CopyOf | None = None,
+        unsure: bool = False,
     ) -> None:
+        #: May torch's result be a copy as well? Then it is written to, and its base is not used any more.
+        self.unsure = unsure
         self._counter: Tensor | None = None
         self._memory = tile.untyped_storage()._cdata
         self._base, self._index, self._parent, self._stale = weakref.ref(base), index, parent, False
@@ -53,6 +61,14 @@ class CopyOf:
                 "take the view after the change, or call .clone() on it before",
             )
 
+    def written(self) -> None:
+        """After a write to a copy whose base may or may not show it."""
+        base = self._base()
+        while base is not None:
+            base._copy_of = Uncertain()  # type: ignore[attr-defined]
+            above = getattr(base, "_viewed", None)
+            base = None if above is None else above()
+
     def can_write_back(self) -> bool:
         above = self._parent is None or self._parent.can_write_back()
         return above and self._index is not None and self._base() is not None and self.values is not None
@@ -68,6 +84,27 @@ class CopyOf:
             self._version = self._counter._version
 
 
+class Uncertain(CopyOf):
+    """The mark of a tensor of which nobody knows whether it shows a write to something made of it."""
+
+    unsure = False
+
+    def __init__(self) -> None:
+        pass
+
+    def check(self) -> None:
+        raise Refused(
+            "a tensor",
+            here(),
+            "what .contiguous() or a reshape made of it was changed in place, and whether that shows in it depends on "
+            "the memory formats torch chooses",
+            "call .clone() before the change, or leave the tensor alone after it",
+        )
+
+    def can_write_back(self) -> bool:
+        return False
+
+
 def note_write(tile: Tensor) -> None:
     """A write to ``tile`` that its version may not show (``x.data``): copies of its memory are out of date."""
     for mark in list(_live) if _live else ():
@@ -77,6 +114,8 @@ def note_write(tile: Tensor) -> None:
 
 class Loose(CopyOf):
     """The mark of a shell that torch made behind its function protocol, and that may have got a node since."""
+
+    unsure = False
 
     def __init__(self, mark: CopyOf | None) -> None:
         self.mark = mark
@@ -134,10 +173,14 @@ def whole_copy(tensor: Tensor, mark: CopyOf) -> WholeCopy:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, WholeCopy):
-        tensor._copy_of.check()
-        return tensor._plain
-    return tensor._plain if isinstance(tensor, Undrawn) else tensor
+    if not isinstance(tensor, WholeCopy):
+        return tensor._plain if isinstance(tensor, Undrawn) else tensor
+    tensor._copy_of.check()
+    if function_of(autograd_state(tensor)[0]) is not None:
+        # An autograd Function (a reentrant checkpoint, say) gave it out: its node is the shell's alone.
+        with no_torch_function(), torch.enable_grad():
+            tensor._plain = tensor.as_subclass(Tensor)
+    return tensor._plain
 
 
 def _version(copy: WholeCopy) -> int:

@@ -8,6 +8,7 @@ function): on the bare tile it would give a wrong number.
 from __future__ import annotations
 
 import copyreg
+import weakref
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 
 from .._torch_private import TENSOR_MODULE, autograd_state, no_torch_function
 from ..errors import Refused
+from ..kernels.layout import memory_format_of
 from .copy import CopyOf, Loose
 from .leaf import watch_leaf
 from .place import here
@@ -36,6 +38,7 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     _tile: Tensor
     _copy_of: CopyOf | None = None
     _strides: tuple[int, ...] | None = None  # on one rank, where it is not dense there (strides.py)
+    _viewed: weakref.ref[Tensor] | None = None  # the sharded tensor whose memory it shows
     _takes_shells: bool = False  # does a hook make tiles of gradients that are sharded tensors?
     _wide: object | None = None  # where the tile came with its rim (wide.py)
     #: ``__torch_function__`` is set by the rules' executor.
@@ -118,6 +121,8 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
         raise AssertionError(f"a tile of {tuple(tile.shape)} was made where {sharding} owns {sharding.tile_shape}")
     if tile.requires_grad and tile.is_leaf:
         watch_leaf(tile, sharding)
+    if not tile.is_contiguous() and not sharding.mesh.channels_last:
+        sharding.mesh.channels_last = memory_format_of(tile) is not torch.contiguous_format
     shell = tile.as_subclass(ShardedTensor)
     shell.sharding, shell._tile = sharding, tile
     return shell
