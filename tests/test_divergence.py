@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
@@ -91,9 +92,10 @@ def seconds_until_noticed(name: str) -> tuple[str, float]:
 def test_processes_that_diverge_raise_long_before_the_deadline(program: Callable[[hc.Mesh], None]) -> None:
     with RankPool(2) as pool:
         outcomes = pool.outcomes(seconds_until_noticed, program.__name__, deadline=90.0)
+    name = program.__name__
     for outcome in outcomes:
         text, seconds = outcome.value
-        assert "while rank" in text and text.count("test_divergence.py:") == 2, text
+        assert "while rank" in text and text.count(", called at ") == 2 and text.count(f"({name})") == 2, text
         assert seconds < 30.0, text
 
 
@@ -122,6 +124,35 @@ def test_a_path_is_a_place_in_the_source() -> None:
     assert len(set(first)) == 1
     assert here() != here()
     assert "test_divergence.py" in text_of(first[0])
+
+
+def progress_bar(items: object, disable: bool) -> object:
+    """As those of tqdm and rich are written: a generator of an installed package."""
+    source = """
+def bar(items, disable):
+    if disable:
+        yield from items
+        return
+    for item in items:
+        yield item
+"""
+    found: dict[str, Callable[..., object]] = {}
+    exec(compile(source, str(Path(sysconfig.get_path("purelib"), "bars", "std.py")), "exec"), found)
+    return found["bar"](items, disable)
+
+
+def test_one_rank_may_show_a_progress_bar() -> None:
+    def means(mesh: hc.Mesh) -> list[float]:
+        batches = (cut(mesh) * step for step in range(3))
+        return [x.mean().item() for x in progress_bar(batches, mesh.rank != 0)]  # type: ignore[attr-defined]
+
+    assert run_local(2, lambda: means(hc.Mesh(height=2))) == [[0.0, 15.5, 31.0]] * 2
+
+
+def test_ranks_that_differ_in_an_outer_call_are_told_so() -> None:
+    with pytest.raises(hc.RankFailure) as raised:
+        run_local(2, lambda: helper_from_two_lines(hc.Mesh(height=2)))
+    assert str(raised.value).count("(log), from ") == 2 and str(raised.value).count("(helper_from_two_lines)") == 2
 
 
 def test_calls_of_the_launcher_do_not_count() -> None:

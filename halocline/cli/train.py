@@ -24,7 +24,7 @@ from ..world import this_place
 from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .train_rank import RESULT, run_rank
 
-Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to go on with.")]
+Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to resume.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as optimizer.lr=1e-3; may be repeated."),
@@ -32,7 +32,7 @@ Set = Annotated[
 Ranks = Annotated[
     int, typer.Option("--ranks", min=1, help="Processes to start on this machine; torchrun and srun have their own.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run. One that exists is gone on with.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run. A run that is there already is resumed.")]
 Restarts = Annotated[
     int, typer.Option("--restarts", min=0, help="How often to start again when a rank dies, from the last checkpoint.")
 ]
@@ -56,8 +56,8 @@ def train(
 ) -> None:
     """Train a workload, or a network of your own, on samples cut over ranks.
 
-    The run's folder holds its settings (config.toml), a log (log.jsonl), checkpoints, and what came of it. Ctrl-C or
-    SIGTERM writes a checkpoint and ends; the same command with `--out` and that folder goes on, on any number of ranks.
+    The run's folder holds its settings (config.toml), a log (log.jsonl), checkpoints, and the result. Ctrl-C or
+    SIGTERM writes a checkpoint and ends; the same command with `--out` and that folder resumes, on any number of ranks.
 
     **Examples**
 
@@ -73,7 +73,7 @@ def train(
     `data = "path.h5"` with datasets x and y, or `data.x = "images/"` and `data.y = "labels/"`. Everything else has a
     default; docs/settings.md lists all settings.
 
-    **Exit status**: 0 trained, 2 not: with one line that says why.
+    **Exit status**: 0 trained, or stopped as asked after a checkpoint; 2 neither, with one line that says why.
     """
     with clear_errors("train", debug):
         if debug:
@@ -100,7 +100,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
     path = Path(target)
     if (path / CONFIG).exists():
         if full:
-            raise ConfigError("--full: the settings of a run that is gone on with say its size")
+            raise ConfigError("--full: this run is resumed, and its own settings say its size; leave --full out")
         return load_settings(path / CONFIG, changes), out or path
     if path.suffix != ".toml" and path.exists() and target not in WORKLOADS:
         raise ConfigError(f"{target} is neither a TOML file nor the folder of a run: it has no {CONFIG}")

@@ -6,7 +6,10 @@ that took another path has another tag, and is never mistaken for the one that i
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
+import sysconfig
 import threading
 import zlib
 from itertools import islice
@@ -16,14 +19,18 @@ from typing import NamedTuple
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+#: Folders of installed packages. Their generators only hand on what the program's own yield: progress bars, which are
+#: often shown on rank 0 alone and take another path there.
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _PACKAGE = Path(__file__).parents[1]
 #: Parts of the library that run on behalf of the program, by paths that depend on caches and on other ranks.
 _ROOMS = ("world", "kernels", "reduction", "tensor", "random", "rules", "data", "distribute.py", "_torch_private.py")
 _INTERNAL = tuple(str(_PACKAGE / name) for name in _ROOMS)
 _COMPILED = str(Path("_dynamo") / "eval_frame.py")
 _MASK = (1 << 61) - 1
-_MOST = 1 << 14  # call paths whose text is kept
+_MOST = 1 << 14  # call paths, and code objects, that are remembered
+_NAMED = 3  # innermost calls of a path that errors name
 
 _SKIPPED: dict[int, int] = {}
 _ENTERS_COMPILED: dict[int, int] = {}
@@ -41,19 +48,19 @@ class Launch(NamedTuple):
 
 def call_path(launch: Launch | None) -> int:
     """A hash of the user's calls that led here, but for those of the launcher."""
-    calls, innermost = _calls()
+    calls, frames = _calls()
     if launch is not None and launch.thread == threading.get_ident():
         calls = calls[: max(0, len(calls) - launch.calls)]
     value = 0
     for call in calls:
         value = (value * 1000003 + call) & _MASK
     if value not in _texts:
-        _keep_text(value, innermost)
+        _keep_text(value, frames)
     return value
 
 
 def text_of(path: int) -> str:
-    """The innermost call of a path that this process has hashed, for errors."""
+    """The innermost calls of a path that this process has hashed, for errors."""
     return _texts.get(path, "")
 
 
@@ -62,21 +69,22 @@ def meeting_calls(most: int) -> list[int]:
     return _calls()[0][:most]
 
 
-def _calls() -> tuple[list[int], FrameType | None]:
-    """A hash of each of the user's frames from the innermost outwards, up to the module level; and the innermost."""
+def _calls() -> tuple[list[int], list[FrameType]]:
+    """A hash of each of the user's frames from the innermost outwards, up to the module level; and the first frames."""
     frame: FrameType | None = sys._getframe(2)
     calls: list[int] = []
-    innermost = None
+    innermost: list[FrameType] = []
     while frame is not None:
         code = frame.f_code
         known = _codes.get(id(code))
         hashes = known[1] if known is not None else _learn(code)
         if hashes is _ENTERS_COMPILED:  # frames of compiled code depend on what each rank has compiled
-            calls, innermost = [], None
+            calls, innermost = [], []
         elif hashes is not _SKIPPED:
             at = frame.f_lasti
             calls.append(hashes.get(at) or _hash_of(code, at, hashes))
-            innermost = innermost or frame
+            if len(innermost) < _NAMED:
+                innermost.append(frame)
             if code.co_name == "<module>":
                 break
         frame = frame.f_back
@@ -88,10 +96,16 @@ def _learn(code: CodeType) -> dict[int, int]:
     hashes: dict[int, int] = {}
     if name.endswith(_COMPILED):
         hashes = _ENTERS_COMPILED
-    elif name.startswith((_TORCH, *_INTERNAL, "<frozen ")):
+    elif name.startswith((_TORCH, *_INTERNAL, "<frozen ")) or _hands_on(code):
         hashes = _SKIPPED
+    if len(_codes) >= _MOST:  # a program that generates code at every step
+        _codes.clear()
     _codes[id(code)] = code, hashes
     return hashes
+
+
+def _hands_on(code: CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_GENERATOR) and code.co_filename.startswith(_INSTALLED)
 
 
 def _hash_of(code: CodeType, at: int, hashes: dict[int, int]) -> int:
@@ -104,7 +118,8 @@ def _hash_of(code: CodeType, at: int, hashes: dict[int, int]) -> int:
     return found
 
 
-def _keep_text(path: int, frame: FrameType | None) -> None:
+def _keep_text(path: int, frames: list[FrameType]) -> None:
     if len(_texts) >= _MOST:
         _texts.clear()
-    _texts[path] = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    places = [f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" for frame in frames]
+    _texts[path] = ", from ".join(places)
