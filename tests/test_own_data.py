@@ -1,6 +1,8 @@
 """Data of the user's own in a run: NIfTI volumes, added channels, labels, the split, pairs; predictions elsewhere."""
 
+import os
 import shutil
+import signal
 import sys
 import types
 
@@ -8,8 +10,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import halocline as hc
+from halocline.cli.app import app
+from halocline.cli.predict_rank import answer
 from halocline.data import open_store
 from halocline.data.stores.derived import Labels, OneChannel
 from halocline.errors import DataError
@@ -126,6 +131,30 @@ def test_a_prediction_that_cannot_be_written_leaves_nothing(place, tmp_path, mon
         with pytest.raises(DataError, match=r"out.* needs [\d.]+ KiB, and its disk has 4\.0 KiB free"):
             predict(tmp_path / "run", str(place / "images"), tmp_path / out)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_prediction_that_is_terminated_leaves_nothing(place, tmp_path, monkeypatch):
+    from halocline.train.answers import ArrayFile
+
+    train(place, tmp_path / "run")
+    monkeypatch.setattr(ArrayFile, "put", lambda self, place, tile: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        request = {"run": tmp_path / "run", "source": str(place / "images"), "out": tmp_path / "out.h5"}
+        with pytest.raises(SystemExit, match="143"):
+            answer(request)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_predict_refuses_ranks_of_its_own_under_a_launcher(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run").mkdir()
+    ran = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), "in.h5", str(tmp_path / "out.h5"), "--ranks", "2"])
+    assert ran.exit_code == 2 and "--ranks is for ranks that this command starts" in ran.stderr
 
 
 def test_the_file_of_the_training_is_predicted_without_options(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from torch import nn
 
 import halocline as hc
 from halocline.cli import train as train_command
+from halocline.cli.stopping import Stop
 from halocline.errors import HaloclineError, RankFailure
 from halocline.testing import run_local, shared_pool
 from halocline.train.checkpoints import CheckpointError, Checkpoints, Folder, named_tensors
@@ -100,7 +101,7 @@ class Unstarted:
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
 def test_a_signal_that_comes_while_ranks_start_is_handed_on():
     made = []
-    with train_command._Stop() as stop:
+    with Stop() as stop:
         assert stop.follow(lambda: made.append(Unstarted()) or made[0]) is None
     assert made[0].signals == [signal.SIGTERM] and stop.asked == 1
 

@@ -12,9 +12,11 @@ import typer
 from rich.markup import escape
 
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
+from ..train.settings import ConfigError
 from .data_options import Dataset, Dims
 from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
 from .predict_rank import REQUEST, answer
+from .stopping import Stop
 from .train_rank import RESULT
 
 Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", file_okay=False)]
@@ -65,7 +67,9 @@ def predict(
     with clear_errors("predict", debug):
         if debug:
             os.environ["HALOCLINE_DEBUG"] = "1"
-        if ranks > 1 and not launched():
+        if ranks > 1 and launched():
+            raise ConfigError("--ranks is for ranks that this command starts; here a launcher did")
+        if ranks > 1:
             result = _on_this_machine(request, ranks)
         else:
             result = answer(request)
@@ -83,7 +87,11 @@ def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / REQUEST).write_text(json.dumps(request))
-        ending = LocalRanks([sys.executable, "-m", "halocline.cli.predict_rank", name], ranks, folder).wait()
+        command = [sys.executable, "-m", "halocline.cli.predict_rank", name]
+        with Stop() as stop:
+            ending = stop.follow(lambda: LocalRanks(command, ranks, folder))
+        if ending is not None and stop.asked:
+            raise LaunchError("stopped, as asked, before all was written")
         if ending is not None:
             raise LaunchError(f"rank {ending.rank}: {ending.words.partition(' (traceback in ')[0]}")
         return {**json.loads((folder / RESULT).read_text()), "ranks": ranks}

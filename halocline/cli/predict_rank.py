@@ -14,6 +14,7 @@ from ..train.heartbeat import follow_launcher
 from ..train.launch import say_last_words, this_rank
 from . import end_at_once_on_failure
 from .output import stderr
+from .stopping import exit_on_sigterm
 from .train_rank import RESULT, last_words
 
 REQUEST = "request.json"
@@ -23,7 +24,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """This process's part in a prediction; the result is the same on every rank."""
     from ..train.predict import predict
 
-    with Progress(console=stderr(), disable=this_rank() != 0) as bar:
+    with exit_on_sigterm(), Progress(console=stderr(), disable=this_rank() != 0) as bar:
         task = bar.add_task("samples", total=None)
         paths = {"run": Path(request.pop("run")), "out": Path(request.pop("out"))}
         return predict(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +16,12 @@ from rich.table import Table
 from ..errors import HaloclineError
 from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.config import CONFIG, load_settings, make_settings, with_changes, write_settings
-from ..train.launch import Ending, LaunchError, LocalRanks, launched, this_rank
+from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
 from ..train.settings import ConfigError, Settings
 from ..world import this_place
 from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
+from .stopping import Stop
 from .train_rank import RESULT, run_rank
 
 Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to resume.")]
@@ -143,13 +143,13 @@ def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int)
     checkpoints.claim()  # before anything of a run that may be going on in this folder is touched
     try:
         write_settings(settings, folder / CONFIG)
-        with _Stop() as stop:
+        with Stop() as stop:
             return _attempts(settings, folder, ranks, restarts, stop, checkpoints.lock)
     finally:
         checkpoints.release()
 
 
-def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: _Stop, lock: int) -> dict[str, Any]:
+def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: Stop, lock: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
     for attempt in range(restarts + 1):
         ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline, lock))
@@ -162,39 +162,6 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
             raise LaunchError(words)
         say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
     raise HaloclineError("unreachable")
-
-
-class _Stop:
-    """SIGTERM and Ctrl-C, handed on to the ranks: the first asks them to write a checkpoint, the next ends them."""
-
-    def __init__(self) -> None:
-        self.asked, self._running = 0, list[LocalRanks]()
-
-    def __enter__(self) -> _Stop:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, *_: object) -> None:
-        self.asked += 1
-        self._hand_on()
-
-    def _hand_on(self) -> None:
-        for each in self._running:
-            each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
-
-    def follow(self, start: Callable[[], LocalRanks]) -> Ending | None:
-        """Start ranks and wait for their end. A signal that came while they started is handed on when they have."""
-        self._running = [running := start()]
-        try:
-            if self.asked:
-                self._hand_on()
-            return running.wait()
-        finally:
-            self._running = []
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:

@@ -1,0 +1,60 @@
+"""Signals that end a command: passed on to the ranks that it started, or turned into an exit that cleans up."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..train.launch import Ending, LocalRanks
+
+
+class Stop:
+    """SIGTERM and Ctrl-C, passed on to the ranks: the first asks them to end in an orderly way, the next kills them."""
+
+    def __init__(self) -> None:
+        self.asked, self._running = 0, list[LocalRanks]()
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, *_: object) -> None:
+        self.asked += 1
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        for each in self._running:
+            each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
+
+    def follow(self, start: Callable[[], LocalRanks]) -> Ending | None:
+        """Start ranks and wait for their end. A signal that came while they started is handed on when they have."""
+        self._running = [running := start()]
+        try:
+            if self.asked:
+                self._hand_on()
+            return running.wait()
+        finally:
+            self._running = []
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """In a process that leaves files behind unless its ``finally`` clauses run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
