@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 #: Inside, torch functions do not come to ``__torch_function__``.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -164,6 +165,20 @@ def cuda_kernel(code: str) -> Callable[..., torch.Tensor]:
 def sharers(tensor: torch.Tensor) -> int:
     """How many tensors there are on this memory, in Python or in torch."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is this very look
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Register a hook on a gradient that runs before those that the tensor has already."""
+    tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    ordered = [hooks.popitem(), *hooks.items()]
+    hooks.clear()  # torch reads them as a plain dict, for which move_to_end changes nothing
+    hooks.update(ordered)
+
+
+def weak_memory(tensor: torch.Tensor) -> StorageWeakRef:
+    """A weak reference to a tensor's memory. While it lives, no other memory has the same ``cdata``."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def passes_inside_each_other() -> int:

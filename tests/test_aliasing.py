@@ -100,3 +100,27 @@ def test_every_write(layout: str) -> None:
     tried = list(product(calls(), WRITES.values(), ({2: "a"}, {1: "a"}, {3: "a"})))
     answers = {(call, write, *cut): verdict(call, write, layout, cut) for call, write, cut in tried}
     assert not {case: answer for case, answer in answers.items() if answer.startswith(("wrong", "refused on"))}
+
+
+def moved_rows(mesh: hc.Mesh | None, mode: type[torch.no_grad] | type[torch.inference_mode]) -> list[Tensor]:
+    """Rows that moved: written to, with a base that lives on or not, and read after other memory was written."""
+    _, x = operand("contiguous", {2: "a"}, mesh)
+    with mode():
+        y = x * 2
+        y[:, :, 0].mul_(3)
+        row = y[:, :, 1]
+        F.relu(row, True)
+        row[:, 0] = 4
+        temporary = (x * 2)[:, :, 0]
+        temporary.mul_(2)
+        kept = [(x + number)[:, :, 3] for number in range(4)]
+        for _ in range(8):  # in the memory of those bases, perhaps
+            (x * 3).relu_()
+        return [y, row * 1, temporary, *kept]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_rows_that_moved(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
+    true = moved_rows(None, mode)
+    for rank in run_local(2, lambda: [hc.gather(value) for value in moved_rows(hc.Mesh(a=2), mode)]):
+        assert all(torch.equal(a, b) for a, b in zip(rank, true, strict=True))

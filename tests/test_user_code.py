@@ -98,6 +98,24 @@ class Clip(torch.autograd.Function):
 
 
 @case
+def a_hook_registered_before_use(mesh: hc.Mesh | None) -> list[Tensor]:
+    model, seen = distributed(nn.Linear(3, 4), mesh), []
+    s = model(drawn(2, 3)).reshape(2, 4, 1)
+    s.register_hook(lambda g: seen.append(g) or g.clamp(-1, 1))
+    (cut(drawn(2, 4, 8), mesh) * s).square().sum().backward()
+    return [*seen, model.weight.grad]
+
+
+@case
+def a_whole_intermediate_written_between_uses(mesh: hc.Mesh | None) -> list[Tensor]:
+    model, x = distributed(nn.Linear(3, 4), mesh), cut(drawn(2, 4, 8), mesh)
+    s, t = model(drawn(2, 3)).reshape(2, 4, 1), model(drawn(2, 3, seed=1)).reshape(2, 4, 1).sin()
+    y = x + s
+    s += t
+    return [*torch.autograd.grad(y.sum() + (x * s).square().sum(), t)]
+
+
+@case
 def a_function_that_clips_a_whole_intermediate(mesh: hc.Mesh | None) -> list[Tensor]:
     model, x = distributed(nn.Conv2d(3, 3, 1, bias=False), mesh), cut(drawn(2, 3, 8, 6), mesh)
     pooled = Clip.apply(model(x).mean((2, 3)))

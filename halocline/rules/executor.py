@@ -23,6 +23,7 @@ from ..tensor import (
     Sharding,
     Strides,
     check_entering,
+    counting_writes,
     from_rim,
     here,
     note_write,
@@ -333,6 +334,7 @@ def _count_gathers(plan: Plan, tiles: list[Tensor], label: Label) -> None:
 
 def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
     if mark is not None and mark.values is None:
+        result = result if sharding.axes else counting_writes(result)
         mark.values = partial(wrap, result, sharding) if sharding.axes else lambda: result
     if not sharding.axes:
         return result if mark is None else whole_copy(result, mark)

@@ -1,6 +1,6 @@
 """Sharded tensors: tiles that know their place."""
 
-from .copy import CopyOf, note_write, plain, refuse_write, same_memory, whole_copy
+from .copy import CopyOf, counting_writes, note_write, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
 from .guard import DATA
@@ -21,6 +21,7 @@ __all__ = [
     "Sharding",
     "Strides",
     "check_entering",
+    "counting_writes",
     "current_module",
     "dense_strides",
     "entering",

@@ -1,10 +1,12 @@
 """Results that torch would have made views, and that are copies here because their data had to move.
 
-A write to one would be lost on its base, and a write to the base would not show in it. Both are refused.
+A write to one is written back to its base where an index took it, and refused elsewhere. After a write to the base,
+the copy is out of date, and refused.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +15,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .._torch_private import TENSOR_MODULE, autograd_state, function_of, no_torch_function
+from .._torch_private import TENSOR_MODULE, autograd_state, function_of, no_torch_function, weak_memory
 from ..errors import Refused
 from .place import here
 from .undrawn import Undrawn
 
 _live: WeakSet[CopyOf] = WeakSet()
+_live_lock = threading.RLock()
 
 
 class CopyOf:
@@ -41,13 +44,14 @@ class CopyOf:
         #: May torch's result be a copy as well? Then it is written to, and its base is not used any more.
         self.unsure = unsure
         self._counter: Tensor | None = None
-        self._memory = tile.untyped_storage()._cdata
+        self._memory = weak_memory(tile)
         self._base, self._index, self._parent, self._stale = weakref.ref(base), index, parent, False
         if not tile.is_inference():  # those have no version to share
             self._counter = tile.detach()
             self._counter.data = tile.new_empty(0)
             self._version = self._counter._version
-        _live.add(self)
+        with _live_lock:
+            _live.add(self)
 
     def check(self) -> None:
         """Raise if the base was written to since."""
@@ -69,12 +73,21 @@ class CopyOf:
             above = getattr(base, "_viewed", None)
             base = None if above is None else above()
 
+    def _alone(self) -> bool:
+        """Is the base's memory freed, so that nothing else shows a write?"""
+        return self._memory.expired() and (self._parent is None or self._parent._alone())
+
     def can_write_back(self) -> bool:
+        if self._alone():
+            return True
         above = self._parent is None or self._parent.can_write_back()
         return above and self._index is not None and self._base() is not None and self.values is not None
 
     def write_back(self) -> None:
         """After a write to the copy: the base takes it in, at the place it came from."""
+        if self._alone():
+            _outdate(self._memory.cdata, self)
+            return
         base = self._base()
         if base is None or self._index is None or self.values is None:
             raise AssertionError("a copy is written back only where can_write_back says so")
@@ -101,14 +114,24 @@ class Uncertain(CopyOf):
             "call .clone() before the change, or leave the tensor alone after it",
         )
 
+    def _alone(self) -> bool:
+        return False
+
     def can_write_back(self) -> bool:
         return False
 
 
 def note_write(tile: Tensor) -> None:
     """A write to ``tile`` that its version may not show (``x.data``): copies of its memory are out of date."""
-    for mark in list(_live) if _live else ():
-        if mark._memory == tile.untyped_storage()._cdata:
+    if _live:
+        _outdate(tile.untyped_storage()._cdata)
+
+
+def _outdate(memory: int, but: CopyOf | None = None) -> None:
+    with _live_lock:
+        marks = list(_live)
+    for mark in marks:
+        if mark._memory.cdata == memory and mark is not but:
             mark._stale = True
 
 
@@ -123,6 +146,9 @@ class Loose(CopyOf):
     def check(self) -> None:
         if self.mark is not None:
             self.mark.check()
+
+    def _alone(self) -> bool:
+        return False
 
     def can_write_back(self) -> bool:
         return False
@@ -164,6 +190,14 @@ class WholeCopy(Tensor):
                     raise refuse_write(getattr(function, "__name__", str(function)))
                 copy._copy_of.write_back()
         return _marked_like(copies, result)
+
+
+def counting_writes(tensor: Tensor) -> Tensor:
+    """A tensor of inference mode has no version: the same values with one."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone()
 
 
 def whole_copy(tensor: Tensor, mark: CopyOf) -> WholeCopy:

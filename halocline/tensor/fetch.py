@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch_private import quick_apply
+from .._torch_private import hook_first, quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
 from ..world import AVERAGED, Label, Mesh, Move, Route, Sum, is_movement, scaled
@@ -136,7 +136,7 @@ def entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) ->
     return scaled((1.0, float(mesh.count(axes))), operand)
 
 
-_AXES = "_halocline_mean_axes"  # over which a whole tensor's gradient is averaged as it arrives
+_MEAN = "_halocline_mean"  # of a whole tensor: its version, and the axes over which its gradient is averaged on arrival
 
 
 def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:
@@ -147,6 +147,12 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
     """
     if not torch.is_grad_enabled() or not operand.requires_grad:
         return
+    version, known = getattr(operand, _MEAN, (None, frozenset[str]()))
+    if version != operand._version:  # a write in place gives the tensor another node, without the hook
+        known = frozenset()
+    missing = axes - known
+    if known and mesh.count(missing) == 1:
+        return
     unwatched = [leaf for leaf in _leaves(operand) if not getattr(leaf, AVERAGED, False)]
     if unwatched:
         raise Refused(
@@ -155,19 +161,15 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
             f"a whole leaf of shape {list(unwatched[0].shape)} meets cut tensors, and nobody averages its gradient",
             "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
         )
-    if not operand.is_leaf:
-        _average_on_arrival(operand, mesh, axes, label)
+    if not operand.is_leaf and mesh.count(missing) > 1:
+        setattr(operand, _MEAN, (operand._version, known | missing))
+        _average_on_arrival(operand, mesh, missing, label)
 
 
 def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:
-    known: frozenset[str] = getattr(tensor, _AXES, frozenset())
-    missing = axes - known
-    if mesh.count(missing) == 1:
-        return
-    setattr(tensor, _AXES, known | missing)
-    share = 1.0 / mesh.count(missing)
-    route = Route(mesh.world, mesh.ranks_along(missing), Label("mean of a gradient", label.place))
-    tensor.register_hook(lambda g: None if g is None else Sum.apply(g, route, (share, share)))
+    share = 1.0 / mesh.count(axes)
+    route = Route(mesh.world, mesh.ranks_along(axes), Label("mean of a gradient", label.place))
+    hook_first(tensor, lambda g: None if g is None else Sum.apply(g, route, (share, share)))
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:
