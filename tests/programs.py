@@ -200,7 +200,7 @@ def verdict(program: Program, deadline: float = 20.0) -> str:
         true, near = program.run(None), program.run(None, 1e-12)
     except Exception:  # noqa: BLE001  whatever torch raises, the program makes no sense on one rank either
         return "invalid"
-    if _worst([near], true) > 1e-6:
+    if any(value.isnan().any() for value in true) or _worst([near], true) > 1e-6:
         return "invalid"  # rounding decides, as where a mean of zero meets a relu
     ranks = 1
     for size in program.mesh.values():
