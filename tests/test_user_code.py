@@ -87,6 +87,18 @@ def retain_grad_of_a_whole_intermediate(mesh: hc.Mesh | None) -> list[Tensor]:
     return [pooled.grad, model.weight.grad]
 
 
+@case
+def a_hook_that_clips_a_whole_intermediate(mesh: hc.Mesh | None) -> list[Tensor]:
+    model, x = distributed(nn.Conv2d(3, 3, 1, bias=False), mesh), cut(drawn(2, 3, 8, 6), mesh)
+    pooled = model(x).mean((2, 3))
+    pooled.register_hook(lambda gradient: gradient.clamp(-5, 5))
+    (x * pooled.reshape(2, 3, 1, 1)).square().sum().backward()
+    gate = model(x).mean((2, 3), keepdim=True)
+    gate.register_hook(lambda gradient: gradient.clamp(-5, 5))
+    (x * gate).square().sum().backward()
+    return [model.weight.grad]
+
+
 class Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
