@@ -108,7 +108,7 @@ def test_info_of_many_files(tmp_path: Path) -> None:
 
 
 def test_info_refuses_clearly(tmp_path: Path, universe: Path) -> None:
-    assert "no .npy" in refused("info", tmp_path / "nothing.h5")
+    assert "no such file" in refused("info", tmp_path / "nothing.h5")
     assert "there: full, redshift" in refused("info", universe, "--dataset", "empty")
     assert "2 datasets (full, redshift)" in refused("info", universe, "--cut", "D=2")
     assert "--dims NCDHW" in refused("info", universe, "--dataset", "full", "--cut", "W=2")

@@ -157,6 +157,13 @@ def test_predict_refuses_ranks_of_its_own_under_a_launcher(tmp_path, monkeypatch
     assert ran.exit_code == 2 and "--ranks is for ranks that this command starts" in ran.stderr
 
 
+def test_what_is_missing_for_a_prediction_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere is no folder of a run.*give one that `halocline train` made"):
+        predict(tmp_path / "nowhere", "in.h5", tmp_path / "out.h5")
+    with pytest.raises(DataError, match=r"in\.h5: there is no such file or folder, seen from /"):
+        open_store(tmp_path / "in.h5")
+
+
 def test_the_file_of_the_training_is_predicted_without_options(tmp_path, monkeypatch):
     (tmp_path / "plain_network.py").write_text("from torch import nn\nNet = lambda: nn.Conv3d(1, 2, 1)\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -105,3 +105,19 @@ def test_optimizers_step_cut_leaves(name: str, foreach: bool) -> None:
     for found in run_local(2, lambda: trained(name, foreach, hc.Mesh(rows=2))):
         for one, other in zip(found, true, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_are_no_operand_to_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """They are whole on every rank; a buffer of that size is worth a word."""
+
+    def program() -> None:
+        mesh = hc.Mesh(height=2)
+        x = hc.shard(torch.ones(1, 1, 1024, 2), mesh, {2: "height"})
+        layer = hc.distribute(torch.nn.Linear(2048, 256), mesh)
+        layer(x.flatten(1))
+        torch.nn.functional.linear(x.flatten(1), torch.ones(256, 2048))
+
+    run_local(2, program)
+    assert [record.message.split(":")[0] for record in caplog.records if "lies whole" in record.message] == [
+        "linear in code outside the model"
+    ]

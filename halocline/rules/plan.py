@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
@@ -245,6 +245,8 @@ def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fe
     largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
     for tensor, fetch in zip(tensors, fetches, strict=True):
         if isinstance(tensor, ShardedTensor) or fetch is None or fetch.untouched or mesh.rank:
+            continue
+        if isinstance(tensor, nn.Parameter):  # weights are whole on every rank
             continue
         size = plain(tensor).untyped_storage().nbytes()  # an expanded tensor takes little
         if size >= largest * tensor.element_size() and size >= _WORTH_SAYING:

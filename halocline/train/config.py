@@ -176,7 +176,7 @@ def read_settings(folder: Path) -> Settings:
     try:
         return from_dict(tomllib.loads(path.read_text("utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no folder of a run: {error}") from error
+        raise ConfigError(f"{folder} is no folder of a run: {error}; give one that `halocline train` made") from error
 
 
 def write_settings(settings: Settings, path: Path) -> None:

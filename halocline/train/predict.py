@@ -113,6 +113,7 @@ def predict(
 
     ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file a sample. It has its name when all of it is written.
     """
+    read_settings(run)  # a folder that is none of a run is named first
     if not isinstance(source, Store):
         source = Input.read(run).open(str(source), dims, dataset)
     _check(out, force, source)

@@ -50,7 +50,9 @@ def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
         found = [Path(path)]
     else:
         found = [file for file in expand(path, ()) if kind_of(file) is not None]
-    if not found or not found[0].exists():
+    if not Path(path).exists() and not glob.has_magic(str(path)):
+        raise DataError(f"{path}: there is no such file or folder, seen from {Path.cwd()}")
+    if not found:
         raise DataError(f"{path}: there is no .npy, .h5, .zarr or .nii here")
     kinds = {kind_of(file) for file in found}
     kind = kinds.pop()
