@@ -57,7 +57,7 @@ class CopyOf:
         """Raise if the base was written to since."""
         if self._parent is not None:
             self._parent.check()
-        if self._stale or (self._counter is not None and self._counter._version != self._version):
+        if self._outdated():
             raise Refused(
                 "a view",
                 here(),
@@ -91,10 +91,21 @@ class CopyOf:
         base = self._base()
         if base is None or self._index is None or self.values is None:
             raise AssertionError("a copy is written back only where can_write_back says so")
+        untouched = [mark for mark in _copies_of(self._memory.cdata) if mark._is_beside(self, base)]
         base[self._index] = self.values()
-        self._stale = False
-        if self._counter is not None:
-            self._version = self._counter._version
+        for mark in (self, *untouched):
+            mark._stale = False
+            if mark._counter is not None:
+                mark._version = mark._counter._version
+
+    def _outdated(self) -> bool:
+        return self._stale or (self._counter is not None and self._counter._version != self._version)
+
+    def _is_beside(self, other: CopyOf, base: Tensor) -> bool:
+        """Is it up to date, and of a part of the same base that a write to ``other`` does not reach?"""
+        if self._outdated() or self._base() is not base or self._index is None or other._index is None:
+            return False
+        return _disjoint(self._index, other._index, tuple(base.shape))
 
 
 class Uncertain(CopyOf):
@@ -128,11 +139,36 @@ def note_write(tile: Tensor) -> None:
 
 
 def _outdate(memory: int, but: CopyOf | None = None) -> None:
-    with _live_lock:
-        marks = list(_live)
-    for mark in marks:
-        if mark._memory.cdata == memory and mark is not but:
+    for mark in _copies_of(memory):
+        if mark is not but:
             mark._stale = True
+
+
+def _copies_of(memory: int) -> list[CopyOf]:
+    with _live_lock:
+        return [mark for mark in _live if mark._memory.cdata == memory]
+
+
+def _disjoint(one: tuple[Any, ...], other: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    """Do two indices, of one integer or slice for each dim and new dims, share no element? Steps count as filled.
+
+    >>> _disjoint((0, slice(None)), (slice(1, None), slice(None)), (4, 3))
+    True
+    """
+    sides = [[item for item in index if item is not None] for index in (one, other)]
+    return any(_apart(a, b, size) for a, b, size in zip(*sides, shape, strict=True))
+
+
+def _apart(one: int | slice, other: int | slice, size: int) -> bool:
+    (first, end), (other_first, other_end) = _span(one, size), _span(other, size)
+    return end <= other_first or other_end <= first
+
+
+def _span(item: int | slice, size: int) -> tuple[int, int]:
+    steps = range(size)[item]
+    if isinstance(steps, int):
+        return steps, steps + 1
+    return (steps[0], steps[-1] + 1) if steps else (0, 0)
 
 
 class Loose(CopyOf):
