@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import halocline as hc
 from halocline.reduction import engine_of
+from halocline.reduction.leases import Leases, lease
 from halocline.testing import RankPool, shared_pool
 from halocline.world import run_local
 
@@ -109,3 +111,31 @@ def test_more_models_than_channels_train_alike() -> None:
         return true
 
     assert run_local(2, run) == [[True] * 20] * 2
+
+
+class Freed(set[int]):
+    """While it is looked through, an engine is collected."""
+
+    def __init__(self, leases: Leases, free: set[int]) -> None:
+        super().__init__(free)
+        self._leases = leases
+
+    def copy(self) -> "Freed":
+        return Freed(self._leases, set.copy(self))
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            self._leases.free.add(9)
+            yield number
+
+
+def test_engines_may_be_collected_while_another_looks_for_what_is_free() -> None:
+    world = run_local(1, lambda: hc.Mesh(data=1))[0].world
+    first, second = (lease(world, "thing", str) for _ in range(2))
+    assert first is not None and second is not None
+    first.release()
+    second.release()
+    leases = first._leases
+    leases.free = Freed(leases, leases.free)
+    found = lease(world, "thing", str)
+    assert found is not None and found.thing == "0" and 9 in set.copy(leases.free)

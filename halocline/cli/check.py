@@ -22,7 +22,9 @@ MEANING = {
 
 Target = Annotated[
     str | None,
-    typer.Argument(help="unet3d, cosmoflow, zoo/network, or package.module:factory.", show_default=False),
+    typer.Argument(
+        help="A workload such as unet3d or cosmoflow, zoo/network, or package.module:factory.", show_default=False
+    ),
 ]
 Zoo = Annotated[
     str | None,

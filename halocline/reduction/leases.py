@@ -58,7 +58,8 @@ def lease(world: World, kind: str, make: Callable[[int], Any], most: int = MOST)
     known = _leases.setdefault(world, {}).setdefault(kind, Leases())
     if not known.free and len(known.things) >= most:
         known.look_for_garbage()
-    mask = torch.tensor([sum(1 << number for number in known.free)], dtype=torch.int64, device="cpu")
+    free = known.free.copy()  # engines that are collected, in any thread, add to it
+    mask = torch.tensor([sum(1 << number for number in free)], dtype=torch.int64, device="cpu")
     label = Label(f"which {kind} is free", "the gradients", "control")
     common = int(world.combined(mask, tuple(range(world.size)), torch.bitwise_and, label))
     if common:
