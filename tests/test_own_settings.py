@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typer.testing import CliRunner
 
 import halocline as hc
+from halocline.cli.app import app
 from halocline.testing import shared_pool
 from halocline.train.checkpoints import CheckpointError
 from halocline.train.config import make_settings
@@ -241,3 +243,11 @@ def test_names_are_there_for_editors_and_at_run_time():
     assert set(hc.train.__all__) <= told
     for public in (hc.shard, hc.distribute, hc.data.Loader):
         assert "hc." in inspect.getdoc(public)
+
+
+def test_a_target_that_is_nothing_is_told_what_it_could_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = CliRunner().invoke(app, ["train", "run.tml"])
+    assert ran.exit_code == 2 and "run.tml is neither a workload (unet3d, " in ran.stderr
+    assert f"nor, seen from {tmp_path}, a TOML file or the folder of a run" in ran.stderr
+    assert not list(tmp_path.iterdir())

@@ -25,11 +25,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from ..train.predict import predict
 
     with exit_on_sigterm(), Progress(console=stderr(), disable=this_rank() != 0) as bar:
-        task = bar.add_task("samples", total=None)
+        task = bar.add_task("samples", total=None, visible=False)  # an error before the first needs no bar
         paths = {"run": Path(request.pop("run")), "out": Path(request.pop("out"))}
         return predict(
             paths["run"], request.pop("source"), paths["out"], **request,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
         )  # fmt: skip
 
 

@@ -102,8 +102,14 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
         if full:
             raise ConfigError("--full: this run is resumed, and its own settings say its size; leave --full out")
         return load_settings(path / CONFIG, changes), out or path
-    if path.suffix != ".toml" and path.exists() and target not in WORKLOADS:
-        raise ConfigError(f"{target} is neither a TOML file nor the folder of a run: it has no {CONFIG}")
+    if path.suffix != ".toml" and target not in WORKLOADS:
+        if path.exists():
+            raise ConfigError(f"{target} is neither a TOML file nor the folder of a run: it has no {CONFIG}")
+        if path.suffix or len(path.parts) > 1:  # else a workload's name, perhaps misspelt
+            raise ConfigError(
+                f"{target} is neither a workload ({', '.join(WORKLOADS)}) nor, seen from {Path.cwd()}, a TOML file or "
+                "the folder of a run"
+            )
     told = with_changes(_told(path), changes) if path.suffix == ".toml" else with_changes({"workload": target}, changes)
     if told.get("workload") is None:
         if full:

@@ -97,7 +97,8 @@ class Input:
             )
         if self.channels is not None and store.size("C") != self.channels:
             raise DataError(
-                f"{store.name} has {store.size('C')} channels, and the network was trained on {self.channels}"
+                f"{store.name} has {store.size('C')} channels, and the network was trained on {self.channels}; if its "
+                f"dims are not {store.dims}, name them with --dims"
             )
         values = [Normalize(self.mean, self.std)] if self.std else []
         return Field(store, dtype=getattr(torch, self.dtype), values=values)
