@@ -142,3 +142,19 @@ def test_a_row_is_not_used_after_a_write_to_another_copy_of_it() -> None:
             overlapping(hc.Mesh(a=2))
 
     run_local(2, on_rank)
+
+
+@pytest.mark.parametrize("used", ["root", "before", "after"])
+def test_what_may_show_a_write_is_not_used_after_it(used: str) -> None:
+    """With channels last, torch alone knows whether this reshape is a view."""
+
+    def on_rank() -> None:
+        root, _ = operand("channels last", {2: "a"}, hc.Mesh(a=2))
+        before = root[:, :2]
+        flat = root.permute(0, 2, 3, 1).unsqueeze(0).reshape(-1, 4)
+        after = root.permute(0, 2, 3, 1)
+        flat.mul_(2)
+        with pytest.raises(hc.Refused, match="the memory formats torch chooses"):
+            hc.gather({"root": root, "before": before, "after": after}[used])
+
+    run_local(2, on_rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from ..tensor import (
     Strides,
     check_entering,
     counting_writes,
+    family_of,
     from_rim,
     here,
     note_write,
@@ -244,15 +244,18 @@ def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...]
     marks = [(mark, strides) for _, mark, strides in known]
     wrapped = [_wrapped(result, goal, *mark) for result, goal, mark in zip(results, plan.goals, marks, strict=True)]
     if plan.recipe.view:
-        _remember_viewed(plan, tensors, wrapped)
+        _remember_views(plan, tensors, wrapped)
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
-def _remember_viewed(plan: Plan, tensors: list[Tensor], views: list[Tensor]) -> None:
+def _remember_views(plan: Plan, tensors: list[Tensor], views: list[Tensor]) -> None:
     operand = tensors[plan.recipe.reads[0].operand.index]
-    for view in views:
-        if isinstance(view, ShardedTensor) and view._copy_of is None:
-            view._viewed = weakref.ref(operand)
+    if isinstance(operand, ShardedTensor) and plan.mesh.channels_last:
+        memory = operand._tile.untyped_storage()._cdata
+        for view in views:
+            if isinstance(view, ShardedTensor) and view._tile.untyped_storage()._cdata == memory:
+                view._family = family_of(operand)
+                view._family.add(view)
 
 
 def _ready(plan: Plan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:

@@ -1,6 +1,6 @@
 """Sharded tensors: tiles that know their place."""
 
-from .copy import CopyOf, counting_writes, note_write, plain, refuse_write, same_memory, whole_copy
+from .copy import CopyOf, counting_writes, family_of, note_write, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
 from .guard import DATA
@@ -25,6 +25,7 @@ __all__ = [
     "current_module",
     "dense_strides",
     "entering",
+    "family_of",
     "from_rim",
     "here",
     "make_sharding",

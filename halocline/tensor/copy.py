@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +22,27 @@ from .undrawn import Undrawn
 
 _live: WeakSet[CopyOf] = WeakSet()
 _live_lock = threading.RLock()
+
+
+class Family:
+    """The sharded tensors on one tile's memory, held weakly."""
+
+    def __init__(self, first: Tensor) -> None:
+        self._members = [weakref.ref(first)]
+
+    def add(self, tensor: Tensor) -> None:
+        self._members = [member for member in self._members if member() is not None]
+        self._members.append(weakref.ref(tensor))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (tensor for member in self._members if (tensor := member()) is not None)
+
+
+def family_of(tensor: Any) -> Family:
+    if tensor._family is None:
+        tensor._family = Family(tensor)
+    family: Family = tensor._family
+    return family
 
 
 class CopyOf:
@@ -43,6 +64,7 @@ class CopyOf:
     ) -> None:
         #: May torch's result be a copy as well? Then it is written to, and its base is not used any more.
         self.unsure = unsure
+        self._family = family_of(base) if unsure or hasattr(base, "_family") else None
         self._counter: Tensor | None = None
         self._memory = weak_memory(tile)
         self._base, self._index, self._parent, self._stale = weakref.ref(base), index, parent, False
@@ -66,12 +88,11 @@ class CopyOf:
             )
 
     def written(self) -> None:
-        """After a write to a copy whose base may or may not show it."""
-        base = self._base()
-        while base is not None:
-            base._copy_of = Uncertain()  # type: ignore[attr-defined]
-            above = getattr(base, "_viewed", None)
-            base = None if above is None else above()
+        """After a write to a copy whose base may or may not show it: nothing on the base's memory is used again."""
+        for tensor in self._family or ():
+            tensor._copy_of = Uncertain()  # type: ignore[attr-defined]
+        if self._parent is not None:
+            self._parent.written()
 
     def _alone(self) -> bool:
         """Is the base's memory freed, so that nothing else shows a write?"""

@@ -8,7 +8,6 @@ function): on the bare tile it would give a wrong number.
 from __future__ import annotations
 
 import copyreg
-import weakref
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import Parameter
 from .._torch_private import TENSOR_MODULE, autograd_state, no_torch_function
 from ..errors import Refused
 from ..kernels.layout import memory_format_of
-from .copy import CopyOf, Loose
+from .copy import CopyOf, Family, Loose
 from .leaf import watch_leaf
 from .place import here
 from .sharding import Sharding
@@ -38,7 +37,7 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     _tile: Tensor
     _copy_of: CopyOf | None = None
     _strides: tuple[int, ...] | None = None  # on one rank, where it is not dense there (strides.py)
-    _viewed: weakref.ref[Tensor] | None = None  # the sharded tensor whose memory it shows
+    _family: Family | None = None  # all sharded tensors on its memory, where it matters (copy.py)
     _takes_shells: bool = False  # does a hook make tiles of gradients that are sharded tensors?
     _wide: object | None = None  # where the tile came with its rim (wide.py)
     #: ``__torch_function__`` is set by the rules' executor.
