@@ -151,6 +151,7 @@ def steps_hooked(name: str, model: nn.Module, place: Callable[[Tensor], Tensor],
     return steps_of(model, place, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["backward", "next-forward", "rings"])
 def test_hooks_in_processes(mode: str) -> None:
     for name in ("after", "before"):

@@ -70,6 +70,7 @@ def check_flat(pool: RankPool, mode: str, count: int, keep: bool) -> None:
         assert many <= few + 20 and after <= before + 8, (few, many, before, after)
 
 
+@pytest.mark.long
 def test_models_that_are_gone_leave_nothing() -> None:
     check_flat(shared_pool(2), "deterministic", 24, keep=False)
 

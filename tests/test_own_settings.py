@@ -94,6 +94,7 @@ def train(place, folder, *changes):
     return Trainer(settings_of(place, *changes), folder).train()
 
 
+@pytest.mark.long
 def test_metrics_of_a_cut_run_are_those_of_one_rank(place, tmp_path):
     told = ('metrics=["dice", "iou", "accuracy", "choices:share", "choices:Largest"]', 'class_names=["a", "b", "c"]')
     one = train(place, tmp_path / "one", *told)

@@ -169,6 +169,7 @@ def flipped_at(place, folder, step, **more):  # noqa: F811
     return str(told.value)
 
 
+@pytest.mark.long
 def test_a_weight_that_changed_on_one_rank_is_never_saved(place, tmp_path):  # noqa: F811
     for words in shared_pool(2).run(flipped_at, place, tmp_path, 4, deadline=60):
         assert "step 4: 1 of 16 tensors differ between ranks, first layers.0.weight (ranks 0, 1 differ" in words
@@ -239,6 +240,7 @@ def test_a_failed_save_ends_the_run_at_once_and_says_why_on_every_rank(place, tm
     assert not Folder(tmp_path / "checkpoints").steps()
 
 
+@pytest.mark.long
 def test_a_failed_save_is_raised_before_the_next(place, tmp_path, monkeypatch):  # noqa: F811
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")

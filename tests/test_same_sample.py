@@ -70,6 +70,7 @@ def bring(seeds: list[int], dims: dict[int, str]) -> str:
     return "cut"
 
 
+@pytest.mark.long
 def test_replicas_may_bring_their_own_unless_the_batch_is_cut() -> None:
     pool, both = shared_pool(4), {0: "data", 2: "height"}
     assert pool.run(bring, [0, 0, 1, 1], {2: "height"}) == ["cut"] * 4

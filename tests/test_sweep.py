@@ -34,7 +34,9 @@ def test_sweep(family: str) -> None:
     counts = COUNTS[family] = Counter()
     refusals: Counter[str] = Counter()
 
-    @given(FAMILIES[family](), st.sampled_from(["float64", "float32"]), HALOS.get(family, st.just(False)))
+    @given(
+        FAMILIES[family](), st.sampled_from(["float64", "float32"]), HALOS.get(family, st.just(False)), st.booleans()
+    )
     @settings(
         max_examples=ranges.EXAMPLES[family],
         deadline=None,
@@ -43,12 +45,12 @@ def test_sweep(family: str) -> None:
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    def one(setup: Setup, precision: str, apart: bool) -> None:
+    def one(setup: Setup, precision: str, apart: bool, last: bool) -> None:
         halo.SMALL = boxes.SMALL = 0 if apart else 1 << 40  # halos beside the tile, or glued to it
         executor._plans.clear()
         found = check_rule(
             setup.function,
-            *setup.tensors(getattr(torch, precision)),
+            *setup.tensors(getattr(torch, precision), last and not setup.torch_is_wrong),
             cuts=[setup.cuts],
             points=[setup.points, *[None] * (len(setup.shapes) - 1)],
             mesh=setup.mesh,
@@ -57,7 +59,7 @@ def test_sweep(family: str) -> None:
         counts[found.verdict] += 1
         if found.verdict == "refused":
             refusals[found.why] += 1
-        assert found.verdict != "wrong", f"{setup.words} in {precision}: error {found.error:.2e}"
+        assert found.verdict != "wrong", f"{setup.words} in {precision}, last={last}: error {found.error:.2e}"
 
     one()
     accepted = counts["exact"] + counts["refused"]
