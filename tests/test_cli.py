@@ -151,6 +151,7 @@ def on_pooled_ranks(settings: Settings, folder: Path, ranks: int, restarts: int)
     )
 
 
+@pytest.mark.long
 def test_the_demo_agrees_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halocline.cli.train.on_this_machine", on_pooled_ranks)
     for name, value in {"SIZE": 16, "WIDTH": 2, "SAMPLES": 4, "HELD_OUT": 2}.items():

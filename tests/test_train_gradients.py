@@ -18,6 +18,7 @@ def test_next_forward_follows_one_rank(place, tmp_path, optimizer):  # noqa: F81
         assert np.isclose(each.metrics["loss"], one.metrics["loss"], rtol=1e-8)
 
 
+@pytest.mark.long
 def test_a_lagged_run_goes_on_with_the_gradients_it_had(place, tmp_path):  # noqa: F811
     whole = _train(place, tmp_path / "whole", "steps=7", "gradients.lag=1")
     plain = _train(place, tmp_path / "plain", "steps=7")

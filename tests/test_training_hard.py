@@ -271,6 +271,7 @@ def test_other_settings_are_said_and_take_effect(place, tmp_path):
 # ---- TensorBoard ----
 
 
+@pytest.mark.long
 def test_tensorboard_is_written_where_it_is_and_missed_aloud_where_not(place, tmp_path, monkeypatch):
     written = []
 
