@@ -157,6 +157,7 @@ def test_the_demo_agrees_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, value in {"SIZE": 16, "WIDTH": 2, "SAMPLES": 4, "HELD_OUT": 2}.items():
         monkeypatch.setattr(demo_command, name, value)
     code, out, err = run("demo", "--steps", "2", "--out", str(tmp_path / "new"), "--json")
+    assert not code, err
     found = json.loads(out)
     assert (code, found["agree"], found["ranks"], len(found["cut"])) == (0, True, 2, 2)
     assert found["loss_difference"] <= 1e-8
