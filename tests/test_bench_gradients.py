@@ -260,7 +260,6 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("loopback")
-@pytest.mark.long
 def test_every_way_is_measured_in_turn() -> None:
     said: list[str] = []
     events: list[Any] = []
@@ -277,7 +276,6 @@ def test_every_way_is_measured_in_turn() -> None:
 
 
 @pytest.mark.usefixtures("loopback")
-@pytest.mark.long
 def test_the_best_settings_take_part_in_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "SETTINGS", gradients.SETTINGS[:4])
     plan = Plan(nodes=2, ranks_per_node=(1,), models=("tiny",), rounds=1)
