@@ -20,7 +20,6 @@ from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line
 from ..train.settings import ConfigError, Settings
-from ..world import this_world
 from . import end_at_once_on_failure
 from .output import stderr
 
@@ -95,7 +94,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         "stopped": result.stopped,
         "seconds": time.monotonic() - began,
     }
-    if this_world().rank == 0:
+    if this_rank() == 0:
         part = folder / f".{RESULT}.part"
         part.write_text(json_line(found))
         part.replace(folder / RESULT)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HaloclineError
-from ..world import DEFAULT_DEADLINE, serve_store, this_place
+from ..world import DEFAULT_DEADLINE, joined_world, serve_store, this_place
 from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
 
 LOGS = "ranks"
@@ -37,7 +37,8 @@ def launched() -> bool:
 
 
 def this_rank() -> int:
-    place = this_place()
+    """The rank in the joined world; before ranks are joined, the one that the launcher gave."""
+    place = joined_world() or this_place()
     return 0 if place is None else place.rank
 
 

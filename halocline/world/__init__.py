@@ -5,7 +5,7 @@ from .dry import DryWorld
 from .joined import DEFAULT_DEADLINE
 from .launcher import Place, this_place
 from .local import LocalWorld, as_world, run_local
-from .mesh import Mesh, forget, init, this_world
+from .mesh import Mesh, forget, init, joined_world, this_world
 from .movement import (
     AVERAGED,
     Bundle,
@@ -63,6 +63,7 @@ __all__ = [
     "forget",
     "init",
     "is_movement",
+    "joined_world",
     "new_group",
     "pack",
     "run_local",

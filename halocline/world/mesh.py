@@ -34,18 +34,20 @@ def init(deadline: float | None = None, transport: str | None = None) -> None:
             _process_world.append(joined)
 
 
+def joined_world() -> World | None:
+    """The world of this rank where it has been joined already: asking does not join it."""
+    return current_local_world() or (_process_world[0] if _process_world else None)
+
+
 def forget() -> None:
     """Drop the joined ranks, when the process groups under them are taken down."""
     _process_world.clear()
 
 
 def this_world() -> World:
-    local = current_local_world()
-    if local is not None:
-        return local
-    if not _process_world:
+    if joined_world() is None:
         init()
-    return _process_world[0] if _process_world else DryWorld(0, 1)
+    return joined_world() or DryWorld(0, 1)
 
 
 class Mesh:
