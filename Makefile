@@ -46,7 +46,7 @@ bench-quality: .venv/.stamp ## Train the segmentation workloads, and see that th
 clean: ## Remove all that make and its tools have written, .venv included
 	rm -rf .venv build dist *.egg-info demo-output
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find halocline tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find halocline benchmarks tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' || { echo "Halocline needs Python 3.11 or newer: set PYTHON=..." >&2; exit 1; }

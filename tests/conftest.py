@@ -3,11 +3,15 @@
 import gc
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from halocline.testing.place import Place
+
+# Test modules import helpers from tests/support, and a few from each other; ranks find them by name.
+sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
 
 
 def pytest_configure() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .bench import bench
+from .bench import add_benchmarks
 from .check import check
 from .data import data
 from .demo import demo
@@ -29,7 +29,7 @@ add_command(app, launch)
 add_command(app, doctor)
 add_command(app, tune)
 app.add_typer(data, name="data")
-app.add_typer(bench, name="bench")
+add_benchmarks(app)
 
 
 def _version(asked: bool) -> None:
