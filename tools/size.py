@@ -88,9 +88,8 @@ def room_of(path: Path) -> str:
 def main() -> int:
     sizes = {path: measure(path) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
     rooms: dict[str, Size] = {}
-    print(
-        f"{'room':24}{'files':>6}{'lines':>8}{'code':>8}{'docstring':>10}{'comment':>9}  lines a function: median / p90 / most"
-    )
+    heads = f"{'room':24}{'files':>6}{'lines':>8}{'code':>8}{'docstring':>10}{'comment':>9}"
+    print(f"{heads}  lines a function: median / p90 / most")
     for path, size in sizes.items():
         rooms[room_of(path)] = rooms.get(room_of(path), Size()) + size
         rooms[path.relative_to(ROOT).parts[0]] = rooms.get(path.relative_to(ROOT).parts[0], Size()) + size
