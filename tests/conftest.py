@@ -3,12 +3,14 @@
 import gc
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from halocline.testing.place import Place
+from halocline.testing.pool import renew_shared_pools
 
 # Test modules import helpers from tests/support, and a few from each other; ranks find them by name.
 sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
@@ -29,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rested_ranks() -> Iterator[None]:
+    yield
+    renew_shared_pools()
 
 
 _counts: dict[str, dict[str, int]] = {}

@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 GRACE = 1.0  # between the first failure and the killing: time for the other ranks to say what they saw
 SHARED_POOLS = 2  # a rank holds some 200 MB
+WORN = 100  # threads of a rank: gloo keeps three for each process group, and each wakes a hundred times a second
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ class RankPool:
             self._ranks.kill()
         self._ranks = None
 
+    def renew(self) -> None:
+        """End processes in which process groups have piled up: their threads take the machine's time, idle or not."""
+        if self._ranks is not None and self._ranks.threads() > WORN:
+            self.close()
+
     def __enter__(self) -> RankPool:
         return self
 
@@ -183,6 +189,11 @@ class _Ranks:
 
     def all_alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
+
+    def threads(self) -> int:
+        """The most that a rank has; 0 where the system does not tell."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return max(len(list(folder.iterdir())) if folder.is_dir() else 0 for folder in folders)
 
     def join(self) -> list[Outcome]:
         self.joined = self.joined or self.gather(START_DEADLINE, GRACE)
@@ -351,8 +362,15 @@ _shared: OrderedDict[int, RankPool] = OrderedDict()
 
 def shared_pool(size: int) -> RankPool:
     """The session's pool of `size` ranks. The least recently asked for loses its processes to a new size."""
+    renew_shared_pools()
     pool = _shared.pop(size, None) or RankPool(size)
     _shared[size] = pool
     while len(_shared) > SHARED_POOLS:
         _shared.popitem(last=False)[1].close()
     return pool
+
+
+def renew_shared_pools() -> None:
+    """After a module of tests, so that idle ranks leave the machine to the next."""
+    for pool in _shared.values():
+        pool.renew()

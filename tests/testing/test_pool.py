@@ -177,6 +177,9 @@ def test_shared_pools_are_kept_and_the_oldest_goes(monkeypatch: pytest.MonkeyPat
         def close(self) -> None:
             closed.append(self.size)
 
+        def renew(self) -> None:
+            pass
+
     monkeypatch.setattr(pool_module, "_shared", OrderedDict())
     monkeypatch.setattr(pool_module, "RankPool", Fake)
     first = shared_pool(2)
@@ -184,6 +187,22 @@ def test_shared_pools_are_kept_and_the_oldest_goes(monkeypatch: pytest.MonkeyPat
     assert shared_pool(2) is first
     shared_pool(4)
     assert closed == [3]
+
+
+def groups_pile_up() -> int:
+    for _ in range(8):
+        dist.new_group()
+    return os.getpid()
+
+
+def test_ranks_with_many_threads_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankPool(2) as pool:
+        before = pool.run(os.getpid)
+        pool.renew()
+        assert pool.run(groups_pile_up) == before, "few threads: the same processes"
+        monkeypatch.setattr(pool_module, "WORN", 10)
+        pool.renew()
+        assert not set(pool.run(os.getpid)) & set(before)
 
 
 PARENT = """
