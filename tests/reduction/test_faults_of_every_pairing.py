@@ -220,6 +220,7 @@ def pool_for(transport: str, pools: dict[str, RankPool]) -> RankPool:
     kind = transport if transport in ("mpi", "threads") else "torch"
     if kind not in pools:
         pools[kind] = started_by_mpi() if kind == "mpi" else RankPool(1 if kind == "threads" else RANKS)
+    pools[kind].renew()
     return pools[kind]
 
 
