@@ -13,7 +13,7 @@ export OMP_NUM_THREADS
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long check zoo bench-quality clean
+.PHONY: help demo test long trials check zoo bench-quality clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -25,7 +25,10 @@ test: .venv/.stamp ## Run the tests
 	@$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 long: .venv/.stamp ## Run the tests that take longer: whole programs, kills, trainings, more random set-ups
-	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile -m 'long or sweep'
+	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile -m '(long or sweep) and not trial'
+
+trials: .venv/.stamp ## Run what takes longest: stopped ranks, hundreds of models, every layout (on a quiet machine)
+	@$(BIN)/python -m pytest -q -m trial
 
 zoo: .venv/.zoo ## Check 49 networks of MONAI, each cut over 2 ranks
 	@$(BIN)/halocline check --zoo monai --ranks 2 --cut depth=2 --at-least 49

@@ -149,8 +149,8 @@ class Found:
 
 
 def on_rank(task: Task, path: str, deadline: float) -> Found:
+    count_every_thread()  # first: whatever is taken before it is not counted when it goes
     init(deadline)
-    count_every_thread()  # as in check_network
     with _quiet():
         answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)
     return Found(_errors(answer.tensors, torch.load(path, mmap=True)), answer.peak, answer.traffic)

@@ -75,14 +75,14 @@ def test_models_that_are_gone_leave_nothing() -> None:
     check_flat(shared_pool(2), "deterministic", 24, keep=False)
 
 
-@pytest.mark.long
+@pytest.mark.trial
 @pytest.mark.parametrize("mode", ["backward", "next-forward", "lag"])
 def test_three_hundred_models_one_after_another(mode: str) -> None:
     with RankPool(2) as pool:
         check_flat(pool, mode, 300, keep=False)
 
 
-@pytest.mark.long
+@pytest.mark.trial
 def test_three_hundred_models_at_a_time() -> None:
     with RankPool(2) as pool:
         check_flat(pool, "backward", 300, keep=True)

@@ -94,7 +94,7 @@ def test_one_write() -> None:
     assert sum(answer == "right" for answer in answers.values()) > 0.8 * len(answers)
 
 
-@pytest.mark.long
+@pytest.mark.trial
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_write(layout: str) -> None:
     tried = list(product(calls(), WRITES.values(), ({2: "a"}, {1: "a"}, {3: "a"})))

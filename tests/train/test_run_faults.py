@@ -282,14 +282,14 @@ def test_who_leaves_on_an_error_does_not_wait_for_a_stuck_writer(tmp_path, monke
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by", ["own", "variables", "mpiexec"])
+@pytest.mark.parametrize("by", ["own", *(pytest.param(by, marks=pytest.mark.trial) for by in ("variables", "mpiexec"))])
 def test_a_stopped_rank_ends_the_run_by_the_deadline(tmp_path, by):
     outcome = stop_a_rank(tmp_path, random.Random(1), DEADLINE, 2, by)
     assert outcome.status not in (None, 0), outcome
     assert "rank 0" in outcome.stderr and outcome.seconds < DEADLINE + 20, outcome
 
 
-@pytest.mark.long
+@pytest.mark.trial
 def test_a_stopped_rank_is_started_again(tmp_path):
     outcome = stop_a_rank(tmp_path, random.Random(3), DEADLINE, 2, "own", restarts=1)
     assert outcome.status == 0 and '"restarts": 1' in outcome.stdout, outcome
@@ -307,7 +307,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert kill_the_launcher(tmp_path, random.Random(0), 5.0, 2).status == 0
 
 
-@pytest.mark.long
+@pytest.mark.trial
 def test_one_rank_alone_prints_under_mpiexec(tmp_path):
     from fault_trials import command
 
