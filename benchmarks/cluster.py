@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from halocline.testing.place import ONE_THREAD, Place
+from halocline.testing.place import ONE_THREAD, RankPlace
 from halocline.testing.pool import RankPool
 
 from .topology import (
@@ -151,7 +151,7 @@ class Cluster:
         return [counted[card] for card in self.topology.interfaces]
 
 
-class Nodes(Place):
+class Nodes(RankPlace):
     """Ranks in the namespaces of their nodes; the store that they meet at is on node 0."""
 
     forked = False  # whatever others have: QUIET is read at import

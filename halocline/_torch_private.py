@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # for others to import from here
 
 #: Inside, torch functions do not come to ``__torch_function__``.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -21,7 +22,21 @@ no_torch_functions = torch._C.DisableTorchFunction
 
 
 #: Inside, no dispatch mode that somebody has set sees what torch is asked.
-unseen = torch.utils._python_dispatch._disable_current_modes
+disable_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
+
+
+#: The operator behind ``Tensor.item()`` and behind a branch on a tensor.
+item_operator = torch.ops.aten._local_scalar_dense.default
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of an ATen operator: its name, and which results alias which arguments."""
+    return operator._schema
+
+
+def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """A number that two tensors have in common while they share memory. It may return once that memory is freed."""
+    return (memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory)._cdata
 
 
 #: The ``__module__`` of the library's tensor classes. opt_einsum and its like take the first part of this name for the

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halocline.testing.place import Place
+from halocline.testing.place import RankPlace
 from halocline.testing.pool import renew_shared_pools
 
 # Test modules import helpers from tests/support, and a few from each other; ranks find them by name.
@@ -20,7 +20,7 @@ def pytest_configure() -> None:
     # In the background of a shell Ctrl-C is ignored; here it is tested.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    Place.forked = True  # 3 s less for each rank
+    RankPlace.forked = True  # 3 s less for each rank
     torch.set_num_threads(1)
     gc.freeze()  # torch stays: full collections, of which every measurement of memory makes some, pass it over
 

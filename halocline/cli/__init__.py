@@ -30,10 +30,10 @@ def main() -> None:
 def _is_rank() -> bool:
     """Of any launcher but mpiexec: MPI ends in a way of its own, on all ranks together."""
     from ..errors import MeshError
-    from ..world import this_place
+    from ..world import this_rank_info
 
     try:
-        place = this_place()
+        place = this_rank_info()
     except MeshError:  # the command itself says what is wrong with the environment
         return False
     return place is not None and place.by != "MPI"

@@ -19,7 +19,7 @@ from ..train.config import CONFIG, load_settings, make_settings, with_changes, w
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
 from ..train.settings import ConfigError, Settings
-from ..world import this_place
+from ..world import this_rank_info
 from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .stopping import Stop
 from .train_rank import RESULT, run_rank
@@ -134,7 +134,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 def _new_folder(name: str) -> Path:
     """``runs/NAME-1``, or the next number that is free. Ranks of a launcher must be told one folder."""
-    place = this_place()
+    place = this_rank_info()
     if place is not None and place.size != 1:
         raise ConfigError("under torchrun, srun and mpiexec all ranks must write into one folder: give --out")
     number = 1

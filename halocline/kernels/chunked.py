@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import constant_in_graphs, tracing, transforming
+from .._torch_private import TorchDispatchMode, constant_in_graphs, tracing, transforming
 from ..errors import HaloclineError
 from .replace import install, installed
 from .sizes import LARGEST, NEVER, Sizes, forced, sizes

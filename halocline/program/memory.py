@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from .._torch_private import TorchDispatchMode, storage_key
 from ..rules import planning
 from .work import tensors_of
 
@@ -28,7 +27,7 @@ class _Living(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key in self._known:
             return
         self._known.add(key)

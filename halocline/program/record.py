@@ -11,10 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from .._torch_private import in_backward
+from .._torch_private import TorchDispatchMode, in_backward, item_operator, schema_of
 from ..errors import Refused
 from ..rules import planning
 from ..tensor import here
@@ -80,7 +77,7 @@ class _Watcher(TorchDispatchMode):
         self._journal = journal
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if function is item_operator and args[0].is_meta:
             raise Refused(
                 "item",
                 here(),
@@ -95,15 +92,15 @@ class _Watcher(TorchDispatchMode):
 
 def _is_free(function: Any) -> bool:
     """Results that alias an argument without writing cost nothing, nor does memory that nobody has written yet."""
-    if "empty" in function._schema.name:
+    if "empty" in schema_of(function).name:
         return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(function).returns)
 
 
 def _operation(function: Any, args: Any, result: Any) -> Operation:
     inputs = tensors_of(args)
     return Operation(
-        name=function._schema.name.removeprefix("aten::"),
+        name=schema_of(function).name.removeprefix("aten::"),
         place=here(),
         phase="backward" if in_backward() else "forward",
         shapes=tuple(tuple(tensor.shape) for tensor in inputs),

@@ -77,7 +77,7 @@ class Agreement:
     """A world and a way for an engine's ranks to agree in a thread beside backward. Made by all ranks together."""
 
     def __init__(self, world: World, control: Callable[[World, str], Control], name: str) -> None:
-        found = lease(world, "world beside", lambda _: world.beside())
+        found = lease(world, "world beside", lambda _: world.duplicate())
         assert found is not None, f"more than {MOST} models whose ranks take different ways"
         self.lease = found
         self.world: World = found.thing

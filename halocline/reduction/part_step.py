@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import no_torch_functions, unseen
+from .._torch_private import disable_dispatch_modes, no_torch_functions
 from ..errors import MeshError
 
 Settings = dict[str, Any]  # of a param_group, without its parameters
@@ -93,7 +93,7 @@ def _as_groups(stepped: Sequence[tuple[Tensor, Order]]) -> list[Settings]:
 def apart() -> ExitStack:
     """A step in the middle of somebody's forward: none of what holds there holds here."""
     stack = ExitStack()
-    for context in (no_torch_functions(), unseen(), torch.inference_mode(False), torch.no_grad()):
+    for context in (no_torch_functions(), disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad()):
         stack.enter_context(context)
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import unseen
+from .._torch_private import disable_dispatch_modes, storage_key
 from ..tensor import CopyOf, ShardedTensor, Strides, dense_strides, on_one_rank, one_rank_strides, plain, same_memory
 from .idle import emptied
 from .plan import Plan, substitute
@@ -86,14 +86,14 @@ def _answers(function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index
     """None where torch cannot tell: a view that one rank's strides forbid."""
     metas = [on_one_rank(plain(tensor)) for tensor in tensors]
     given = iter(metas)
-    with unseen(), torch.no_grad():
+    with disable_dispatch_modes(), torch.no_grad():
         try:
             made = function(*[substitute(value, given) for value in args], **substitute(kwargs, given))
         except RuntimeError:
             return None
     results = made if isinstance(made, (tuple, list)) else [made]
-    memory = metas[index].untyped_storage()._cdata
-    return [Answer(r.untyped_storage()._cdata == memory, tuple(r.stride())) for r in results]
+    memory = storage_key(metas[index])
+    return [Answer(storage_key(r) == memory, tuple(r.stride())) for r in results]
 
 
 def worth_keeping(strides: Strides | None, shape: tuple[int, ...], tile: Tensor) -> Strides | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Box, Interval, shape_of, slices, whole
 from ..tensor import Cut, Fetch
-from ..world import Known, MovementFunction, Route
+from ..world import KnownMove, MovementFunction, Route
 from .recipe import Read, Recipe, Slot, Work
 from .replay import Autocast, differentiated
 from .rim import Rim
@@ -175,7 +175,7 @@ def _glued_backward(
     arrived = boxes.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor) -> Tensor:
-        return boxes.glued(Known.apply(tile, arrived, boxes.rim.transfer, route))
+        return boxes.glued(KnownMove.apply(tile, arrived, boxes.rim.transfer, route))
 
     (found,) = differentiated(compute, [tile], [True], gradient, autocast)
     return found

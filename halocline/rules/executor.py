@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import tracing, transforming, unseen
+from .._torch_private import disable_dispatch_modes, storage_key, tracing, transforming
 from ..errors import Refused
 from ..reduction import DueParameter, settle
 from ..sizes import size_text
@@ -122,7 +122,7 @@ def planned() -> Iterator[None]:
     """Inside, what torch is asked is part of a plan."""
     before, _now.planning = planning(), True
     try:
-        with unseen():
+        with disable_dispatch_modes():
             yield
     finally:
         _now.planning = before
@@ -251,9 +251,9 @@ def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...]
 def _remember_views(plan: Plan, tensors: list[Tensor], views: list[Tensor]) -> None:
     operand = tensors[plan.recipe.reads[0].operand.index]
     if isinstance(operand, ShardedTensor) and plan.mesh.channels_last:
-        memory = operand._tile.untyped_storage()._cdata
+        memory = storage_key(operand._tile)
         for view in views:
-            if isinstance(view, ShardedTensor) and view._tile.untyped_storage()._cdata == memory:
+            if isinstance(view, ShardedTensor) and storage_key(view._tile) == memory:
                 view._family = family_of(operand)
                 view._family.add(view)
 

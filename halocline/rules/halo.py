@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Box
 from ..tensor import Fetch
-from ..world import Exchange, Known, MovementFunction, Route, scaled
+from ..world import KnownMove, MovementFunction, PendingExchange, Route, scaled
 from .recipe import Addend, Recipe, Work
 from .replay import Autocast, differentiated
 from .rim import Rim
@@ -110,7 +110,7 @@ class _Backward:
             rim.add_back(mine, exchange)
         return mine, (None if slope is None else slope * factor), (None if offset is None else offset * factor)
 
-    def _send_rim(self, gradient: Tensor, pieces: list[Tensor], weights: list[Tensor]) -> Exchange | None:
+    def _send_rim(self, gradient: Tensor, pieces: list[Tensor], weights: list[Tensor]) -> PendingExchange | None:
         edges: list[Tensor] = []
         wanted = (*self.needed[:2], False)
         for addend, piece in zip(self.halo.addends, pieces, strict=True):
@@ -142,7 +142,7 @@ def _glued_backward(
     arrived = halo.rim.glued(operands[0].detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        whole = Known.apply(tile, arrived, halo.rim.transfer, route)
+        whole = KnownMove.apply(tile, arrived, halo.rim.transfer, route)
         return halo.glued(whole, *(None if t is None else scaled((1.0, halo.factor), t) for t in (weight, bias)))
 
     # What autocast had to do was done before the Function.

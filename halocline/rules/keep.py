@@ -14,7 +14,7 @@ from torch import Tensor
 from .._torch_private import count_in_checkpoint
 from ..errors import Refused
 from ..tensor import here
-from ..world import Exchange, Label, Receive, Send, World, this_world
+from ..world import Label, PendingExchange, Receive, Send, World, this_world
 
 Event = tuple[str, list[Tensor]]  # what it was for, and what came
 
@@ -67,8 +67,8 @@ class _Recording(_Standing):
         ranks: tuple[int, ...],
         label: Label,
         path: int | None = None,
-    ) -> Exchange:
-        exchange: Exchange = self.inner["begin"](sends, receives, like, ranks, label, path)
+    ) -> PendingExchange:
+        exchange: PendingExchange = self.inner["begin"](sends, receives, like, ranks, label, path)
         if self._inside:  # part of a sum, of which the result is kept
             return exchange
         self.tape.append(None)
@@ -90,10 +90,10 @@ class _Recording(_Standing):
         return result
 
 
-class _Recorded(Exchange):
+class _Recorded(PendingExchange):
     """An exchange of which a copy is kept of what arrives."""
 
-    def __init__(self, exchange: Exchange, tape: list[Event | None], place: int, label: Label) -> None:
+    def __init__(self, exchange: PendingExchange, tape: list[Event | None], place: int, label: Label) -> None:
         self._exchange, self._tape, self._place, self._operation = exchange, tape, place, label.operation
 
     def wait(self) -> list[Tensor]:
@@ -103,7 +103,7 @@ class _Recorded(Exchange):
         return came
 
 
-class _Known(Exchange):
+class _Known(PendingExchange):
     def __init__(self, messages: list[Tensor]) -> None:
         self._messages, self._waited = messages, False
 
@@ -126,7 +126,7 @@ class _Replaying(_Standing):
         ranks: tuple[int, ...],
         label: Label,
         path: int | None = None,
-    ) -> Exchange:
+    ) -> PendingExchange:
         return _Known(self._again([receive.elements for receive in receives], like, label))
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..geometry import Box, Slabs, Transfer, shape_of, slices, volume, whole
 from ..tensor import Fetch
-from ..world import Exchange, Route, begin, exchange_messages, unpack
+from ..world import PendingExchange, Route, begin, exchange_messages, unpack
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Rim:
     def of(cls, fetch: Fetch) -> Rim:
         return cls(fetch.slabs, fetch.transfer, fetch.fill)
 
-    def begin(self, tile: Tensor, route: Route) -> Exchange:
+    def begin(self, tile: Tensor, route: Route) -> PendingExchange:
         return begin(tile, self.transfer, route)
 
-    def arrived(self, exchange: Exchange, like: Tensor) -> list[Tensor]:
+    def arrived(self, exchange: PendingExchange, like: Tensor) -> list[Tensor]:
         """The slabs; one that is just one message is that message."""
         messages, pieces = exchange.wait(), []
         for piece, alone in zip(self.slabs.pieces, self.slabs.messages, strict=True):
@@ -43,7 +43,7 @@ class Rim:
                 at += size
         return pieces
 
-    def send_back(self, pieces: list[Tensor], like: Tensor, route: Route) -> Exchange:
+    def send_back(self, pieces: list[Tensor], like: Tensor, route: Route) -> PendingExchange:
         """The adjoint of the exchange: the slabs' gradients go to those from whom the slabs came."""
         messages = []
         for places in self.slabs.placed:
@@ -51,7 +51,7 @@ class Rim:
             messages.append(strips[0] if len(strips) == 1 else torch.cat(strips))
         return exchange_messages(messages, self.transfer.reversed, like, route)
 
-    def add_back(self, mine: Tensor, exchange: Exchange) -> None:
+    def add_back(self, mine: Tensor, exchange: PendingExchange) -> None:
         """What the others computed for this rank's edge, added to the gradient of its tile."""
         for message, values in zip(self.transfer.reversed.arriving, exchange.wait(), strict=True):
             unpack(mine, message, values, accumulate=True)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .._torch_private import TENSOR_MODULE, autograd_state, function_of, no_torch_function, weak_memory
+from .._torch_private import TENSOR_MODULE, autograd_state, function_of, no_torch_function, storage_key, weak_memory
 from ..errors import Refused
 from .place import here
 from .undrawn import Undrawn
@@ -156,7 +156,7 @@ class Uncertain(CopyOf):
 def note_write(tile: Tensor) -> None:
     """A write to ``tile`` that its version may not show (``x.data``): copies of its memory are out of date."""
     if _live:
-        _outdate(tile.untyped_storage()._cdata)
+        _outdate(storage_key(tile))
 
 
 def _outdate(memory: int, but: CopyOf | None = None) -> None:

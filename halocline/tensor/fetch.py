@@ -13,7 +13,7 @@ from torch import Tensor
 from .._torch_private import hook_first, quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
-from ..world import AVERAGED, Label, Mesh, Move, Route, Sum, is_movement, scaled
+from ..world import AVERAGED, Label, Mesh, MoveBoxes, Route, Sum, is_movement, scaled
 from .sharding import Sharding
 
 
@@ -76,7 +76,7 @@ class Fetch:
     def __call__(self, tile: Tensor, label: Label) -> Tensor:
         if self.communicates:
             route = Route(self.mesh.world, self.ranks, label)
-            return quick_apply(Move, tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
+            return quick_apply(MoveBoxes, tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
         if not self.untouched:
             tile = self.cut_out(tile)
         if self.adjoint_scale != 1 and tile.requires_grad:

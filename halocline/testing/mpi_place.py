@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HaloclineError
-from .place import START_DEADLINE, Place, environment
+from .place import START_DEADLINE, RankPlace, environment
 
 _SHORT = 5.0  # seconds for what the system does at once
 
 
-class MpiPlace(Place):
+class MpiPlace(RankPlace):
     """This machine, by the ``mpiexec`` that stands beside this Python, or else the first on the path."""
 
     parent = 0

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._torch_private import TorchDispatchMode
 
 
 class LastPlaces(TorchDispatchMode):

@@ -23,7 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 PRELOADED = ("halocline.testing.pool", "torch._dynamo")  # an optimizer's first step imports the second
 
 
-class Place:
+class RankPlace:
     """Loopback. A rank process gets a pickled copy; the parent keeps the store that the ranks meet at."""
 
     address = "127.0.0.1"

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from halocline.errors import HaloclineError
 
-from .place import START_DEADLINE, Place
+from .place import START_DEADLINE, RankPlace
 
 T = TypeVar("T")
 
@@ -95,11 +95,11 @@ class RankPool:
     default has the ranks run elsewhere than on loopback.
     """
 
-    def __init__(self, size: int, *, collective_timeout: float = 60.0, place: Place | None = None) -> None:
+    def __init__(self, size: int, *, collective_timeout: float = 60.0, place: RankPlace | None = None) -> None:
         if size < 1:
             raise HaloclineError(f"RankPool({size}): a pool needs at least one rank")
         self.size, self.collective_timeout = size, collective_timeout
-        self.place = place or Place()
+        self.place = place or RankPlace()
         self._ranks: _Ranks | None = _Ranks(size, collective_timeout, self.place)
 
     def run(
@@ -177,7 +177,7 @@ class RankPool:
 class _Ranks:
     """One generation of processes. It is used until something goes wrong, then killed; it is never mended."""
 
-    def __init__(self, size: int, timeout: float, place: Place) -> None:
+    def __init__(self, size: int, timeout: float, place: RankPlace) -> None:
         self.place = place
         self.stacks = tempfile.TemporaryDirectory(prefix="halocline-ranks-")
         self.store = place.serve_store()
@@ -291,7 +291,9 @@ def _decoded(rank: int, reply: bytes) -> Outcome:
 # ---- in the rank processes ----
 
 
-def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float, place: Place) -> None:
+def _rank_main(
+    rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float, place: RankPlace
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_die_with_parent, args=(Path(stack), place), daemon=True).start()
     with Path(stack).open("w") as stacks:
@@ -302,7 +304,7 @@ def _rank_main(rank: int, pipe: Connection, stack: str, *, size: int, port: int,
     _die_with_parent(Path(stack), place)
 
 
-def _die_with_parent(stack: Path, place: Place) -> None:
+def _die_with_parent(stack: Path, place: RankPlace) -> None:
     """In a thread too, for a rank that is stuck in a call would never read the end of its pipe."""
     place.wait_for_parent()
     stack.unlink(missing_ok=True)
@@ -318,7 +320,7 @@ def _next_job(pipe: Connection) -> bytes:
         return b""
 
 
-def _join(rank: int, size: int, port: int, timeout: float, place: Place) -> None:
+def _join(rank: int, size: int, port: int, timeout: float, place: RankPlace) -> None:
     torch.set_num_threads(1)
     place.enter(rank)
     store, limit = place.store(port), timedelta(seconds=timeout)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HaloclineError
-from ..world import DEFAULT_DEADLINE, joined_world, serve_store, this_place
+from ..world import DEFAULT_DEADLINE, joined_world, serve_store, this_rank_info
 from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
 
 LOGS = "ranks"
@@ -33,12 +33,12 @@ class LaunchError(HaloclineError, RuntimeError):
 
 def launched() -> bool:
     """Has torchrun, Slurm, mpiexec or our own launcher given this process a place among others?"""
-    return this_place() is not None
+    return this_rank_info() is not None
 
 
 def this_rank() -> int:
     """The rank in the joined world; before ranks are joined, the one that the launcher gave."""
-    place = joined_world() or this_place()
+    place = joined_world() or this_rank_info()
     return 0 if place is None else place.rank
 
 

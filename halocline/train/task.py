@@ -14,7 +14,7 @@ from ..data import Crop, Field, Flip, Rotate90, Shift
 from ..errors import HaloclineError, RankFailure
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
-from ..world import Label, Mesh, World, text_of
+from ..world import Label, Mesh, World, broadcast_text
 from .imports import called, named
 from .inputs import Input
 from .losses import make_loss
@@ -59,7 +59,7 @@ def together(world: World, make: Callable[[], Made]) -> Made:
         failed = world.maximum(failed, tuple(range(world.size)), _LABEL)
     if failed.any() and world.size > 1:
         first = int(failed.argmax())
-        why = text_of(world, first, str(mine), _LABEL)
+        why = broadcast_text(world, first, str(mine), _LABEL)
         if mine is None:
             raise RankFailure(f"rank {world.rank}: rank {first} has not what it needs to begin: {why}")
     if mine is not None:

@@ -1,21 +1,21 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
-from .base import Began, Exchange, Label, PendingSum, Receive, Send, Summed, Traffic, Waited, World
+from .base import Began, Label, PendingExchange, PendingSum, Receive, Send, Summed, Traffic, Waited, World
 from .dry import DryWorld
 from .joined import DEFAULT_DEADLINE
-from .launcher import Place, this_place
+from .launcher import RankInfo, this_rank_info
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, joined_world, this_world
 from .movement import (
     AVERAGED,
     Bundle,
-    Known,
-    Move,
+    KnownMove,
+    MoveBoxes,
     MovementFunction,
     MoveTogether,
     OwnFunction,
     Route,
-    Scale,
+    ScaleGradient,
     Sum,
     begin,
     exchange_messages,
@@ -27,7 +27,7 @@ from .movement import (
 from .mpi import MpiWorld
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
-from .text import text_of
+from .text import broadcast_text
 
 __all__ = [
     "AVERAGED",
@@ -35,22 +35,22 @@ __all__ = [
     "Began",
     "Bundle",
     "DryWorld",
-    "Exchange",
-    "Known",
+    "KnownMove",
     "Label",
     "LocalWorld",
     "Mesh",
-    "Move",
+    "MoveBoxes",
     "MoveTogether",
     "MovementFunction",
     "MpiWorld",
     "OwnFunction",
+    "PendingExchange",
     "PendingSum",
-    "Place",
     "ProcessWorld",
+    "RankInfo",
     "Receive",
     "Route",
-    "Scale",
+    "ScaleGradient",
     "Send",
     "Sum",
     "Summed",
@@ -59,6 +59,7 @@ __all__ = [
     "World",
     "as_world",
     "begin",
+    "broadcast_text",
     "exchange_messages",
     "forget",
     "init",
@@ -69,8 +70,7 @@ __all__ = [
     "run_local",
     "scaled",
     "serve_store",
-    "text_of",
-    "this_place",
+    "this_rank_info",
     "this_world",
     "unpack",
 ]

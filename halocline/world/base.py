@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import count_in_checkpoint
-from .caller import Launch, call_path, text_of
+from .caller import LauncherCalls, call_path, describe_path
 from .tags import counted_tag, size_bits
 
 
@@ -123,7 +123,7 @@ class World(ABC):
         self.overlap = True  # False: wait for every exchange as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
         self.samples: Counter[tuple[int, ...]] = Counter()  # calls of ``hc.shard`` so far, by group of ranks
-        self.launch: Launch | None = None  # the outermost calls, where they differ between ranks
+        self.launcher_calls: LauncherCalls | None = None  # the outermost calls, where they differ between ranks
 
     @abstractmethod
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
@@ -145,7 +145,7 @@ class World(ABC):
         ranks: tuple[int, ...],
         label: Label,
         path: int | None = None,
-    ) -> Exchange:
+    ) -> PendingExchange:
         """Start an exchange among ``ranks`` (the same tuple on each of them: it keeps their count of messages).
 
         ``path`` is the caller's :meth:`path`, where it is known already.
@@ -162,23 +162,23 @@ class World(ABC):
 
     def path(self, label: Label) -> int:
         """From where in the program this is called; 0 for what the library does by itself, in threads of its own."""
-        return call_path(self.launch) if label.channel == "moves" else 0
+        return call_path(self.launcher_calls) if label.channel == "moves" else 0
 
     def called(self, label: Label) -> str:
         """For errors: what communicates, and the line of the program that called it."""
-        text = text_of(call_path(self.launch))
+        text = describe_path(call_path(self.launcher_calls))
         return f"{label}, called at {text}" if text else str(label)
 
-    def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> Exchange:
+    def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> PendingExchange:
         """Start an exchange whose tags the caller keeps apart, into memory that is there."""
         self.traffic.messages += len(outgoing)
         self._exchanges += 1
         if self.journal is not None:
             self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
         buffers = [buffer for _, buffer, _ in incoming]
-        return Exchange(self, self.post(outgoing, incoming, label), buffers, label, self._exchanges)
+        return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, self._exchanges)
 
-    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         """Wait until one of these is done, and say which; None after :meth:`interrupt`. RankFailure at ``end``.
 
         Where nobody can tell which is done, it is the oldest.
@@ -238,7 +238,7 @@ class World(ABC):
         self.ring_sum(tensor, ranks, label)
 
     @abstractmethod
-    def beside(self, wide: bool = False) -> World:
+    def duplicate(self, wide: bool = False) -> World:
         """The same ranks once more, for another thread: what the two send is never mixed up. Made by all together.
 
         ``wide``: that thread does nothing but communicate, many messages at a time, of any size, and over all network
@@ -246,7 +246,7 @@ class World(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  others have nothing to let go of
-        """Let go of what :meth:`beside` made: connections and their threads. By all ranks together."""
+        """Let go of what :meth:`duplicate` made: connections and their threads. By all ranks together."""
 
     def leave(self) -> None:  # noqa: B027
         """After an error: whoever waits for this rank is to hear at once that it has gone, not at the deadline."""
@@ -317,7 +317,7 @@ class World(ABC):
         return received[0] if received else value
 
 
-class Exchange:
+class PendingExchange:
     """An exchange under way."""
 
     def __init__(self, world: World, posted: object, buffers: list[Tensor], label: Label, number: int) -> None:

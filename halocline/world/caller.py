@@ -39,14 +39,14 @@ _codes: dict[int, tuple[CodeType, dict[int, int]]] = {}
 _texts: dict[int, str] = {}
 
 
-class Launch(NamedTuple):
+class LauncherCalls(NamedTuple):
     """How many of the outermost calls differ from rank to rank, in the thread where the ranks met: a launcher's."""
 
     thread: int
     calls: int
 
 
-def call_path(launch: Launch | None) -> int:
+def call_path(launch: LauncherCalls | None) -> int:
     """A hash of the user's calls that led here, but for those of the launcher."""
     calls, frames = _calls()
     if launch is not None and launch.thread == threading.get_ident():
@@ -59,7 +59,7 @@ def call_path(launch: Launch | None) -> int:
     return value
 
 
-def text_of(path: int) -> str:
+def describe_path(path: int) -> str:
     """The innermost calls of a path that this process has hashed, for errors."""
     return _texts.get(path, "")
 

@@ -34,7 +34,7 @@ class DryWorld(World):
         self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
         return None
 
-    def beside(self, wide: bool = False) -> DryWorld:
+    def duplicate(self, wide: bool = False) -> DryWorld:
         return type(self)(self.rank, self.size)
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..errors import RankFailure
 from .base import Label, World
-from .caller import Launch, meeting_calls
+from .caller import LauncherCalls, meeting_calls
 from .rendezvous import BoundedStore, joined_store, within
 from .tags import called_elsewhere, divergence
-from .wire import Diverged
+from .tcp import Diverged
 
 DEFAULT_DEADLINE = 120.0  # seconds
 _PATIENCE = 4.0  # where nobody has set a deadline: of the longest wait that ended well
@@ -64,7 +64,7 @@ class JoinedWorld(World):
         shared = same.index(False) if False in same else _DEEPEST
         least = -int(self.maximum(torch.tensor([-shared], device="cpu"), everyone, label))
         if least < _DEEPEST:
-            self.launch = Launch(threading.get_ident(), max(0, len(calls) - least))
+            self.launcher_calls = LauncherCalls(threading.get_ident(), max(0, len(calls) - least))
         self.traffic.clear()
         self._first = True
 
@@ -72,10 +72,10 @@ class JoinedWorld(World):
     def _another(self, wide: bool) -> Self:
         """The same ranks with connections of their own."""
 
-    def beside(self, wide: bool = False) -> Self:
+    def duplicate(self, wide: bool = False) -> Self:
         spare = self._spare.get(wide)
         made: Self = spare.pop() if spare else self._another(wide)
-        made._spare, made._lent, made._wide, made.launch = self._spare, True, wide, self.launch
+        made._spare, made._lent, made._wide, made.launcher_calls = self._spare, True, wide, self.launcher_calls
         made._adapts = self._adapts
         made.set_deadline(self.deadline)
         return made

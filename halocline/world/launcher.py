@@ -18,7 +18,7 @@ _MPI = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process among the ranks of its run. ``size`` is 0 where the environment does not say it."""
 
     by: str  # "torchrun" (or whoever sets its variables), "Slurm" or "MPI"
@@ -26,23 +26,23 @@ class Place:
     size: int
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
+def rank_info_of(environment: Mapping[str, str]) -> RankInfo | None:
     """None for a process that no launcher started, or that Slurm or mpiexec started alone.
 
     Variables of torchrun come first, then Slurm's: those of MPI may be inherited from a shell on a cluster.
 
-    >>> place_of({"PMI_RANK": "1", "PMI_SIZE": "4"}), place_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
-    (Place(by='MPI', rank=1, size=4), None)
+    >>> rank_info_of({"PMI_RANK": "1", "PMI_SIZE": "4"}), rank_info_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
+    (RankInfo(by='MPI', rank=1, size=4), None)
     """
     if "RANK" in environment:
-        return Place("torchrun", _number(environment, "RANK"), _number(environment, "WORLD_SIZE", 1))
+        return RankInfo("torchrun", _number(environment, "RANK"), _number(environment, "WORLD_SIZE", 1))
     tasks = _number(environment, "SLURM_NTASKS", 1)
     if "SLURM_PROCID" in environment and tasks > 1:
-        return Place("Slurm", _number(environment, "SLURM_PROCID"), tasks)
+        return RankInfo("Slurm", _number(environment, "SLURM_PROCID"), tasks)
     for rank, size in _MPI:
         if rank in environment:
             count = _number(environment, size)
-            return None if count == 1 else Place("MPI", _number(environment, rank), count)
+            return None if count == 1 else RankInfo("MPI", _number(environment, rank), count)
     return None
 
 
@@ -53,26 +53,26 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     return int(text)
 
 
-def this_place() -> Place | None:
+def this_rank_info() -> RankInfo | None:
     """Of this process. Asks MPI itself where ranks are told to join over MPI and no variable says more."""
-    found = place_of(os.environ)
+    found = rank_info_of(os.environ)
     if found is not None or os.environ.get("HALOCLINE_TRANSPORT") != "mpi":
         return found
     from .mpi_library import library
 
     world = library().COMM_WORLD
-    return Place("MPI", world.Get_rank(), world.Get_size()) if world.Get_size() > 1 else None
+    return RankInfo("MPI", world.Get_rank(), world.Get_size()) if world.Get_size() > 1 else None
 
 
 def started_by_mpiexec(environment: Mapping[str, str]) -> bool:
     """As one of several ranks, by a launcher of MPI alone."""
-    found = place_of(environment)
+    found = rank_info_of(environment)
     return found is not None and found.by == "MPI"
 
 
 def adopt_environment() -> bool:
     """torchrun's variables as they are, or made from Slurm's; False where neither started this process."""
-    found = place_of(os.environ)
+    found = rank_info_of(os.environ)
     if found is None or found.by == "MPI" or (found.by == "torchrun" and "WORLD_SIZE" not in os.environ):
         return False
     if found.by == "torchrun":

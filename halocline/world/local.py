@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Exchange, Incoming, Label, Outgoing, World
+from .base import Incoming, Label, Outgoing, PendingExchange, World
 from .tags import diverged, divergence, sum_tag
 
 _current = threading.local()  # the world of this thread, if it is a rank of its own
@@ -28,18 +28,18 @@ class _Board:
         self.messages: dict[tuple[int, int, int], list[Tensor]] = {}
         self.called: dict[tuple[int, int, int], str] = {}  # what each of them is for, and who sent it
         self.failure: str | None = None
-        self._besides: dict[int, _Board] = {}
+        self._duplicates: dict[int, _Board] = {}
 
-    def beside(self, number: int) -> _Board:
+    def duplicate(self, number: int) -> _Board:
         """One for each number, the same for all ranks."""
         with self.changed:
-            return self._besides.setdefault(number, _Board())
+            return self._duplicates.setdefault(number, _Board())
 
     def fail(self, text: str) -> None:
         with self.changed:
             self.failure = self.failure or text
             self.changed.notify_all()
-            others = list(self._besides.values())
+            others = list(self._duplicates.values())
         for other in others:
             other.fail(text)
 
@@ -47,7 +47,7 @@ class _Board:
 class LocalWorld(World):
     def __init__(self, rank: int, size: int, board: _Board, deadline: float) -> None:
         super().__init__(rank, size, deadline)
-        self._board, self._besides, self._interrupted = board, 0, False
+        self._board, self._duplicates, self._interrupted = board, 0, False
         self._sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
@@ -86,7 +86,7 @@ class LocalWorld(World):
             if key[:2] == awaited[:2] and diverged(awaited[2], key[2]):
                 raise RankFailure(divergence(self.rank, self.called(label), awaited[0], called))
 
-    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         board = self._board
         with board.changed:
             while not self._interrupted:
@@ -122,9 +122,9 @@ class LocalWorld(World):
             total += part
         tensor.copy_(total)
 
-    def beside(self, wide: bool = False) -> LocalWorld:
-        self._besides += 1
-        return LocalWorld(self.rank, self.size, self._board.beside(self._besides), self.deadline)
+    def duplicate(self, wide: bool = False) -> LocalWorld:
+        self._duplicates += 1
+        return LocalWorld(self.rank, self.size, self._board.duplicate(self._duplicates), self.deadline)
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         tensor.copy_(self._double(tensor, ranks, torch.add, label))

@@ -15,7 +15,7 @@ from .._torch_private import function_of, quick_apply
 from ..errors import Refused
 from ..geometry import Message, Slices, Transfer
 from ..kernels.layout import memory_format_of
-from .base import Exchange, Label, Receive, Send, World
+from .base import Label, PendingExchange, Receive, Send, World
 
 #: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
 AVERAGED = "_halocline_averaged"
@@ -59,7 +59,7 @@ def is_movement(node: object) -> bool:
     return function is not None and issubclass(function, MovementFunction)
 
 
-class Move(MovementFunction):
+class MoveBoxes(MovementFunction):
     """Carry boxes between ranks: ``target = scale * sum of what arrives``, ``fill`` where nothing does."""
 
     @staticmethod
@@ -72,11 +72,11 @@ class Move(MovementFunction):
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         recompute_first(ctx)
         swapped = (ctx.scales[1], ctx.scales[0])
-        return Move.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
+        return MoveBoxes.apply(gradient, ctx.transfer.reversed, ctx.route, swapped, 0.0), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
-        return Move.apply(tangent, ctx.transfer, ctx.route, ctx.scales, 0.0)
+        return MoveBoxes.apply(tangent, ctx.transfer, ctx.route, ctx.scales, 0.0)
 
 
 class MoveTogether(MovementFunction):
@@ -94,8 +94,8 @@ class MoveTogether(MovementFunction):
         return None, *MoveTogether.apply(ctx.bundle.reversed, *gradients)
 
 
-class Known(MovementFunction):
-    """A movement of which the result is known: nothing travels until backward, which is that of :class:`Move`."""
+class KnownMove(MovementFunction):
+    """A movement of which the result is known: nothing travels until backward, which is that of :class:`MoveBoxes`."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, arrived: Tensor, transfer: Transfer, route: Route):  # type: ignore[no-untyped-def]
@@ -106,7 +106,7 @@ class Known(MovementFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         recompute_first(ctx)
-        return Move.apply(gradient, ctx.transfer.reversed, ctx.route, (1.0, 1.0), 0.0), None, None, None
+        return MoveBoxes.apply(gradient, ctx.transfer.reversed, ctx.route, (1.0, 1.0), 0.0), None, None, None
 
 
 class Sum(MovementFunction):
@@ -130,7 +130,7 @@ class Sum(MovementFunction):
         return Sum.apply(tangent, ctx.route, ctx.scales)
 
 
-class Scale(MovementFunction):
+class ScaleGradient(MovementFunction):
     """Identity whose adjoint multiplies: whole operands that enter a cut operation, all of a call at once."""
 
     @staticmethod
@@ -144,7 +144,7 @@ class Scale(MovementFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[no-untyped-def]
         swapped = (ctx.scales[1], ctx.scales[0])
-        return None, *(None if g is None else Scale.apply(swapped, g) for g in gradients)
+        return None, *(None if g is None else ScaleGradient.apply(swapped, g) for g in gradients)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
@@ -154,7 +154,7 @@ class Scale(MovementFunction):
 
 
 def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
-    return quick_apply(Scale, scales, *tensors)
+    return quick_apply(ScaleGradient, scales, *tensors)
 
 
 def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:
@@ -223,12 +223,12 @@ class Bundle(NamedTuple):
         return target.mul_(scale) if scale != 1 else target
 
 
-def begin(tile: Tensor, transfer: Transfer, route: Route) -> Exchange:
+def begin(tile: Tensor, transfer: Transfer, route: Route) -> PendingExchange:
     """Send the boxes of ``tile`` that others need, and ask for those that this rank needs."""
     return exchange_messages([pack(tile, message) for message in transfer.leaving], transfer, tile, route)
 
 
-def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, route: Route) -> Exchange:
+def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, route: Route) -> PendingExchange:
     """The same with the messages already packed, one for each peer of the transfer."""
     sends = [Send(to.peer, message) for to, message in zip(transfer.leaving, messages, strict=True)]
     receives = [Receive(message.peer, message.elements) for message in transfer.arriving]

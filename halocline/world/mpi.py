@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure, Refused
-from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
+from .base import CHANNELS, Incoming, Label, Outgoing, PendingExchange
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .mpi_library import at_the_end, ending_process, library, poll, progress, started_library
 from .tags import folded
-from .wire import Diverged
+from .tcp import Diverged
 
 _PARTING = "parting"  # a communicator on which a rank that leaves says so
 _LAST = 0.1  # seconds for what a rank sent before it left
@@ -177,7 +177,7 @@ class MpiWorld(JoinedWorld):
                     return peer
         return posted.peers[0]
 
-    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
+    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         several = [exchange.posted for exchange in under_way]
         if not self._await(several, end, under_way[0].label, self._interrupted):
             self._interrupted.clear()

@@ -16,7 +16,7 @@ from .base import Label
 from .mpi import MpiWorld
 from .process import start_torch
 from .rendezvous import within
-from .text import text_of
+from .text import broadcast_text
 
 
 def join_by_mpi(deadline: float) -> MpiWorld:
@@ -45,7 +45,7 @@ def _meet(world: MpiWorld) -> Any:
     listener = socket.create_server(("127.0.0.1" if one_machine else "", 0)) if world.rank == 0 else None
     address = "127.0.0.1" if one_machine else socket.gethostname()
     port = listener.getsockname()[1] if listener else 0
-    address, port = text_of(world, 0, f"{address} {port}", label).split()
+    address, port = broadcast_text(world, 0, f"{address} {port}", label).split()
     os.environ.update(
         RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(mine.index(world.rank)),
         LOCAL_WORLD_SIZE=str(len(mine)), MASTER_ADDR=address, MASTER_PORT=port,

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from .._torch_private import default_store, set_group_timeout
 from ..errors import RankFailure
-from .base import CHANNELS, Exchange, Incoming, Label, Outgoing
-from .bulk import POSSIBLE, Bulk, BulkError
+from .base import CHANNELS, Incoming, Label, Outgoing, PendingExchange
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment
 from .rendezvous import init_process_group, meeting_point, new_group
 from .tags import folded
-from .wire import LARGEST, Arrival, Wire, memory_of
+from .tcp import LARGEST, PendingReceive, TcpTransport, memory_of
+from .tcp_priority import POSSIBLE, PriorityTransport, TransportError
 
 _TAG_BITS = 31  # of gloo, and of lanes that put shared memory's places above them
 _SENT_AS_IT_IS = (torch.float32, torch.float64)
@@ -32,7 +32,7 @@ class _Large(NamedTuple):
     """A message that gloo carries. Its tag alone comes on our own socket, where one from a rank elsewhere in
     the program is noticed at once: gloo would wait for the deadline."""
 
-    announced: Arrival
+    announced: PendingReceive
     carried: dist.Work
 
 
@@ -53,8 +53,8 @@ class ProcessWorld(JoinedWorld):
         # Each group of gloo's has threads, which wake up a hundred times a second.
         channels = CHANNELS if not in_bulk or self._nccl else ()
         self._groups = {channel: new_group(deadline, backend=self._backend) for channel in channels}
-        self._bulk = Bulk(self.rank, deadline) if in_bulk else None
-        self._wire = Wire(self.rank, deadline) if own_sockets and not in_bulk else None
+        self._priority = PriorityTransport(self.rank, deadline) if in_bulk else None
+        self._tcp = TcpTransport(self.rank, deadline) if own_sockets and not in_bulk else None
 
     def set_deadline(self, seconds: float) -> None:
         super().set_deadline(seconds)
@@ -66,8 +66,8 @@ class ProcessWorld(JoinedWorld):
         self.traffic.transport_bytes += sum(message.nbytes for _, message, _ in sends)
         if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
             return _post_on_device(sends, receives, self._groups[label.channel])
-        if self._bulk is not None:
-            return self._post_in_bulk(self._bulk, sends, receives, label)
+        if self._priority is not None:
+            return self._post_in_bulk(self._priority, sends, receives, label)
         group = self._groups[label.channel]
         jobs: list[tuple[int, Any, Tensor, Tensor]] = []
         for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
@@ -78,7 +78,7 @@ class ProcessWorld(JoinedWorld):
         return jobs
 
     def _post_in_bulk(
-        self, bulk: Bulk, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label
+        self, bulk: PriorityTransport, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label
     ) -> list[tuple[int, Any, Tensor, Tensor]]:
         jobs: list[tuple[int, Any, Tensor, Tensor]] = []
         peer = -1
@@ -98,20 +98,20 @@ class ProcessWorld(JoinedWorld):
         self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
     ) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(buffer)
-        if self._wire is None:
+        if self._tcp is None:
             return peer, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS)), buffer, host
         if host.nbytes <= LARGEST:
-            return peer, self._wire.pipe(peer).receive(tag, _memory(host)), buffer, host
-        announced = self._wire.pipe(peer).receive(tag, memoryview(bytearray()))
+            return peer, self._tcp.connection(peer).receive(tag, _memory(host)), buffer, host
+        announced = self._tcp.connection(peer).receive(tag, memoryview(bytearray()))
         return peer, _Large(announced, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS))), buffer, host
 
     def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
         host = self._host(message, fill=True)
-        if self._wire is not None and host.nbytes <= LARGEST:
-            self._wire.pipe(peer).send(tag, _memory(host))
+        if self._tcp is not None and host.nbytes <= LARGEST:
+            self._tcp.connection(peer).send(tag, _memory(host))
             return peer, None, host, host
-        if self._wire is not None:
-            self._wire.pipe(peer).send(tag, memoryview(b""))
+        if self._tcp is not None:
+            self._tcp.connection(peer).send(tag, memoryview(b""))
         return peer, group.send([_bytes(host)], peer, folded(tag, _TAG_BITS)), host, host
 
     def complete(self, posted: object, label: Label) -> None:
@@ -119,41 +119,41 @@ class ProcessWorld(JoinedWorld):
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
                 if isinstance(work, _Large):
-                    self._wire.wait(peer, work.announced, end)  # type: ignore[union-attr]
+                    self._tcp.wait(peer, work.announced, end)  # type: ignore[union-attr]
                     work = work.carried
                 if isinstance(work, dist.Work):
                     work.wait(self._wait)
-                elif self._bulk is None:
-                    self._wire.wait(peer, work, end)  # type: ignore[union-attr]
+                elif self._priority is None:
+                    self._tcp.wait(peer, work, end)  # type: ignore[union-attr]
                 elif not work.done:
-                    self._bulk.wait([(peer, work)], end)
+                    self._priority.wait([(peer, work)], end)
             except (RuntimeError, OSError) as error:
                 raise self._failure(peer, error, label) from error
             if host is not buffer:
                 buffer.copy_(host)
 
-    def first(self, under_way: Sequence[Exchange], end: float) -> int | None:
-        if self._bulk is None:
+    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+        if self._priority is None:
             return super().first(under_way, end)
         try:
-            return self._bulk.first([exchange.posted for exchange in under_way], end)
-        except BulkError as error:
+            return self._priority.first([exchange.posted for exchange in under_way], end)
+        except TransportError as error:
             raise self._failure(error.peer, error, under_way[0].label) from error
 
     def meet(self, peers: Sequence[int]) -> None:
-        if self._bulk is not None:
+        if self._priority is not None:
             try:
-                self._bulk.meet(peers)
+                self._priority.meet(peers)
             except (RuntimeError, OSError) as error:
                 raise self._failure(None, error, Label("meeting", "the rings")) from error
 
     def keep_short(self, size: int) -> None:
-        if self._bulk is not None:
-            self._bulk.keep_short(size)
+        if self._priority is not None:
+            self._priority.keep_short(size)
 
     def interrupt(self) -> None:
-        if self._bulk is not None:
-            self._bulk.ring()
+        if self._priority is not None:
+            self._priority.ring()
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         host = tensor if self._nccl and tensor.is_cuda else self._host(tensor, fill=True)
@@ -192,10 +192,10 @@ class ProcessWorld(JoinedWorld):
 
     def leave(self) -> None:
         self._failed = self._failed or "this rank has left"
-        if self._wire is not None:
-            self._wire.close()
-        if self._bulk is not None:
-            self._bulk.close()
+        if self._tcp is not None:
+            self._tcp.close()
+        if self._priority is not None:
+            self._priority.close()
         nobody = next(rank for rank in range(self.size) if rank != self.rank)
         for group in self._groups.values():
             with suppress(RuntimeError):  # gloo closes all connections of a group when a wait in it has timed out

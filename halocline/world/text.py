@@ -9,7 +9,7 @@ from .base import Label, World
 _LONGEST = 512  # bytes
 
 
-def text_of(world: World, source: int, text: str, label: Label) -> str:
+def broadcast_text(world: World, source: int, text: str, label: Label) -> str:
     """What rank ``source`` gives as ``text``, on every rank of the world; cut after 512 bytes. Called by all ranks."""
     line, data = torch.zeros(_LONGEST, dtype=torch.uint8), text.encode()[:_LONGEST]
     if world.rank == source and data:

@@ -216,7 +216,7 @@ def wait_for_one_that_leaves() -> str:
 def talk_in_two_threads() -> bool:
     """Both ask for the same tags; one is closed, and lent again."""
     world, right = everyone(), []
-    beside = world.beside()
+    beside = world.duplicate()
 
     def talk(which: MpiWorld, value: float, dtype: torch.dtype) -> None:
         ranks, label = tuple(range(which.size)), Label("sum", "test")
@@ -232,7 +232,7 @@ def talk_in_two_threads() -> bool:
     for thread in threads:
         thread.join(30.0)
     beside.close()
-    again = world.beside()
+    again = world.duplicate()
     again.close()
     return right == [True, True] and again is beside
 

@@ -28,7 +28,7 @@ from halocline.train.launch import LocalRanks
 from halocline.train.log import read_log
 from halocline.train.settings import GuardSettings
 from halocline.train.trainer import Trainer
-from halocline.world.launcher import Place, place_of
+from halocline.world.launcher import RankInfo, rank_info_of
 from halocline.world.rendezvous import BoundedStore
 
 DEADLINE = 10.0
@@ -134,12 +134,12 @@ def test_ranks_share_the_lock_of_their_launcher(tmp_path):
 # ---- launchers of others ----
 
 PLACES = {
-    "torchrun": ({"RANK": "1", "WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "2"}, Place("torchrun", 1, 4)),
-    "srun": ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "PMIX_RANK": "3"}, Place("Slurm", 3, 4)),
+    "torchrun": ({"RANK": "1", "WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "2"}, RankInfo("torchrun", 1, 4)),
+    "srun": ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "PMIX_RANK": "3"}, RankInfo("Slurm", 3, 4)),
     "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
-    "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Place("MPI", 1, 2)),
-    "open mpi": ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "2"}, Place("MPI", 2, 4)),
-    "pmix": ({"PMIX_RANK": "1"}, Place("MPI", 1, 0)),
+    "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, RankInfo("MPI", 1, 2)),
+    "open mpi": ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "2"}, RankInfo("MPI", 2, 4)),
+    "pmix": ({"PMIX_RANK": "1"}, RankInfo("MPI", 1, 0)),
     "nobody": ({}, None),
 }
 
@@ -147,7 +147,7 @@ PLACES = {
 @pytest.mark.parametrize("case", PLACES)
 def test_every_launcher_says_which_rank_this_is(case):
     variables, expected = PLACES[case]
-    assert place_of(variables) == expected
+    assert rank_info_of(variables) == expected
 
 
 # ---- corrupt state ----

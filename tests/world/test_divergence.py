@@ -17,7 +17,7 @@ from torch import nn
 import halocline as hc
 from halocline.testing import RankPool, shared_pool
 from halocline.world import forget, run_local
-from halocline.world.caller import Launch, call_path, text_of
+from halocline.world.caller import LauncherCalls, call_path, describe_path
 from halocline.world.tags import called_elsewhere, counted_tag, diverged, folded, size_bits
 
 F64 = torch.float64
@@ -123,7 +123,7 @@ def test_a_path_is_a_place_in_the_source() -> None:
     first = [here() for _ in range(3)]
     assert len(set(first)) == 1
     assert here() != here()
-    assert "test_divergence.py" in text_of(first[0])
+    assert "test_divergence.py" in describe_path(first[0])
 
 
 def progress_bar(items: object, disable: bool) -> object:
@@ -157,7 +157,7 @@ def test_ranks_that_differ_in_an_outer_call_are_told_so() -> None:
 
 def test_calls_of_the_launcher_do_not_count() -> None:
     def inner() -> int:
-        return call_path(Launch(threading.get_ident(), outer_calls))
+        return call_path(LauncherCalls(threading.get_ident(), outer_calls))
 
     def wrapped() -> int:
         return inner()

@@ -11,19 +11,19 @@ import torch
 from halocline.reduction.rings import Rings
 from halocline.testing import shared_pool
 from halocline.world import Label, Mesh
-from halocline.world.bulk import BulkError, Lane
-from halocline.world.shared import Mailbox, offered
-from halocline.world.wire import memory_of
+from halocline.world.shared_memory import Mailbox, offered
+from halocline.world.tcp import memory_of
+from halocline.world.tcp_priority import PriorityConnection, TransportError
 
 SIZES = (1, 30_000, 100_000)  # the last goes flat
 
 
-def lanes(same_node: bool) -> tuple[Lane, Lane]:
+def lanes(same_node: bool) -> tuple[PriorityConnection, PriorityConnection]:
     one, other = socket.socketpair(socket.AF_UNIX)
-    return Lane(one, 1, same_node), Lane(other, 0, same_node)
+    return PriorityConnection(one, 1, same_node), PriorityConnection(other, 0, same_node)
 
 
-def drive(*ends: Lane) -> None:
+def drive(*ends: PriorityConnection) -> None:
     """Until nothing moves any more."""
     for _ in range(200):
         for lane in ends:
@@ -114,7 +114,7 @@ def test_a_message_of_another_size_is_an_error(early: bool) -> None:
         there.receive(7, memory_of(torch.zeros(9, dtype=torch.uint8)))
         drive(there)
 
-    with pytest.raises(BulkError, match="another size"):
+    with pytest.raises(TransportError, match="another size"):
         receive()
 
 
@@ -133,7 +133,7 @@ def _after_rings() -> list[float]:
     rings = Rings(mesh.world, "levels")
     rings.begin(torch.ones(100), Label("sum", "a test", "gradients")).wait()
     rings.close()
-    again, other, everyone = mesh.world.beside(wide=True), mesh.world.beside(), tuple(range(mesh.size))
+    again, other, everyone = mesh.world.duplicate(wide=True), mesh.world.duplicate(), tuple(range(mesh.size))
     assert again is rings._own
     assert other is not again
     label = Label("sum", "a test")

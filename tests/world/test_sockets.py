@@ -12,20 +12,20 @@ import torch
 import halocline as hc
 from halocline.testing import shared_pool
 from halocline.world import Label
-from halocline.world.door import HELLO, Door
-from halocline.world.wire import LARGEST, Pipe, Wire, memory_of
+from halocline.world.listener import HELLO, Listener
+from halocline.world.tcp import LARGEST, Connection, TcpTransport, memory_of
 
 
-def pair() -> tuple[Pipe, Pipe]:
+def pair() -> tuple[Connection, Connection]:
     one, other = socket.socketpair(socket.AF_UNIX)
     for end in (one, other):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return Pipe(one), Pipe(other)
+    return Connection(one), Connection(other)
 
 
-def alone(pipe: Pipe) -> Wire:
-    wire = Wire.__new__(Wire)
-    wire.rank, wire.deadline, wire.pipes = 0, 0.2, {1: pipe}
+def alone(connection: Connection) -> TcpTransport:
+    wire = TcpTransport.__new__(TcpTransport)
+    wire.rank, wire.deadline, wire.connections = 0, 0.2, {1: connection}
     return wire
 
 
@@ -136,8 +136,8 @@ STRANGERS = ("idles", "resets", "hangs up", "talks", "says a part")
 
 
 def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halocline.world.door._GREETING", 0.05)
-    door = Door("127.0.0.1")
+    monkeypatch.setattr("halocline.world.listener._GREETING", 0.05)
+    door = Listener("127.0.0.1")
     callers = [stranger(door.address, kind) for kind in STRANGERS]
     host, port, token = door.address.split()
     rank = socket.create_connection((host, int(port)))
@@ -159,7 +159,7 @@ def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatc
 
 def meet_among_strangers() -> list[float]:
     world = hc.Mesh(data=-1).world._another(False)  # type: ignore[attr-defined]
-    callers = [stranger(world._wire._door.address, kind) for kind in STRANGERS for _ in range(3)]
+    callers = [stranger(world._tcp._listener.address, kind) for kind in STRANGERS for _ in range(3)]
     everyone = tuple(range(world.size))
     found = world.sum(torch.ones(2), everyone, Label("sum", "a test")).tolist()
     for caller in callers:

@@ -114,7 +114,7 @@ class Loader:
         self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
         self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
         self._held = self._make_held(memory) if memory else None
-        self._world = mesh.world.beside() if mesh.size > 1 else mesh.world
+        self._world = mesh.world.duplicate() if mesh.size > 1 else mesh.world
         self._pipeline = Pipeline(
             self.layout, self.order, self._pool, self._readers, self._held, self._world, on_bad_sample, self._transport
         )

@@ -114,7 +114,7 @@ def stage(
     _check(readers, count, retries, timeout)
     begun = time.monotonic()
     world = mesh.world if isinstance(mesh, Mesh) else mesh or this_world()
-    own = world.beside()
+    own = world.duplicate()
     try:
         staging = Staging(Council(own, timeout), Path(destination), Effort(readers, retries, timeout))
         staging.list_files(Path(source), pattern, count, seed)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import RankFailure
-from ...world import DryWorld, Exchange, Label, World
+from ...world import DryWorld, Label, PendingExchange, World
 from .schedule import Round
 
 _SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which network card, and alternate by chunk
@@ -222,7 +222,9 @@ class Carrier:
         if len(spare) > _SPARE:
             spare.pop(0)
 
-    def post(self, travel: _Travel, number: int, each: Round, into: Tensor, carried: Tensor | None = None) -> Exchange:
+    def post(
+        self, travel: _Travel, number: int, each: Round, into: Tensor, carried: Tensor | None = None
+    ) -> PendingExchange:
         tag = travel.tag(number)
         out = travel.elements[each.sent.start : each.sent.stop] if carried is None else carried
         sends = [] if each.to is None else [(each.to, out, tag)]
@@ -236,13 +238,13 @@ class _Travel:
     def __init__(self, carrier: Carrier, chunk: Chunk, carried: Carried, serial: int, signature: int) -> None:
         self._carrier, self.elements, self._rounds = carrier, chunk.elements, chunk.rounds
         self.carried, self.serial, self._signature = carried, serial, signature
-        self.exchange: Exchange | None = None
+        self.exchange: PendingExchange | None = None
         self.course = self._course() if chunk.result is None else self._carrying_course(chunk.result)
 
     def tag(self, number: int) -> int:
         return (self._signature << _ROUND | number & (1 << _ROUND) - 1) << _SERIAL | self.serial & (1 << _SERIAL) - 1
 
-    def _course(self) -> Iterator[Exchange]:
+    def _course(self) -> Iterator[PendingExchange]:
         carrier = self._carrier
         for number, each in enumerate(self._rounds):
             if each.idle:
@@ -261,7 +263,7 @@ class _Travel:
             add(own, arrived, to_it=each.taking == "add to it")
             carrier.give_back(memory)
 
-    def _carrying_course(self, result: Tensor) -> Iterator[Exchange]:
+    def _carrying_course(self, result: Tensor) -> Iterator[PendingExchange]:
         carrier, carried, memory = self._carrier, None, None
         for number, each in enumerate(self._rounds):
             own = self.elements[each.received.start : each.received.stop]

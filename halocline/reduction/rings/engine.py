@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import MeshError, Refused
 from ...world import DryWorld, Label, LocalWorld, World
-from ...world.wire import cards
+from ...world.tcp import cards
 from ..grouping import Link
 from .carry import Carrier, Chunk
 from .choose import FLAT, Costs, best_chunk, measured_links, timed, tried
@@ -64,7 +64,7 @@ class Rings:
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
             self._ways = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
         self._alone = world.size == 1 or isinstance(world, DryWorld)
-        self._own = world if self._alone else world.beside(wide=True)
+        self._own = world if self._alone else world.duplicate(wide=True)
         if not self._alone:
             # A carrier that waits for a connection carries nothing, and ranks begin the urgent in different orders.
             self._own.meet(self._peers())

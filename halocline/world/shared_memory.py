@@ -17,7 +17,7 @@ _SIZE = 1 << 24  # bytes; pages are had when first written
 _TOKEN = 16  # bytes
 
 
-class Copied:
+class PendingCopy:
     """A message to a mailbox: done when it lies there."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .door import HELLO, Door
+from .listener import HELLO, Listener
 from .rendezvous import BoundedStore, joined_store
 from .tags import diverged
 
@@ -31,22 +31,23 @@ _KNOCK = 0.02  # seconds at the door before looking after those who are in
 _SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
 
 
-class Arrival:
+class PendingReceive:
     """A message that is awaited: where it goes, and whether it is there."""
 
     def __init__(self, tag: int, target: memoryview) -> None:
         self.tag, self.target, self.done = tag, target, False
 
 
-class Departure:
+class PendingSend:
     """A message on its way out: done when its last byte is in the kernel's hands."""
 
-    def __init__(self, pipe: Pipe, mark: float) -> None:
-        self._pipe, self.mark = pipe, mark  # of the pipe's bytes, where it ends; infinity while nobody knows
+    def __init__(self, connection: Connection, mark: float) -> None:
+        #: Where the message ends, in bytes of the connection; infinity before its turn has come.
+        self._connection, self.mark = connection, mark
 
     @property
     def done(self) -> bool:
-        return self._pipe.written >= self.mark
+        return self._connection.written >= self.mark
 
 
 Item = TypeVar("Item")
@@ -85,7 +86,7 @@ class ByTag(Generic[Item]):
         return item
 
 
-class Pipe:
+class Connection:
     """The connection to one peer. Messages arrive in the order sent, and are known by their tag."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -96,23 +97,23 @@ class Pipe:
         self.closed = False
         self.outbox: deque[memoryview] = deque()
         self.queued = self.written = 0  # bytes
-        self._awaited = ByTag[Arrival]()
+        self._awaited = ByTag[PendingReceive]()
         self._early = ByTag[bytearray]()
         self._header, self._target, self._filled = bytearray(HEADER.size), memoryview(b""), 0
-        self._arrival: Arrival | None = None
+        self._arrival: PendingReceive | None = None
         self._tag: int | None = None
         self._buffer, self._begin, self._end = memoryview(bytearray(_BUFFER)), 0, 0  # read, and not yet taken
 
     def __del__(self) -> None:
         self.socket.close()
 
-    def send(self, tag: int, payload: memoryview) -> Departure:
+    def send(self, tag: int, payload: memoryview) -> PendingSend:
         self.outbox.append(memoryview(HEADER.pack(tag, payload.nbytes)))
         if payload.nbytes:
             self.outbox.append(payload)
         self.queued += HEADER.size + payload.nbytes
         self.flush()
-        return Departure(self, self.queued)
+        return PendingSend(self, self.queued)
 
     def flush(self) -> None:
         while self.outbox:
@@ -132,8 +133,8 @@ class Pipe:
                 sent -= first.nbytes
                 self.outbox.popleft()
 
-    def receive(self, tag: int, target: memoryview) -> Arrival:
-        arrival = Arrival(tag, target)
+    def receive(self, tag: int, target: memoryview) -> PendingReceive:
+        arrival = PendingReceive(tag, target)
         early = self._early.take(tag)
         if early is not None:
             if len(early) != target.nbytes:
@@ -145,12 +146,12 @@ class Pipe:
             self._awaited.add(tag, arrival)
         return arrival
 
-    def check(self, arrival: Arrival) -> None:
+    def check(self, arrival: PendingReceive) -> None:
         """Raise if it cannot come, because the peer is elsewhere in the program."""
         if self._early and any(diverged(arrival.tag, tag) for tag in self._early.tags()):
             raise Diverged("the peer runs another operation")
 
-    def pump(self, job: Arrival | None = None) -> None:
+    def pump(self, job: PendingReceive | None = None) -> None:
         """Read whatever has arrived, or up to the end of that message."""
         while True:
             room = memoryview(self._header) if self._tag is None else self._target
@@ -213,16 +214,16 @@ class Pipe:
         arrival.done = True
 
 
-class Wire:
-    """This rank's pipes, each made when first needed: the lower rank calls, the higher one answers."""
+class TcpTransport:
+    """This rank's connections, each made when first needed: the lower rank calls, the higher one answers."""
 
     def __init__(self, rank: int, deadline: float, card: str = "") -> None:
         store = self._store(deadline)
         turn = store.add(f"halocline/wires/{rank}", 1)  # every rank's first at this meeting, its second, ...
         self.rank, self.deadline, self._name = rank, deadline, f"halocline/wire/{turn}"
-        self.pipes: dict[int, Pipe] = {}
-        self._door = Door(_own_address(card))
-        store.set(f"{self._name}/{rank}", self._door.address)
+        self.connections: dict[int, Connection] = {}
+        self._listener = Listener(_own_address(card))
+        store.set(f"{self._name}/{rank}", self._listener.address)
 
     @staticmethod
     def _store(deadline: float) -> BoundedStore:
@@ -231,19 +232,19 @@ class Wire:
         return store
 
     def close(self) -> None:
-        for pipe in self.pipes.values():
-            pipe.socket.close()
-            pipe.closed = True
-        self._door.close()
+        for connection in self.connections.values():
+            connection.socket.close()
+            connection.closed = True
+        self._listener.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_door"):  # else it was never opened
+        if hasattr(self, "_listener"):  # else it was never opened
             self.close()
 
-    def pipe(self, peer: int) -> Pipe:
-        if peer not in self.pipes:
-            self.pipes[peer] = Pipe(self._call(peer) if self.rank < peer else self._answer(peer))
-        return self.pipes[peer]
+    def connection(self, peer: int) -> Connection:
+        if peer not in self.connections:
+            self.connections[peer] = Connection(self._call(peer) if self.rank < peer else self._answer(peer))
+        return self.connections[peer]
 
     def _call(self, peer: int) -> socket.socket:
         host, port, token = self._store(self.deadline).get(f"{self._name}/{peer}").split()
@@ -254,25 +255,25 @@ class Wire:
     def _answer(self, peer: int) -> socket.socket:
         """Whoever else calls meanwhile is kept for later."""
         end = time.monotonic() + self.deadline
-        while (connection := self._door.callers.pop(peer, None)) is None:
+        while (connection := self._listener.callers.pop(peer, None)) is None:
             if time.monotonic() > end:
                 raise TimeoutError(f"rank {peer} has not called within {self.deadline:g} s")
-            self._door.look(_KNOCK)
+            self._listener.look(_KNOCK)
             self.progress()
         return connection
 
     def progress(self) -> None:
         """Hand over and read what can be."""
-        for each in self.pipes.values():
+        for each in self.connections.values():
             if not each.closed:
                 each.flush()
                 each.pump()
 
-    def wait(self, peer: int, job: Arrival | None, end: float) -> None:
+    def wait(self, peer: int, job: PendingReceive | None, end: float) -> None:
         """Until the message has come, or (None) all to this peer is handed over; TimeoutError at ``end``."""
-        pipe, asleep_from = self.pipes[peer], 0.0
-        while not (job.done if job is not None else not pipe.outbox):
-            if pipe.closed:
+        connection, asleep_from = self.connections[peer], 0.0
+        while not (job.done if job is not None else not connection.outbox):
+            if connection.closed:
                 raise ConnectionError("connection closed by the peer")
             now = time.monotonic()
             if now > end:
@@ -280,21 +281,22 @@ class Wire:
             asleep_from = asleep_from or now + _spin()
             if now > asleep_from:
                 self._sleep(min(1.0, end - now))
-            pipe.flush()
-            pipe.pump(job)
+            connection.flush()
+            connection.pump(job)
             if job is not None and not job.done:
-                pipe.check(job)
+                connection.check(job)
 
     def _sleep(self, seconds: float) -> None:
-        """Until a pipe can be read or written; others than the one that is waited for are looked after meanwhile."""
-        poll, open_pipes = select.poll(), [pipe for pipe in self.pipes.values() if not pipe.closed]
-        for pipe in open_pipes:
-            poll.register(pipe.socket, select.POLLIN | (select.POLLOUT if pipe.outbox else 0))
+        """Wait until a connection can be read or written, and serve every one that can."""
+        poll = select.poll()
+        open_connections = [connection for connection in self.connections.values() if not connection.closed]
+        for connection in open_connections:
+            poll.register(connection.socket, select.POLLIN | (select.POLLOUT if connection.outbox else 0))
         ready = dict(poll.poll(max(1, int(1000 * seconds))))
-        for pipe in open_pipes:
-            if pipe.socket.fileno() in ready:
-                pipe.flush()
-                pipe.pump()
+        for connection in open_connections:
+            if connection.socket.fileno() in ready:
+                connection.flush()
+                connection.pump()
 
 
 @cache

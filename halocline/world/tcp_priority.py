@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .shared import Copied, Mailbox, offered
-from .wire import HEADER, Arrival, Departure, Pipe, Wire, cards
+from .shared_memory import Mailbox, PendingCopy, offered
+from .tcp import HEADER, Connection, PendingReceive, PendingSend, TcpTransport, cards
 
 _WORTH_SHARING = 1 << 14  # bytes
 _SMALL = 1 << 16  # bytes
@@ -28,11 +28,13 @@ _LOW = 1 << 18  # bytes that are to lie in the kernel's buffer before it wakes u
 _OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of words about shared memory
 _OTHER = "a message of another size came: do the ranks sum different things?"
 
-Job = tuple[Any, ...]  # the peer, the Arrival, Departure or Copied, and whatever the caller needs to know of it
+Job = tuple[
+    Any, ...
+]  # the peer, the PendingReceive, PendingSend or PendingCopy, and whatever the caller needs to know of it
 
 
-class Lane(Pipe):
-    """A pipe that stops reading after each message, since the next may be asked for before it is read.
+class PriorityConnection(Connection):
+    """A connection that stops reading after each message, since the next may be asked for before it is read.
 
     Messages wait here, and not in the kernel, for their turn: the most urgent goes first.
     """
@@ -41,27 +43,27 @@ class Lane(Pipe):
         super().__init__(connection)
         self.peer = peer
         self._low = 1
-        self._later: list[tuple[float, int, int, memoryview, Departure]] = []  # a heap: by urgency, then by age
+        self._later: list[tuple[float, int, int, memoryview, PendingSend]] = []  # a heap: by urgency, then by age
         self._sent = 0  # messages
         self._outgoing: Mailbox | None = None
         self._incoming: Mailbox | None = None
         self._may_share, self._accepted = same_node, False
-        self._unshared: deque[tuple[int, memoryview, Copied]] = deque()
+        self._unshared: deque[tuple[int, memoryview, PendingCopy]] = deque()
 
-    def send(self, tag: int, payload: memoryview, urgency: float = 0.0) -> Departure | Copied:  # type: ignore[override]
+    def send(self, tag: int, payload: memoryview, urgency: float = 0.0) -> PendingSend | PendingCopy:  # type: ignore[override]
         if self._may_share and payload.nbytes >= _WORTH_SHARING:
             if self._outgoing is None:
                 self._outgoing = Mailbox.new()
                 self._put_in_line(_OFFER, memoryview(self._outgoing.offer()), urgency)
             elif self._accepted and payload.nbytes <= self._outgoing.size:
-                copied = Copied()
+                copied = PendingCopy()
                 self._unshared.append((tag, payload, copied))
                 self._share()
                 return copied
         return self._put_in_line(tag, payload, urgency)
 
-    def _put_in_line(self, tag: int, payload: memoryview, urgency: float) -> Departure:
-        departure = Departure(self, math.inf)
+    def _put_in_line(self, tag: int, payload: memoryview, urgency: float) -> PendingSend:
+        departure = PendingSend(self, math.inf)
         self._sent += 1
         heapq.heappush(self._later, (urgency, self._sent, tag, payload, departure))
         self.flush()
@@ -98,7 +100,7 @@ class Lane(Pipe):
         self.outbox.append(memoryview(HEADER.pack(tag, size)))
         self.queued += HEADER.size
 
-    def pump(self, job: Arrival | None = None) -> None:
+    def pump(self, job: PendingReceive | None = None) -> None:
         """Read up to the end of the next message."""
         while not self.closed:
             room = memoryview(self._header) if self._tag is None else self._target
@@ -181,17 +183,17 @@ class Lane(Pipe):
             self._take(tag & 0xFFFFFFFF, tag >> 32, ~size)
         return True
 
-    def receive(self, tag: int, target: memoryview) -> Arrival:
+    def receive(self, tag: int, target: memoryview) -> PendingReceive:
         early = self._early.first(tag)
         if early is not None and len(early) != target.nbytes:
-            raise BulkError(self.peer, _OTHER)
+            raise TransportError(self.peer, _OTHER)
         return super().receive(tag, target)
 
     def _check_size(self, tag: int, size: int) -> None:
         """Ranks that sum different things are to hear of it."""
         arrival = self._awaited.first(tag)
         if arrival is not None and arrival.target.nbytes != size:
-            raise BulkError(self.peer, _OTHER)
+            raise TransportError(self.peer, _OTHER)
 
     def _accept(self, offer: bytes) -> None:
         self._incoming = offered(offer)
@@ -215,52 +217,52 @@ class Lane(Pipe):
         self.flush()
 
 
-class _Lanes(Wire):
+class _CardTransport(TcpTransport):
     """The lanes over one network card."""
 
-    def __init__(self, bulk: Bulk, rank: int, deadline: float, card: str) -> None:
+    def __init__(self, bulk: PriorityTransport, rank: int, deadline: float, card: str) -> None:
         super().__init__(rank, deadline, card)
-        self._bulk = weakref.proxy(bulk)  # no circle: sockets close when the last who uses them is gone
+        self._priority = weakref.proxy(bulk)  # no circle: sockets close when the last who uses them is gone
 
-    def pipe(self, peer: int) -> Lane:
-        if peer not in self.pipes:
+    def connection(self, peer: int) -> PriorityConnection:
+        if peer not in self.connections:
             connection = self._call(peer) if self.rank < peer else self._answer(peer)
             same_node = connection.getpeername()[0] == connection.getsockname()[0]
-            lane = Lane(connection, peer, same_node)
-            self._bulk.watch(lane)
-            self.pipes[peer] = lane
-        found = self.pipes[peer]
-        assert isinstance(found, Lane)
+            lane = PriorityConnection(connection, peer, same_node)
+            self._priority.watch(lane)
+            self.connections[peer] = lane
+        found = self.connections[peer]
+        assert isinstance(found, PriorityConnection)
         return found
 
     def progress(self) -> None:
-        self._bulk.look(0.0)
+        self._priority.look(0.0)
 
 
 POSSIBLE = all(hasattr(os, name) for name in ("eventfd", "memfd_create")) and hasattr(select, "epoll")  # on Linux
 
 
-class Bulk:
+class PriorityTransport:
     """Lanes over every card; a message takes the card that its tag says."""
 
     def __init__(self, rank: int, deadline: float) -> None:
         self._deadline = deadline
         self._poll = select.epoll()
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, PriorityConnection] = {}
         self._writing: set[int] = set()
         self._most = 0  # bytes that a lane's kernel may have; as many as it likes
         self._gone: set[int] = set()  # peers
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll.register(self._bell, select.EPOLLIN)
-        self._wires = [_Lanes(self, rank, deadline, card) for card in cards() or [""]]
-        self._express = [_Lanes(self, rank, deadline, card) for card in cards() or [""]]
+        self._wires = [_CardTransport(self, rank, deadline, card) for card in cards() or [""]]
+        self._express = [_CardTransport(self, rank, deadline, card) for card in cards() or [""]]
 
-    def lane(self, peer: int, tag: int, size: int) -> Lane:
+    def lane(self, peer: int, tag: int, size: int) -> PriorityConnection:
         """Small messages have lanes of their own: they wait for none that is half sent."""
         wires = self._express if size <= _SMALL else self._wires
-        return wires[tag % len(wires)].pipe(peer)
+        return wires[tag % len(wires)].connection(peer)
 
-    def watch(self, lane: Lane) -> None:
+    def watch(self, lane: PriorityConnection) -> None:
         self._limit(lane)
         self._lanes[lane.socket.fileno()] = lane
         self._poll.register(lane.socket, select.EPOLLIN)
@@ -270,7 +272,7 @@ class Bulk:
         so that none waits in a circle."""
         for wire in (*self._wires, *self._express):
             for peer in sorted(peers):
-                wire.pipe(peer)
+                wire.connection(peer)
 
     def keep_short(self, size: int) -> None:
         """Of all lanes."""
@@ -278,7 +280,7 @@ class Bulk:
         for lane in list(self._lanes.values()):
             self._limit(lane)
 
-    def _limit(self, lane: Lane) -> None:
+    def _limit(self, lane: PriorityConnection) -> None:
         if self._most and not lane.closed:
             lane.keep_short(max(_SHORTEST, self._most))
 
@@ -309,9 +311,9 @@ class Bulk:
         for jobs in under_way:
             for peer, job, *_ in jobs:
                 if not job.done and peer in self._gone:
-                    raise BulkError(peer, "connection closed by the peer")
+                    raise TransportError(peer, "connection closed by the peer")
                 if not job.done and late:
-                    raise BulkError(peer, f"nothing within {self._deadline:g} s")
+                    raise TransportError(peer, f"nothing within {self._deadline:g} s")
 
     def look(self, seconds: float) -> bool:
         """Read and write what can be, after some sleep if nothing can; True if the bell rang."""
@@ -351,7 +353,7 @@ class Bulk:
             self._poll.close()
 
 
-class BulkError(OSError):
+class TransportError(OSError):
     """With the peer that it is about."""
 
     def __init__(self, peer: int, text: str) -> None:

@@ -16,7 +16,7 @@ HELLO = struct.Struct("<16sq")  # token, rank
 _GREETING = 2.0  # seconds that a caller has to say it
 
 
-class Door:
+class Listener:
     """Accepts connections of other ranks: a caller says a token that the ranks alone know, and its rank."""
 
     def __init__(self, host: str) -> None:
