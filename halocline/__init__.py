@@ -28,8 +28,8 @@ from .rules import (
     shard,
     shard_inputs,
 )
+from .rules.checkpoint_halos import keep_halos
 from .rules.dtensor import from_dtensor, to_dtensor
-from .rules.keep import keep_halos
 from .tensor import ShardedTensor, Sharding, trust, unwrap
 from .world import Mesh, init
 

@@ -44,6 +44,13 @@ def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
 TENSOR_MODULE = "torch"
 
 
+#: ``reshape`` whose result is no view to autograd: for what nobody else sees.
+unsafe_view = torch.ops.aten._unsafe_view
+
+#: What nn.TransformerEncoder packs padded sequences with; None where torch has it no more.
+nested_tensor_from_mask = getattr(torch, "_nested_tensor_from_mask_left_aligned", None)
+
+
 def autograd_state(tensor: torch.Tensor) -> tuple[object, bool]:
     """A tensor's own grad_fn and requires_grad, past any subclass."""
     with no_torch_function():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._torch_private import running_modules, transforming
 from .errors import MeshError, Refused
-from .kernels import Watch, keep_fast
+from .kernels import SizeWatch, keep_fast
 from .own_collectives import watch_collectives
 from .random import same_state, watch_draws
 from .reduction import (
@@ -219,7 +219,7 @@ def load_lagged_gradients(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _watch_sizes(model: nn.Module) -> None:
-    watch = Watch(tensors_in)
+    watch = SizeWatch(tensors_in)
     model.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(watch.after, with_kwargs=True, always_call=True)
 

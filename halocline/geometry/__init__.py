@@ -1,30 +1,30 @@
 """Integers only: what is needed, what is owned, and so what must move. No torch here."""
 
-from .access import Access, Adaptive, Mirror, Part, Same, Transposed, Window
+from .access import Access, Adaptive, Concatenated, Mirror, Same, Transposed, Window
 from .chunks import chunks_of, cut_at
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
 from .slabs import Slabs, slabs_of
-from .transfer import DimMove, Message, Slices, Transfer, plan_transfer, volume
-from .view import Piece, View
+from .transfer import DimMove, PackedMessage, Slices, Transfer, plan_transfer, volume
+from .view import Piece, SampleView
 
 __all__ = [
     "Access",
     "Adaptive",
     "Box",
+    "Concatenated",
     "DimMove",
     "Interval",
-    "Message",
     "Mirror",
-    "Part",
+    "PackedMessage",
     "Partition",
     "Piece",
     "Same",
+    "SampleView",
     "Slabs",
     "Slices",
     "Transfer",
     "Transposed",
-    "View",
     "Window",
     "chunks_of",
     "cut_at",

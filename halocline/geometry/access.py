@@ -1,7 +1,7 @@
 """Which input interval does an output interval need? One small class for each answer.
 
 ``need(out)`` gives intervals of the input, in the order in which they are laid side by side; they may reach outside
-the input, where padding lies. ``carry(points, out_size)`` says where to cut the output if the input is cut at
+the input, where padding lies. ``propagate_cut(points, out_size)`` says where to cut the output if the input is cut at
 ``points``, so that most of what is needed is already there.
 """
 
@@ -28,7 +28,7 @@ class Access:
     def need(self, out: Interval) -> tuple[Interval, ...]:
         raise NotImplementedError
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         raise NotImplementedError
 
 
@@ -39,7 +39,7 @@ class Same(Access):
     def need(self, out: Interval) -> tuple[Interval, ...]:
         return (out,)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return points
 
 
@@ -62,7 +62,7 @@ class Window(Access):
         first = self.stride * out.lo - self.padding
         return (Interval(first, self.stride * (out.hi - 1) - self.padding + self.reach + 1),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         centre = self.reach // 2 - self.padding
         return _monotone((-((centre - point) // self.stride) for point in points), out_size)
 
@@ -87,7 +87,7 @@ class Transposed(Access):
         last = (out.hi - 1 + self.padding) // self.stride
         return (Interval(first, max(first, last + 1)),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         centre = self.reach // 2 - self.padding
         return _monotone((self.stride * point + centre for point in points), out_size)
 
@@ -107,7 +107,7 @@ class Adaptive(Access):
             return (Interval(0, 0),)
         return (Interval(self.window(out.lo).lo, self.window(out.hi - 1).hi),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return _monotone((-(-point * self.out_size // max(1, self.in_size)) for point in points), out_size)
 
 
@@ -122,7 +122,7 @@ class Pieces(Access):
             return (Interval(0, 0),)
         return (Interval(self.points[out.lo], self.points[out.hi]),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return tuple(self.points.index(point) for point in points)
 
 
@@ -167,12 +167,12 @@ class Mirror(Access):
             start += length
         return tuple(runs)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return _monotone((point + self.before for point in points), out_size)
 
 
 @dataclass(frozen=True)
-class Part(Access):
+class Concatenated(Access):
     """Input i is output ``offset + i``: one operand of a concatenation. The output is cut evenly."""
 
     offset: int
@@ -180,7 +180,7 @@ class Part(Access):
     def need(self, out: Interval) -> tuple[Interval, ...]:
         return (out.shift(-self.offset),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return Partition.even(out_size, len(points) - 1).points
 
 
@@ -200,7 +200,7 @@ class Rows(Access):
             return (Interval(0, 0),)
         return (Interval(out.lo * self.made // self.held, -(-out.hi * self.made // self.held)),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return _monotone((-(-point * self.held // self.made) for point in points), out_size)
 
 
@@ -225,7 +225,7 @@ class Digit(Access):
             return (Interval(0, self.size),)
         return (Interval(first % self.size, last % self.size + 1),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return Partition.even(out_size, len(points) - 1).points
 
 
@@ -238,7 +238,7 @@ class Reversed(Access):
     def need(self, out: Interval) -> tuple[Interval, ...]:
         return (Interval(self.size - out.hi, self.size - out.lo),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return points
 
 
@@ -258,7 +258,7 @@ class Wrapped(Access):
             start += length
         return tuple(runs) or (Interval(0, 0),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return points if out_size == self.size else Partition.even(out_size, len(points) - 1).points
 
 
@@ -288,7 +288,7 @@ class Resample(Access):
             return (Interval(0, 0),)
         return (Interval(min(self.first[out.lo : out.hi]), max(self.last[out.lo : out.hi]) + 1),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return _monotone((-(-point * out_size // max(1, self.in_size)) for point in points), out_size)
 
 
@@ -301,5 +301,5 @@ class Everything(Access):
     def need(self, out: Interval) -> tuple[Interval, ...]:
         return (Interval(0, 0 if out.empty else self.in_size),)
 
-    def carry(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return _monotone((-(-point * out_size // max(1, self.in_size)) for point in points), out_size)

@@ -104,11 +104,11 @@ class Transfer:
         return sum(message.elements for message in self.arriving)
 
     @cached_property
-    def leaving(self) -> tuple[Message, ...]:
+    def leaving(self) -> tuple[PackedMessage, ...]:
         return tuple(_message(peer, boxes) for peer, boxes in self.sends)
 
     @cached_property
-    def arriving(self) -> tuple[Message, ...]:
+    def arriving(self) -> tuple[PackedMessage, ...]:
         return tuple(_message(peer, boxes) for peer, boxes in self.receives)
 
     @cached_property
@@ -135,19 +135,19 @@ class Strip(NamedTuple):
     stop: int
 
 
-class Message(NamedTuple):
+class PackedMessage(NamedTuple):
     peer: int
     elements: int
     strips: tuple[Strip, ...]
 
 
-def _message(peer: int, boxes: tuple[Box, ...]) -> Message:
+def _message(peer: int, boxes: tuple[Box, ...]) -> PackedMessage:
     strips, at = [], 0
     for box in boxes:
         size = volume(box)
         strips.append(Strip(slices(box), shape_of(box), at, at + size))
         at += size
-    return Message(peer, at, tuple(strips))
+    return PackedMessage(peer, at, tuple(strips))
 
 
 def volume(box: Box) -> int:

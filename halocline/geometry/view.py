@@ -16,7 +16,7 @@ from ..errors import ShardingError
 from .interval import Box, Interval
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Index ``i`` of ``[lo, hi)`` shows index ``start + step * (i - lo)`` of the source; ``step`` is 1 or -1."""
 
     lo: int
@@ -24,15 +24,15 @@ class Run(NamedTuple):
     start: int
     step: int
 
-    def moved(self, by: int) -> Run:
+    def moved(self, by: int) -> IndexRun:
         return self._replace(lo=self.lo + by, hi=self.hi + by)
 
-    def within(self, lo: int, hi: int) -> Run:
+    def within(self, lo: int, hi: int) -> IndexRun:
         """The part of it in ``[lo, hi)`` of the view, perhaps empty."""
         first, last = max(self.lo, lo), min(self.hi, hi)
-        return Run(first, max(first, last), self.start + self.step * (first - self.lo), self.step)
+        return IndexRun(first, max(first, last), self.start + self.step * (first - self.lo), self.step)
 
-    def showing(self, source: Interval) -> Run:
+    def showing(self, source: Interval) -> IndexRun:
         """The part of it that shows ``source``."""
         if self.step > 0:
             return self.within(source.lo - self.start + self.lo, source.hi - self.start + self.lo)
@@ -45,41 +45,41 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Line:
+class DimView:
     """One dim of a view: its size, the dim of the source that it follows, and its runs in order."""
 
     size: int
     source: int
-    runs: tuple[Run, ...]
+    runs: tuple[IndexRun, ...]
 
-    def cropped(self, lo: int, hi: int) -> Line:
+    def cropped(self, lo: int, hi: int) -> DimView:
         parts = (run.within(lo, hi).moved(-lo) for run in self.runs)
-        return Line(hi - lo, self.source, tuple(run for run in parts if run.lo < run.hi))
+        return DimView(hi - lo, self.source, tuple(run for run in parts if run.lo < run.hi))
 
-    def flipped(self) -> Line:
+    def flipped(self) -> DimView:
         turned = (
-            Run(self.size - run.hi, self.size - run.lo, run.start + run.step * (run.hi - run.lo - 1), -run.step)
+            IndexRun(self.size - run.hi, self.size - run.lo, run.start + run.step * (run.hi - run.lo - 1), -run.step)
             for run in reversed(self.runs)
         )
         return replace(self, runs=tuple(turned))
 
-    def shifted(self, by: int) -> Line:
+    def shifted(self, by: int) -> DimView:
         moved = (run.moved(by).within(0, self.size) for run in self.runs)
         return replace(self, runs=tuple(run for run in moved if run.lo < run.hi))
 
-    def rolled(self, by: int) -> Line:
+    def rolled(self, by: int) -> DimView:
         by %= self.size
         back, ahead = self.shifted(by - self.size), self.shifted(by)
         return replace(self, runs=back.runs + ahead.runs) if by else self
 
-    def taken(self, indices: Sequence[int]) -> Line:
-        runs: list[Run] = []
+    def taken(self, indices: Sequence[int]) -> DimView:
+        runs: list[IndexRun] = []
         for place, index in enumerate(indices):
             found = [run.within(index, index + 1) for run in self.runs if run.lo <= index < run.hi]
             runs += [run.moved(place - index) for run in found]
-        return Line(len(indices), self.source, _joined(runs))
+        return DimView(len(indices), self.source, _joined(runs))
 
-    def pieces(self, of: Interval, within: Interval | None) -> Iterator[Run]:
+    def pieces(self, of: Interval, within: Interval | None) -> Iterator[IndexRun]:
         """The runs in ``of``, counted from its start, that show nothing outside ``within``."""
         for run in self.runs:
             part = run.within(*of)
@@ -89,9 +89,9 @@ class Line:
                 yield part.moved(-of.lo)
 
 
-def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _joined(runs: Iterable[IndexRun]) -> tuple[IndexRun, ...]:
     """Single indices that follow each other upwards make one run."""
-    found: list[Run] = []
+    found: list[IndexRun] = []
     for run in runs:
         last = found[-1] if found else None
         if last and last.step == run.step == 1 and last.hi == run.lo and last.source.hi == run.start:
@@ -113,20 +113,22 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class View:
+class SampleView:
     """Immutable; every method but the last few gives another view.
 
-    >>> view = View.of((4, 6)).flip(0).crop(1, 2, 5)
+    >>> view = SampleView.of((4, 6)).flip(0).crop(1, 2, 5)
     >>> view.shape, next(view.pieces((Interval(0, 2), Interval(0, 3)))).source
     ((3, 4), (Interval(lo=2, hi=4), Interval(lo=2, hi=5)))
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[DimView, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> View:
+    def of(cls, shape: Sequence[int]) -> SampleView:
         """All of a source of that shape, as it is."""
-        return cls(tuple(Line(size, dim, (Run(0, size, 0, 1),) if size else ()) for dim, size in enumerate(shape)))
+        return cls(
+            tuple(DimView(size, dim, (IndexRun(0, size, 0, 1),) if size else ()) for dim, size in enumerate(shape))
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,39 +139,39 @@ class View:
         """For each dim of the view, the dim of the source."""
         return tuple(line.source for line in self.lines)
 
-    def flip(self, dim: int) -> View:
+    def flip(self, dim: int) -> SampleView:
         return self._with(dim, self.lines[dim].flipped())
 
-    def crop(self, dim: int, lo: int, hi: int) -> View:
+    def crop(self, dim: int, lo: int, hi: int) -> SampleView:
         if not 0 <= lo <= hi <= self.lines[dim].size:
             raise ShardingError(f"a crop [{lo}, {hi}) leaves dim {dim} of size {self.lines[dim].size}")
         return self._with(dim, self.lines[dim].cropped(lo, hi))
 
-    def shift(self, dim: int, by: int) -> View:
+    def shift(self, dim: int, by: int) -> SampleView:
         """Index ``i`` comes to ``i + by``; what is left behind is filled."""
         return self._with(dim, self.lines[dim].shifted(by))
 
-    def roll(self, dim: int, by: int) -> View:
+    def roll(self, dim: int, by: int) -> SampleView:
         """As ``shift``; what leaves at one end comes in at the other."""
         return self._with(dim, self.lines[dim].rolled(by))
 
-    def take(self, dim: int, indices: Sequence[int]) -> View:
+    def take(self, dim: int, indices: Sequence[int]) -> SampleView:
         wrong = [index for index in indices if not 0 <= index < self.lines[dim].size]
         if wrong:
             raise ShardingError(f"index {wrong[0]} is not in dim {dim} of size {self.lines[dim].size}")
         return self._with(dim, self.lines[dim].taken(indices))
 
-    def rotate(self, first: int, second: int, turns: int) -> View:
+    def rotate(self, first: int, second: int, turns: int) -> SampleView:
         """Quarter turns from dim ``first`` towards ``second``, as ``torch.rot90``."""
         view = self
         for _ in range(turns % 4):
             lines = list(view.lines)
             lines[first], lines[second] = view.lines[second].flipped(), view.lines[first]
-            view = View(tuple(lines))
+            view = SampleView(tuple(lines))
         return view
 
-    def _with(self, dim: int, line: Line) -> View:
-        return View((*self.lines[:dim], line, *self.lines[dim + 1 :]))
+    def _with(self, dim: int, line: DimView) -> SampleView:
+        return SampleView((*self.lines[:dim], line, *self.lines[dim + 1 :]))
 
     def pieces(self, box: Box, within: Box | None = None) -> Iterator[Piece]:
         """What to read for ``box`` of the view, and where it goes; only what lies in the source's box ``within``."""
@@ -188,5 +190,5 @@ class View:
         covered = (sum(run.hi - run.lo for run in line.pieces(of, None)) == of.size for line, of in self._along(box))
         return not all(covered)
 
-    def _along(self, box: Box) -> Iterator[tuple[Line, Interval]]:
+    def _along(self, box: Box) -> Iterator[tuple[DimView, Interval]]:
         return zip(self.lines, box, strict=True)

@@ -76,14 +76,14 @@ def _while_compiling() -> None:
     keep_fast()
 
 
-class Watch:
+class SizeWatch:
     """Hooks round a model's forward: the first forward with inputs of a kind is looked through for something large.
 
     If there was nothing, later ones of that kind run on torch's kernels alone, at no cost. Once something was, this
     process's kernels are replaced, and there is nothing left to watch.
     """
 
-    __name__ = "halocline.kernels.Watch"  # torch asks hooks for it
+    __name__ = "halocline.kernels.SizeWatch"  # torch asks hooks for it
 
     def __init__(self, tensors_in: Callable[[Any], list[Tensor]]) -> None:
         self._tensors_in = tensors_in
@@ -139,8 +139,8 @@ class Watch:
         shapes = tuple(tuple(tensor.shape) for tensor in self._tensors_in(value))
         return shapes or repr(value)
 
-    def __deepcopy__(self, memo: object) -> Watch:
-        return Watch(self._tensors_in)
+    def __deepcopy__(self, memo: object) -> SizeWatch:
+        return SizeWatch(self._tensors_in)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, (self._tensors_in,)
+        return SizeWatch, (self._tensors_in,)

@@ -55,7 +55,7 @@ class Call(NamedTuple):
             return [(n - 1) * s - 2 * p + r + e + 1 for n, s, p, r, e in each]
         return [(n + 2 * p - r - 1) // s + 1 for n, s, p, r, _ in each]
 
-    def parts(self, x: Sequence[int], y: Sequence[int], kernel: Sequence[int], most: int) -> Iterator[Part]:
+    def parts(self, x: Sequence[int], y: Sequence[int], kernel: Sequence[int], most: int) -> Iterator[ConvolutionPart]:
         """For an input and an output of these shapes, of which the largest has at most ``most`` elements."""
         if min(x[1], y[1]) // self.groups < _FEW:
             most = max(1, most // 16)
@@ -65,7 +65,7 @@ class Call(NamedTuple):
         return zip(kernel, self.stride, self.dilation, self.padding, strict=True)
 
 
-class Part(NamedTuple):
+class ConvolutionPart(NamedTuple):
     """A box of the output, from ``need`` of the input with zeros round it (``pads``) and the padding torch adds.
 
     Of what that makes, ``keep`` is the box. Without ``need`` nothing of the input reaches it.
@@ -110,7 +110,9 @@ def _chunks(
 # A convolution ------------------------------------------------------------------------------------------------------
 
 
-def _direct_parts(x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int) -> Iterator[Part]:
+def _direct_parts(
+    x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int
+) -> Iterator[ConvolutionPart]:
     windows = [Window(*setting) for setting in call.each(kernel)]
 
     def need(box: Box) -> Box:
@@ -140,7 +142,9 @@ def _edges_apart(chunk: Box, native: list[bool], windows: list[Window], spatial:
     yield from product(*dims)
 
 
-def _direct_part(box: Box, need: Box, spatial: Sequence[int], padding: list[int], native: list[bool]) -> Part:
+def _direct_part(
+    box: Box, need: Box, spatial: Sequence[int], padding: list[int], native: list[bool]
+) -> ConvolutionPart:
     inside: list[Interval] = [box[0]]
     pads: list[int] = []
     for wanted, size, natively in zip(need[1:], spatial, native, strict=True):
@@ -151,7 +155,7 @@ def _direct_part(box: Box, need: Box, spatial: Sequence[int], padding: list[int]
         inside.append(found)
         pads = [before, 0 if natively else wanted.size - found.size - before, *pads]
     kept = [amount if natively else 0 for amount, natively in zip(padding, native, strict=True)]
-    return Part(box, tuple(inside), kept, pads)
+    return ConvolutionPart(box, tuple(inside), kept, pads)
 
 
 # A transposed convolution -------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ def _direct_part(box: Box, need: Box, spatial: Sequence[int], padding: list[int]
 
 def _transposed_parts(
     x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int
-) -> Iterator[Part]:
+) -> Iterator[ConvolutionPart]:
     accesses = [Transposed(*setting) for setting in call.each(kernel)]
 
     def need(box: Box) -> Box:
@@ -179,7 +183,7 @@ def _made(access: Transposed, inputs: Interval) -> Interval:
     return Interval(first, first + access.stride * (inputs.size - 1) + access.reach + 1 if inputs.size else first)
 
 
-def _transposed_part(box: Box, need: Box, accesses: list[Transposed]) -> Iterator[Part]:
+def _transposed_part(box: Box, need: Box, accesses: list[Transposed]) -> Iterator[ConvolutionPart]:
     """What the inputs reach beyond the box is left out, by torch where it is as much on both sides."""
     reached, padding, keep = [box[0]], [], []
     for access, wanted, inputs in zip(accesses, box[1:], need[1:], strict=True):
@@ -190,6 +194,6 @@ def _transposed_part(box: Box, need: Box, accesses: list[Transposed]) -> Iterato
         padding.append(trim)
         keep.append(inside.shift(-made.lo - trim))
     if reached != list(box):
-        yield Part(box, None, [], [])
+        yield ConvolutionPart(box, None, [], [])
     if all(interval.size for interval in reached):
-        yield Part(tuple(reached), need, padding, [], tuple(keep))
+        yield ConvolutionPart(tuple(reached), need, padding, [], tuple(keep))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import Refused
 from ..tensor import ShardedTensor, here
 from .functions import rand_like
-from .generator import Place
+from .generator import GlobalBox
 
 
 def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Tensor:
@@ -34,7 +34,7 @@ def _uniform(like: Tensor) -> Tensor:
     """Where the weights are cut, no mode is on that would draw a plain tensor's numbers by index too."""
     if isinstance(like, ShardedTensor):
         return torch.rand_like(like)
-    return rand_like(Place.all_of(tuple(like.shape)), like)
+    return rand_like(GlobalBox.all_of(tuple(like.shape)), like)
 
 
 def _check(weights: Tensor, num_samples: int, replacement: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Box
-from .generator import Place, bits, filled, keys, signed
+from .generator import GlobalBox, bits, filled, keys, signed
 from .state import current
 
 #: As many random bits as the mantissa holds, so that nothing rounds up to 1 (as torch draws them).
@@ -24,7 +24,7 @@ class Draw:
     With ``numbered`` it is that (seed, call), and the count stays.
     """
 
-    def __init__(self, place: Place, device: torch.device, numbered: tuple[int, int] | None = None) -> None:
+    def __init__(self, place: GlobalBox, device: torch.device, numbered: tuple[int, int] | None = None) -> None:
         self._place, self._device = place, device
         if numbered is None:
             state = current()

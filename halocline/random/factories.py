@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .draw import Draw
-from .generator import Place
+from .generator import GlobalBox
 
 Number = Callable[[Draw, torch.dtype], Tensor]
 
@@ -17,7 +17,7 @@ Number = Callable[[Draw, torch.dtype], Tensor]
 def _made(number: Number, *size: Any, requires_grad: bool = False, generator: Any = None, **options: Any) -> Tensor:
     """torch itself says what size, dtype and device such arguments mean."""
     empty = torch.empty(*size, **options)
-    draw = Draw(Place.all_of(tuple(empty.shape)), empty.device)
+    draw = Draw(GlobalBox.all_of(tuple(empty.shape)), empty.device)
     return empty.copy_(number(draw, empty.dtype)).requires_grad_(requires_grad)
 
 

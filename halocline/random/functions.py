@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..tensor.undrawn import Undrawn
 from .draw import Draw
-from .generator import Place
+from .generator import GlobalBox
 from .state import current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ def _kernel(*functions: Any, inplace: bool = False, new: bool = False) -> Callab
 # ---- dropout ----
 
 
-def _active(place: Place, p: float, training: bool) -> bool:
+def _active(place: GlobalBox, p: float, training: bool) -> bool:
     """Does it draw? With p = 1 all is dropped without asking."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -65,7 +65,7 @@ def _idle(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
     return _times(input, 0.0, inplace) if training and p == 1 else input
 
 
-def _mask(place: Place, input: Tensor, p: float, dims: int | None) -> Tensor:
+def _mask(place: GlobalBox, input: Tensor, p: float, dims: int | None) -> Tensor:
     """What to keep, as bool: all that is saved for backward. One for each index of the first ``dims`` dims."""
     kept = Draw(place if dims is None else place.leading(dims), input.device).chosen(1 - p)
     return kept.view(*kept.shape, *(1,) * (input.ndim - kept.ndim))
@@ -73,7 +73,7 @@ def _mask(place: Place, input: Tensor, p: float, dims: int | None) -> Tensor:
 
 @_kernel(F.dropout)
 def dropout(
-    place: Place,
+    place: GlobalBox,
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
@@ -88,7 +88,7 @@ def dropout(
 
 @_kernel(F.alpha_dropout)
 def alpha_dropout(
-    place: Place,
+    place: GlobalBox,
     input: Tensor,
     p: float = 0.5,
     training: bool = False,
@@ -116,7 +116,7 @@ def _sampled_dims(name: str, ndim: int) -> int:
 
 
 def _by_channel(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-    def kernel(place: Place, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def kernel(place: GlobalBox, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return run(place, input, *args, dims=_sampled_dims(name, input.ndim), **kwargs)
 
     return kernel
@@ -125,7 +125,7 @@ def _by_channel(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
 def _low_level(run: Callable[..., Tensor], inplace: bool) -> Callable[..., Tensor]:
     """As torch.dropout and its like take their arguments."""
 
-    def kernel(place: Place, input: Tensor, p: float, train: bool) -> Tensor:
+    def kernel(place: GlobalBox, input: Tensor, p: float, train: bool) -> Tensor:
         return run(place, input, p, train, inplace)
 
     return kernel
@@ -146,7 +146,7 @@ for _name, _run in {
 
 @_kernel(F.rrelu)
 def rrelu(
-    place: Place,
+    place: GlobalBox,
     input: Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
@@ -161,7 +161,7 @@ def rrelu(
 
 def _low_level_rrelu(inplace: bool) -> Callable[..., Tensor]:
     def kernel(
-        place: Place,
+        place: GlobalBox,
         input: Tensor,
         lower: float = 1 / 8,
         upper: float = 1 / 3,
@@ -186,7 +186,7 @@ def _like(input: Tensor, dtype: Any, device: Any) -> tuple[torch.dtype, torch.de
 
 @_kernel(torch.rand_like, new=True)
 def rand_like(
-    place: Place, input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+    place: GlobalBox, input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
 ) -> Tensor:
     kind, where = _like(input, dtype, device)
     return Draw(place, where).uniform(kind).requires_grad_(requires_grad)
@@ -194,7 +194,7 @@ def rand_like(
 
 @_kernel(torch.randn_like, new=True)
 def randn_like(
-    place: Place, input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+    place: GlobalBox, input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
 ) -> Tensor:
     kind, where = _like(input, dtype, device)
     return Draw(place, where).normal(kind).requires_grad_(requires_grad)
@@ -202,7 +202,7 @@ def randn_like(
 
 @_kernel(torch.randint_like, new=True)
 def randint_like(
-    place: Place,
+    place: GlobalBox,
     input: Tensor,
     low: int = 0,
     high: int | None = None,
@@ -218,14 +218,14 @@ def randint_like(
 
 
 @_kernel(torch.bernoulli, Tensor.bernoulli, new=True)
-def bernoulli(place: Place, input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
+def bernoulli(place: GlobalBox, input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
     draw = Draw(place, input.device)
     chosen = draw.chosen(p) if p is not None else draw.less_than(input.detach())
     return chosen.to(input.dtype)
 
 
 @_kernel(torch.normal, new=True)
-def normal(place: Place, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+def normal(place: GlobalBox, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     """With a tensor of means, of deviations, or both."""
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
     like = mean if isinstance(mean, Tensor) else std
@@ -252,44 +252,48 @@ def _range(dtype: torch.dtype, args: tuple[Any, ...], ends: dict[str, Any]) -> t
 
 
 @_kernel(Tensor.random_, inplace=True)
-def random_(place: Place, self: Tensor, *args: Any, generator: Any = None, **ends: Any) -> Tensor:
+def random_(place: GlobalBox, self: Tensor, *args: Any, generator: Any = None, **ends: Any) -> Tensor:
     return self.copy_(Draw(place, self.device).integers(self.dtype, *_range(self.dtype, args, ends)))
 
 
 @_kernel(Tensor.uniform_, inplace=True)
-def uniform_(place: Place, self: Tensor, *args: Any, generator: Any = None, **ends: Any) -> Tensor:
+def uniform_(place: GlobalBox, self: Tensor, *args: Any, generator: Any = None, **ends: Any) -> Tensor:
     low = ends.get("from", args[0] if args else 0.0)
     high = ends.get("to", args[1] if len(args) > 1 else 1.0)
     return self.copy_(Draw(place, self.device).uniform(self.dtype).mul_(high - low).add_(low))
 
 
 @_kernel(Tensor.normal_, inplace=True)
-def normal_(place: Place, self: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+def normal_(place: GlobalBox, self: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
     return self.copy_(Draw(place, self.device).normal(self.dtype).mul_(std).add_(mean))
 
 
 @_kernel(Tensor.log_normal_, inplace=True)
-def log_normal_(place: Place, self: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Tensor:
+def log_normal_(
+    place: GlobalBox, self: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
+) -> Tensor:
     return self.copy_(Draw(place, self.device).normal(self.dtype).mul_(std).add_(mean).exp_())
 
 
 @_kernel(Tensor.exponential_, inplace=True)
-def exponential_(place: Place, self: Tensor, lambd: float = 1.0, *, generator: Any = None) -> Tensor:
+def exponential_(place: GlobalBox, self: Tensor, lambd: float = 1.0, *, generator: Any = None) -> Tensor:
     return self.copy_(Draw(place, self.device).exponential(self.dtype, lambd))
 
 
 @_kernel(Tensor.cauchy_, inplace=True)
-def cauchy_(place: Place, self: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Tensor:
+def cauchy_(
+    place: GlobalBox, self: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
+) -> Tensor:
     return self.copy_(Draw(place, self.device).cauchy(self.dtype, median, sigma))
 
 
 @_kernel(Tensor.geometric_, inplace=True)
-def geometric_(place: Place, self: Tensor, p: float, *, generator: Any = None) -> Tensor:
+def geometric_(place: GlobalBox, self: Tensor, p: float, *, generator: Any = None) -> Tensor:
     return self.copy_(Draw(place, self.device).geometric(self.dtype, p))
 
 
 @_kernel(Tensor.bernoulli_, inplace=True)
-def bernoulli_(place: Place, self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+def bernoulli_(place: GlobalBox, self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     draw = Draw(place, self.device)
     return self.copy_(draw.less_than(p) if isinstance(p, Tensor) else draw.chosen(p))
 

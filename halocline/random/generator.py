@@ -29,18 +29,18 @@ _PORTION_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Place:
+class GlobalBox:
     """A box of a tensor of global ``shape``: what the tile at hand is of the whole."""
 
     shape: tuple[int, ...]
     box: Box
 
     @classmethod
-    def all_of(cls, shape: tuple[int, ...]) -> Place:
+    def all_of(cls, shape: tuple[int, ...]) -> GlobalBox:
         return cls(shape, tuple(map(whole, shape)))
 
-    def leading(self, dims: int) -> Place:
-        return Place(self.shape[:dims], self.box[:dims])
+    def leading(self, dims: int) -> GlobalBox:
+        return GlobalBox(self.shape[:dims], self.box[:dims])
 
     @property
     def empty(self) -> bool:
@@ -117,7 +117,7 @@ def _starts(shape: tuple[int, ...], box: Box, key: int, device: torch.device) ->
     return head, tail
 
 
-def filled(place: Place, dtype: torch.dtype, device: torch.device, numbers: Callable[[Box], Tensor]) -> Tensor:
+def filled(place: GlobalBox, dtype: torch.dtype, device: torch.device, numbers: Callable[[Box], Tensor]) -> Tensor:
     """A new tile of ``numbers(box)``, made in portions: it needs little memory besides the tile."""
     tile = torch.empty(shape_of(place.box), dtype=dtype, device=device)
     for box in _portions(place.box, _PORTION.get(device.type, _PORTION_ELSEWHERE)):

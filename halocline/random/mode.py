@@ -20,7 +20,7 @@ from .backward import BACKWARD, run_backward
 from .categories import multinomial
 from .factories import FACTORIES, normal
 from .functions import KERNELS, Kernel
-from .generator import Place
+from .generator import GlobalBox
 from .state import State, current, swap
 
 
@@ -100,7 +100,7 @@ def _drawn(function: Any, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[st
     out = kwargs.pop("out", None) if "out" in kwargs else None
     shapes = [t.shape for t in tensors if t is not out]
     shape = tensors[0].shape if kernel.inplace else torch.broadcast_shapes(*shapes)
-    result = kernel.run(Place.all_of(tuple(shape)), *args, **kwargs)
+    result = kernel.run(GlobalBox.all_of(tuple(shape)), *args, **kwargs)
     return result if out is None else out.resize_(result.shape).copy_(result)
 
 

@@ -16,7 +16,7 @@ from .._torch_private import run_eagerly, transforming
 from ..errors import Refused
 from ..tensor import ShardedTensor, Sharding, here
 from ..world import Label, Mesh
-from .state import State, Watch, current
+from .state import DrawWatch, State, current
 
 _FIRST, _EVERY = 64, 61  # forwards that are all looked at, and of those after
 
@@ -27,7 +27,7 @@ class WatchedDraws:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh: Mesh | None = mesh
         self._calls = 0
-        self._began: tuple[Sharding, State, Watch] | None = None
+        self._began: tuple[Sharding, State, DrawWatch] | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         state = current()
@@ -38,7 +38,7 @@ class WatchedDraws:
             return
         cut = _first_cut((args, kwargs))
         if cut is not None and not state.threaded:  # threads share one generator
-            state.watch = Watch()
+            state.watch = DrawWatch()
             self._began = cut.sharding, state, state.watch
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -30,7 +30,7 @@ _MOST = 1 << 16
 Drawn = TypeVar("Drawn")
 
 
-class Watch:
+class DrawWatch:
     """Notices draws from torch's generators that nobody has explained."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class State:
         self.seed, self.counter, self.threaded, self.asked = seed % (1 << 64), counter, threaded, asked
         self._met: OrderedDict[int, int] = OrderedDict()
         self._warned = False
-        self.watch: Watch | None = None
+        self.watch: DrawWatch | None = None
 
     def next_call(self) -> int:
         if self.threaded:

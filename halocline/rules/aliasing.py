@@ -16,10 +16,10 @@ from torch import Tensor
 from .._torch_private import disable_dispatch_modes, storage_key
 from ..tensor import CopyOf, ShardedTensor, Strides, dense_strides, on_one_rank, one_rank_strides, plain, same_memory
 from .idle import emptied
-from .plan import Plan, substitute
+from .plan import CallPlan, substitute
 
 
-class Answer(NamedTuple):
+class AliasAnswer(NamedTuple):
     """Of one result: does it share memory with the operand, and its strides."""
 
     shares: bool
@@ -27,7 +27,13 @@ class Answer(NamedTuple):
 
 
 def settled(
-    plan: Plan, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], tiles: list[Tensor], results: list[Tensor]
+    plan: CallPlan,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: list[Tensor],
+    tiles: list[Tensor],
+    results: list[Tensor],
 ) -> list[tuple[Tensor, CopyOf | None, Strides | None]]:
     """Each result with its mark and with its strides on one rank, as far as they are not those of a new tensor."""
     index = plan.recipe.reads[0].operand.index if plan.recipe.reads else 0
@@ -38,7 +44,7 @@ def settled(
     return [_computed(plan, operand, tile, result) for result in results]
 
 
-def _computed(plan: Plan, operand: Tensor, tile: Tensor, result: Tensor) -> tuple[Tensor, CopyOf | None, Any]:
+def _computed(plan: CallPlan, operand: Tensor, tile: Tensor, result: Tensor) -> tuple[Tensor, CopyOf | None, Any]:
     """A function that makes new memory, unless it gives its operand back (``x.float()`` of float32)."""
     shares = bool(result.numel()) and same_memory(tile, result)
     if shares and plan.recipe.fresh:
@@ -50,7 +56,7 @@ def _computed(plan: Plan, operand: Tensor, tile: Tensor, result: Tensor) -> tupl
 
 
 def _viewed(
-    plan: Plan, index: int, operand: Tensor, tile: Tensor, result: Tensor, answer: Answer | None
+    plan: CallPlan, index: int, operand: Tensor, tile: Tensor, result: Tensor, answer: AliasAnswer | None
 ) -> tuple[Tensor, CopyOf | None, Strides | None]:
     shares = same_memory(tile, result)
     if plan.recipe.either and _unsure(operand):
@@ -73,8 +79,8 @@ def _unsure(operand: Tensor) -> bool:
 
 
 def _ask(
-    plan: Plan, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int
-) -> list[Answer] | list[None]:
+    plan: CallPlan, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int
+) -> list[AliasAnswer] | list[None]:
     operand = tensors[index]
     strides = one_rank_strides(operand) if isinstance(operand, ShardedTensor) else tuple(plain(operand).stride())
     if strides not in plan.answers:
@@ -82,7 +88,7 @@ def _ask(
     return plan.answers[strides] or [None] * len(plan.recipe.outputs)
 
 
-def _answers(function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int) -> list[Answer] | None:
+def _answers(function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int) -> list[AliasAnswer] | None:
     """None where torch cannot tell: a view that one rank's strides forbid."""
     metas = [on_one_rank(plain(tensor)) for tensor in tensors]
     given = iter(metas)
@@ -93,7 +99,7 @@ def _answers(function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index
             return None
     results = made if isinstance(made, (tuple, list)) else [made]
     memory = storage_key(metas[index])
-    return [Answer(storage_key(r) == memory, tuple(r.stride())) for r in results]
+    return [AliasAnswer(storage_key(r) == memory, tuple(r.stride())) for r in results]
 
 
 def worth_keeping(strides: Strides | None, shape: tuple[int, ...], tile: Tensor) -> Strides | None:

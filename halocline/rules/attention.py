@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch_private import nested_tensor_from_mask
 from ..geometry import Interval
 from ..random.mode import WHERE_DRAWN
 from ..tensor import Sharding
 from .api import cut_like
-from .drop import dropped
+from .dropout import dropped
 from .executor import run_rule
 from .recipe import WHOLE, Operand, Output, Read, Recipe, Work
 from .ring import choose, count, heads_first, ring_attention, tokens_axis
@@ -249,6 +250,5 @@ def _nested(*args: Any, **kwargs: Any) -> bool:
 WHERE_DRAWN[F.scaled_dot_product_attention] = attention
 WHERE_DRAWN[F.multi_head_attention_forward] = multi_head_attention_forward
 
-_ASKED_FIRST = getattr(torch, "_nested_tensor_from_mask_left_aligned", None)
-if _ASKED_FIRST is not None:
-    composite(_ASKED_FIRST, family="refused")(_nested)
+if nested_tensor_from_mask is not None:
+    composite(nested_tensor_from_mask, family="refused")(_nested)

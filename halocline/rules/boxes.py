@@ -19,16 +19,16 @@ from .._torch_private import quick_apply
 from ..geometry import Box, Interval, shape_of, slices, whole
 from ..tensor import Cut, Fetch
 from ..world import KnownMove, MovementFunction, Route
+from .double_backward import Autocast, differentiated
+from .halo_exchange import HaloExchange
 from .recipe import Read, Recipe, Slot, Work
-from .replay import Autocast, differentiated
-from .rim import Rim
 
 #: Elements of a tile below which the halo is glued on: several calls then cost more than the copy.
 SMALL = 1 << 15
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxPart:
     """One output box: where it lies in the local output, what it needs (in the needed box), and how it is computed."""
 
     place: tuple[slice, ...]
@@ -38,9 +38,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Boxes:
-    inside: Part
-    edges: tuple[Part, ...]
-    rim: Rim
+    inside: BoxPart
+    edges: tuple[BoxPart, ...]
+    rim: HaloExchange
     shape: tuple[int, ...]
     glued: Callable[[Tensor], Tensor]
 
@@ -53,12 +53,12 @@ class Boxes:
 
 def plan_boxes(recipe: Recipe, work: Work, fetch: Fetch | None, cuts: Mapping[int, Cut], bind: Any) -> Boxes | None:
     """For an operation on one operand and with one result whose dims are those of the space."""
-    if not recipe.boxes or fetch is None or not fetch.communicates or not fetch.beside:
+    if not recipe.box_local or fetch is None or not fetch.communicates or not fetch.beside:
         return None
     read = recipe.reads[0]
     if read.operand.numel() < SMALL * fetch.mesh.count(fetch.axes) or not _roomy(read, fetch, cuts):
         return None
-    rim, slots = Rim.of(fetch), work.slots[read.operand.index]
+    rim, slots = HaloExchange.of(fetch), work.slots[read.operand.index]
     first = [slot.needs[0].lo for slot in slots]
 
     def need(box: Box) -> Box:
@@ -66,11 +66,11 @@ def plan_boxes(recipe: Recipe, work: Work, fetch: Fetch | None, cuts: Mapping[in
         wanted = [slot.needs[0] if slot.native else _need(read, d, box[d]) for d, slot in enumerate(slots)]
         return tuple(interval.shift(-lo) for interval, lo in zip(wanted, first, strict=True))
 
-    def part(box: Box) -> Part:
+    def part(box: Box) -> BoxPart:
         wanted = need(box)
         here = [Slot((i.shift(lo),), s.native) for i, lo, s in zip(wanted, first, slots, strict=True)]
         place = slices(tuple(i.shift(-w.lo) for i, w in zip(box, work.box, strict=True)))
-        return Part(place, wanted, bind(Work(box, _at(work.slots, read.operand.index, tuple(here)))))
+        return BoxPart(place, wanted, bind(Work(box, _at(work.slots, read.operand.index, tuple(here)))))
 
     own = [move.holds(fetch.mesh.coordinates.get(move.owner_axis or "", 0)) for move in fetch.dims]
     inner = [
@@ -162,7 +162,7 @@ def _backward(
     return mine
 
 
-def _derivative(part: Part, piece: Tensor, gradient: Tensor, autocast: Autocast) -> Tensor:
+def _derivative(part: BoxPart, piece: Tensor, gradient: Tensor, autocast: Autocast) -> Tensor:
     with torch.enable_grad(), autocast.again():
         leaf = piece.detach().requires_grad_()
         (found,) = torch.autograd.grad(part.compute(leaf), leaf, gradient[part.place])

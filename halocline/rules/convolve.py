@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import Box, Interval
-from .recipe import Addend
+from .recipe import LinearPart
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -45,13 +45,13 @@ class Convolve:
     groups: int
     transposed: bool = False
 
-    def addend(self, out: Box, piece: Box, main: bool) -> Addend:
+    def linear_part(self, out: Box, piece: Box, main: bool) -> LinearPart:
         """What ``piece`` adds to the output box ``out`` (both global). The ``main`` piece reaches all of it."""
         find = self._transposed if self.transposed else self._direct
         along = [find(i, out[2 + i], piece[2 + i], main) for i in range(len(self.kernel))]
         if any(way.taps.empty or way.out.empty for way in along):
             nothing = (slice(0, 0),)
-            return Addend(nothing, nothing, _Nothing())
+            return LinearPart(nothing, nothing, _Nothing())
         thin = self._thin(along, piece[2:]) if not main else None
         sees = (slice(None), slice(None), *(slice(a.taps.lo, a.taps.hi) for a in along))
         local = [a.out.shift(-o.lo) for a, o in zip(along, out[2:], strict=True)]
@@ -67,7 +67,7 @@ class Convolve:
         pads = [side for _, a in reversed(kept) for side in a.more]
         function = self.function if thin is None else _FLAT[self.function]
         kind = _TransposedPart if self.transposed else _DirectPart
-        return Addend(where, sees, kind(function, options, pads, None if thin is None else 2 + thin))
+        return LinearPart(where, sees, kind(function, options, pads, None if thin is None else 2 + thin))
 
     def _thin(self, along: list[Along], piece: Box) -> int | None:
         """A dim along which one plane meets one tap: without it torch's 2D code is two to four times faster."""

@@ -147,7 +147,7 @@ def data(self: ShardedTensor) -> Tensor:
     """Like torch's, it writes unseen by autograd. What was fetched ahead of such a write is forgotten."""
     tile = unwrap(self)
     shell = wrap(tile.data, self.sharding)
-    self._wide, shell._copy_of, shell._strides = None, self._copy_of, self._strides
+    self._preloaded_halo, shell._copy_of, shell._strides = None, self._copy_of, self._strides
     return shell
 
 

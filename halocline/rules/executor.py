@@ -24,7 +24,7 @@ from ..tensor import (
     check_entering,
     counting_writes,
     family_of,
-    from_rim,
+    from_preloaded_halo,
     here,
     note_write,
     plain,
@@ -41,14 +41,14 @@ from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
 from .out import into
-from .plan import Plan, bound, make_plan, substitute
+from .plan import CallPlan, bound, make_plan, substitute
 from .remedy import forced, forcing
 from .table import entry_for, refuse
 from .whole_target import becomes_cut
 
 _log = logging.getLogger("halocline")
 _WORTH_ADVICE = 1 << 20  # bytes
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, CallPlan] = {}
 _MOST_PLANS = 4096
 
 
@@ -99,7 +99,7 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     return _run(plan, function, tensors, args, kwargs)
 
 
-def _new_plan(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> Plan:
+def _new_plan(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> CallPlan:
     with planned():
         plan = make_plan(function, describe, args, kwargs, tensors)
     if key is not None:
@@ -164,7 +164,7 @@ def _rare_key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
     return type(value), value
 
 
-def _run_steady(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing moves and nothing is shared: the short way that most calls go."""
     entering = plan.factors and torch.is_grad_enabled()
     if entering and plan.hooked:
@@ -179,7 +179,7 @@ def _run_steady(plan: Plan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: 
     return wrap(result, plan.shardings[0])
 
 
-def _call(plan: Plan, local: Any, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(plan: CallPlan, local: Any, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The local work, with the call's own arguments but for the tensors."""
     if plan.places is None:
         given = iter(tiles)
@@ -192,7 +192,7 @@ def _call(plan: Plan, local: Any, tiles: list[Tensor], args: tuple[Any, ...], kw
     return local(*arguments, **kwargs)
 
 
-def _check_entering(plan: Plan, tiles: list[Tensor]) -> None:
+def _check_entering(plan: CallPlan, tiles: list[Tensor]) -> None:
     for _, places in plan.factors:
         for place in places:
             tile = tiles[place]
@@ -201,7 +201,7 @@ def _check_entering(plan: Plan, tiles: list[Tensor]) -> None:
                 check_entering(tile, plan.mesh, fetch.work_axes - fetch.axes, Label(plan.name, here()))  # type: ignore[union-attr]
 
 
-def _enter(plan: Plan, tiles: list[Tensor]) -> None:
+def _enter(plan: CallPlan, tiles: list[Tensor]) -> None:
     """Law 3: whole operands of cut work, in place of themselves."""
     _check_entering(plan, tiles)
     for factor, places in plan.factors:
@@ -214,7 +214,7 @@ def _enter(plan: Plan, tiles: list[Tensor]) -> None:
                 tiles[place] = tile
 
 
-def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     label = Label(plan.name, here())
     target: CopyOf | None = getattr(tensors[0], "_copy_of", None) if plan.recipe.inplace else None
     if target is not None and not (target.unsure or target.can_write_back()):
@@ -248,7 +248,7 @@ def _run(plan: Plan, function: Any, tensors: list[Tensor], args: tuple[Any, ...]
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
 
 
-def _remember_views(plan: Plan, tensors: list[Tensor], views: list[Tensor]) -> None:
+def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) -> None:
     operand = tensors[plan.recipe.reads[0].operand.index]
     if isinstance(operand, ShardedTensor) and plan.mesh.channels_last:
         memory = storage_key(operand._tile)
@@ -258,19 +258,19 @@ def _remember_views(plan: Plan, tensors: list[Tensor], views: list[Tensor]) -> N
                 view._family.add(view)
 
 
-def _ready(plan: Plan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:
+def _ready(plan: CallPlan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:
     """Operands that came with what the operation needs beside their tiles."""
     found: dict[int, Tensor] = {}
     for place, tensor in enumerate(tensors):
         fetch = plan.fetches[place]
-        if getattr(tensor, "_wide", None) is not None and fetch is not None and fetch.communicates:
-            brought = from_rim(tensor, fetch, tiles[place])
+        if getattr(tensor, "_preloaded_halo", None) is not None and fetch is not None and fetch.communicates:
+            brought = from_preloaded_halo(tensor, fetch, tiles[place])
             if brought is not None:
                 found[place] = brought
     return found
 
 
-def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: Label) -> Tensor:
+def _run_with_halo(plan: CallPlan, halo: Halo | Boxes, tiles: list[Tensor], label: Label) -> Tensor:
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
     tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
@@ -282,7 +282,7 @@ def _run_with_halo(plan: Plan, halo: Halo | Boxes, tiles: list[Tensor], label: L
     return wrap(result, plan.shardings[0])
 
 
-def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _compute(plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if plan.idle:
         return _compute_nothing(plan, brought, args, kwargs)
     result = _call(plan, plan.call, brought, args, kwargs)
@@ -291,7 +291,9 @@ def _compute(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: d
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _compute_nothing(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _compute_nothing(
+    plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
     outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
     if plan.recipe.inplace:
         torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank
@@ -304,7 +306,7 @@ def _compute_nothing(plan: Plan, brought: list[Tensor], args: tuple[Any, ...], k
     return [thrown_away(made, *output) for made, output in zip(results, outputs, strict=True)]
 
 
-def _put_back(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:
+def _put_back(plan: CallPlan, results: list[Tensor], label: Label) -> list[Tensor]:
     """The second half of a shuffle. Counted, and said once a place, as a gather is."""
     traffic = plan.mesh.world.traffic
     traffic.shuffles[str(label)] += 1
@@ -314,7 +316,7 @@ def _put_back(plan: Plan, results: list[Tensor], label: Label) -> list[Tensor]:
     return [result if old is new else recut(old, new)(result, label) for result, old, new in moves]
 
 
-def _count_gathers(plan: Plan, tiles: list[Tensor], label: Label) -> None:
+def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
     """A gather is exact but costs memory: counted always, said once a place."""
     for fetch, tile in zip(plan.fetches, tiles, strict=True):
         if fetch is None or not fetch.gathers:
@@ -346,7 +348,7 @@ def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: S
     return shell
 
 
-def _bring(plan: Plan, tiles: list[Tensor], label: Label, ready: dict[int, Tensor]) -> list[Tensor]:
+def _bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Tensor]) -> list[Tensor]:
     """Each operand's needed box, with law 3's factor on its gradient."""
     brought = list(tiles)
     if plan.factors and torch.is_grad_enabled():
@@ -363,7 +365,7 @@ def _bring(plan: Plan, tiles: list[Tensor], label: Label, ready: dict[int, Tenso
     return brought
 
 
-def _together(plan: Plan, tiles: list[Tensor], label: Label) -> dict[int, Tensor]:
+def _together(plan: CallPlan, tiles: list[Tensor], label: Label) -> dict[int, Tensor]:
     """Operands that move among the same ranks go in the same messages, where their dtypes allow."""
     places = [place for place in plan.joined if tiles[place].dtype == tiles[plan.joined[0]].dtype]
     if len(places) < 2:

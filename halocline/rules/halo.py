@@ -19,9 +19,9 @@ from .._torch_private import quick_apply
 from ..geometry import Box
 from ..tensor import Fetch
 from ..world import KnownMove, MovementFunction, PendingExchange, Route, scaled
-from .recipe import Addend, Recipe, Work
-from .replay import Autocast, differentiated
-from .rim import Rim
+from .double_backward import Autocast, differentiated
+from .halo_exchange import HaloExchange
+from .recipe import LinearPart, Recipe, Work
 
 #: Elements of a tile below which the halo is glued on: a second call then costs more than the copy.
 SMALL = 1 << 15
@@ -32,28 +32,28 @@ _NARROW = (torch.half, torch.bfloat16)
 class Halo:
     """How this rank runs such an operation. ``factor`` is law 3's for the operands that are whole."""
 
-    main: Addend
-    addends: tuple[Addend, ...]
-    rim: Rim
+    main: LinearPart
+    linear_parts: tuple[LinearPart, ...]
+    rim: HaloExchange
     factor: float
     glued: Callable[..., Tensor]  # the operation on tile and halo in one piece
 
 
 def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, glued: Any) -> Halo | None:
     """None where nothing comes from others, where some rank needs nothing of its own, and where tiles are small."""
-    if recipe.addend is None or fetch is None or not fetch.communicates or fetch.fill or not fetch.beside:
+    if recipe.linear_part is None or fetch is None or not fetch.communicates or fetch.fill or not fetch.beside:
         return None
     operand, parts = recipe.reads[0].operand, prod(len(dim.owned) for dim in fetch.dims)
     if operand.numel() < SMALL * parts or operand.dtype.is_complex:  # torch has no backward of its own for complex
         return None
     need = [slot.needs[0].lo for slot in work.slots[operand.index]]
 
-    def addend(box: Box, main: bool) -> Addend:
-        return recipe.addend(work.box, tuple(i.shift(lo) for i, lo in zip(box, need, strict=True)), main)  # type: ignore[misc]
+    def linear_part(box: Box, main: bool) -> LinearPart:
+        return recipe.linear_part(work.box, tuple(i.shift(lo) for i, lo in zip(box, need, strict=True)), main)  # type: ignore[misc]
 
     slabs = fetch.slabs
-    addends = tuple(addend(piece, False) for piece in slabs.pieces)
-    return Halo(addend(slabs.own, True), addends, Rim.of(fetch), factor, glued)
+    linear_parts = tuple(linear_part(piece, False) for piece in slabs.pieces)
+    return Halo(linear_part(slabs.own, True), linear_parts, HaloExchange.of(fetch), factor, glued)
 
 
 def with_halo(halo: Halo, route: Route, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,8 +72,8 @@ class WithHalo(MovementFunction):
         exchange = halo.rim.begin(tile, route)
         result = halo.main.compute.forward(halo.rim.used(tile), weight, bias)
         pieces = halo.rim.arrived(exchange, tile)
-        for addend, piece in zip(halo.addends, pieces, strict=True):
-            result[addend.out] += addend.compute.forward(piece, weight[addend.sees], None)
+        for linear_part, piece in zip(halo.linear_parts, pieces, strict=True):
+            result[linear_part.out] += linear_part.compute.forward(piece, weight[linear_part.sees], None)
         ctx.save_for_backward(tile, weight, bias, *pieces)
         ctx.halo, ctx.route = halo, route
         return result
@@ -113,9 +113,9 @@ class _Backward:
     def _send_rim(self, gradient: Tensor, pieces: list[Tensor], weights: list[Tensor]) -> PendingExchange | None:
         edges: list[Tensor] = []
         wanted = (*self.needed[:2], False)
-        for addend, piece in zip(self.halo.addends, pieces, strict=True):
-            part, weight = gradient[addend.out], self.weight[addend.sees]
-            edge, slope, _ = addend.compute.backward(part, piece, weight, None, wanted)
+        for linear_part, piece in zip(self.halo.linear_parts, pieces, strict=True):
+            part, weight = gradient[linear_part.out], self.weight[linear_part.sees]
+            edge, slope, _ = linear_part.compute.backward(part, piece, weight, None, wanted)
             edges.append(edge)
             weights.append(slope)
         return self.halo.rim.send_back(edges, gradient, self.route) if self.needed[0] else None
@@ -123,12 +123,12 @@ class _Backward:
     def _total(self, main: Tensor, weights: list[Tensor]) -> Tensor:
         """Of the weight: added in float32 at least."""
         total = main.float() if main.dtype in _NARROW and weights else main
-        for addend, slope in zip(self.halo.addends, weights, strict=True):
-            total[addend.sees] += slope
+        for linear_part, slope in zip(self.halo.linear_parts, weights, strict=True):
+            total[linear_part.sees] += slope
         return total.to(main.dtype)
 
 
-def _of_tile(rim: Rim, gradient: Tensor, tile: Tensor) -> Tensor:
+def _of_tile(rim: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor:
     if rim.uses_all:
         return gradient
     found = torch.zeros_like(tile)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..geometry import Part
+from ..geometry import Concatenated
 from ..geometry.access import Wrapped
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from .table import refuse
@@ -36,7 +36,7 @@ def cat(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
         if tensor.shape == (0,) and len(space) > 1:  # torch passes over these, whatever the others' dims
             reads.append(Read(tensor, (WHOLE,)))
             continue
-        links = [Link(d, Part(offset)) if d == place else Link(d) for d in range(len(space))]
+        links = [Link(d, Concatenated(offset)) if d == place else Link(d) for d in range(len(space))]
         reads.append(Read(tensor, tuple(links)))
         offset += tensor.shape[place]
     return _joined(function if len(space) > 1 else _cat_rows, space, reads)

@@ -15,7 +15,7 @@ from ..tensor import ShardedTensor, current_module, entering, here, unwrap, wrap
 from ..world import Label, Mesh, Route
 from .channels import whole_channels
 from .executor import run_rule
-from .normalize import NARROW, Layout, normalize
+from .normalize import NARROW, NormLayout, normalize
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
 from .table import composite, refuse
 
@@ -89,7 +89,7 @@ def batch_norm(
     if count <= 1 and not replica:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(sharding.shape)}")
     tile = unwrap(input)
-    layout = Layout(tuple(tile.shape), tile.shape[1], max(1, count), _route(mesh, axes, "batch_norm"))
+    layout = NormLayout(tuple(tile.shape), tile.shape[1], max(1, count), _route(mesh, axes, "batch_norm"))
 
     def track(mean: Tensor, var: Tensor) -> None:
         if running_mean is None or running_var is None:
@@ -143,7 +143,7 @@ def instance_norm(
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(sharding.shape)}")
     space = sharding.axes - _axes_of(input, (0,))
     route = _route(sharding.mesh, space, "instance_norm")
-    layout = Layout((1, batch * channels, _rest), batch * channels, count, route)
+    layout = NormLayout((1, batch * channels, _rest), batch * channels, count, route)
 
     def track(mean: Tensor, var: Tensor) -> None:
         if running_mean is not None and running_var is not None:
@@ -187,7 +187,7 @@ def group_norm(
     batch, channels, rest = _view(tile)
     count = prod(sharding.shape[1:]) // num_groups
     route = _route(sharding.mesh, sharding.axes - _axes_of(input, (0,)), "group_norm")
-    layout = Layout((1, batch * channels, rest), batch * num_groups, count, route)
+    layout = NormLayout((1, batch * channels, rest), batch * num_groups, count, route)
     made = normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout)
     return wrap(made.contiguous(memory_format=memory_format_of(tile)), sharding)  # as torch's kernel leaves it
 
@@ -223,7 +223,7 @@ def layer_norm(
     sharding, tile = input.sharding, unwrap(input)
     rows = prod(tile.shape[:first])
     route = _route(sharding.mesh, _axes_of(input, dims), "layer_norm")
-    layout = Layout((1, rows, prod(tile.shape[first:])), rows, prod(shape), route)
+    layout = NormLayout((1, rows, prod(tile.shape[first:])), rows, prod(shape), route)
     y: Tensor = wrap(normalize(tile, None, None, eps, layout), sharding)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias

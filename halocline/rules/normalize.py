@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch_private import unsafe_view
 from ..kernels.layout import memory_format_of
 from ..world import MovementFunction, Route, Sum, scaled
-from .replay import Autocast, differentiated
+from .double_backward import Autocast, differentiated
 
 NARROW = (torch.half, torch.bfloat16)
 Track = Callable[[Tensor, Tensor], None]
@@ -26,7 +27,7 @@ _FEW = 8  # ranks whose rows make one short message
 
 
 @dataclass(frozen=True)
-class Layout:
+class NormLayout:
     """How a tile is seen by the kernel, and over which ranks its statistics run."""
 
     view: tuple[int, ...]  # [B, K, rest]; rest may be several dims, which keeps the layout of channels last
@@ -59,7 +60,7 @@ def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     return mean.double(), variance.double() * here, here
 
 
-def statistics(tile: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def statistics(tile: Tensor, layout: NormLayout) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of each group, in float64. Never a mean of squares less a square of the mean."""
     means, squares, here = _channel_moments(tile.reshape(layout.view))
     counts = means.new_full(means.shape, float(here))
@@ -92,7 +93,7 @@ def _of_all_ranks(counts: Tensor, mean: Tensor, spread: Tensor, route: Route) ->
     return total.unsqueeze(0), centre.unsqueeze(0), spread.unsqueeze(0)
 
 
-def _spread(per_group: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+def _spread(per_group: Tensor, layout: NormLayout, dtype: torch.dtype) -> Tensor:
     """From one value a group to one value a k."""
     return per_group.repeat_interleave(layout.members).to(dtype) if layout.members > 1 else per_group.to(dtype)
 
@@ -101,7 +102,7 @@ def _work_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in NARROW else x.dtype
 
 
-class Normalize(MovementFunction):
+class NormFunction(MovementFunction):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` with statistics over groups and ranks.
 
     Saves the tile and the statistics only. Its backward takes one more sum over ranks; when that backward is itself
@@ -115,7 +116,7 @@ class Normalize(MovementFunction):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        layout: Layout,
+        layout: NormLayout,
         track: Track | None,
     ):
         mean, variance = statistics(x, layout)
@@ -151,7 +152,13 @@ def _usual(x: Tensor) -> Tensor:
 
 
 def _apply(
-    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layout: NormLayout,
 ) -> Tensor:
     if x.numel() == 0:
         return x.clone()
@@ -161,7 +168,7 @@ def _apply(
     y = F.batch_norm(seen, *moments, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
     if y.shape == x.shape:
         return y
-    return torch.ops.aten._unsafe_view(y, x.shape)  # a plain reshape is a view, which nothing may change in place
+    return unsafe_view(y, x.shape)  # a plain reshape is a view, which nothing may change in place
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -169,7 +176,7 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _fast_backward(
-    x: Tensor, weight: Tensor | None, gradient: Tensor, mean: Tensor, variance: Tensor, eps: float, layout: Layout
+    x: Tensor, weight: Tensor | None, gradient: Tensor, mean: Tensor, variance: Tensor, eps: float, layout: NormLayout
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """torch's kernel gives ``weight * rstd * dy``, sum(dy * xhat) and sum(dy); the group's means are taken off."""
     dtype = _work_dtype(x)
@@ -193,7 +200,7 @@ def _fast_backward(
     return dx.reshape(x.shape), slope if weight is None else slope.to(weight.dtype), offset
 
 
-def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout) -> Tensor:
+def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: NormLayout) -> Tensor:
     """The same map from differentiable pieces: sums over ranks are cut to whole, their use whole to cut."""
     seen = x.reshape(layout.view)
     dtype = seen.dtype
@@ -209,7 +216,7 @@ def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, 
     return y.reshape(x.shape)
 
 
-def _group_mean(seen: Tensor, layout: Layout) -> Tensor:
+def _group_mean(seen: Tensor, layout: NormLayout) -> Tensor:
     """A sum over ranks (cut to whole) whose result is used by cut work again (whole to cut): the factors cancel."""
     total = layout.by_group(seen.double().sum([d for d in range(seen.ndim) if d != 1]))
     if layout.route is not None:
@@ -223,7 +230,7 @@ def normalize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    layout: Layout,
+    layout: NormLayout,
     track: Track | None = None,
 ) -> Tensor:
     """The normalised tile. ``track`` is called with mean and biased variance of each group.
@@ -231,5 +238,5 @@ def normalize(
     It runs inside the Function's forward: a checkpoint may end its recomputation as soon as the Function has saved
     its tensors, and torch's own kernel has updated running statistics by then.
     """
-    normalized: Tensor = Normalize.apply(tile, weight, bias, eps, layout, track)
+    normalized: Tensor = NormFunction.apply(tile, weight, bias, eps, layout, track)
     return normalized

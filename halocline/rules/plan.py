@@ -40,7 +40,7 @@ def substitute(value: Any, replacements: Iterator[Any]) -> Any:
 
 
 @dataclass
-class Plan:
+class CallPlan:
     """Everything about a call that does not depend on values."""
 
     name: str
@@ -120,30 +120,30 @@ class Plan:
     @cached_property
     def hooked(self) -> bool:
         """May law 3 be a hook on the one node of the call? All operands but the first have the one factor."""
-        if self.recipe.lone is None or len(self.factors) != 1:
+        if self.recipe.single_node is None or len(self.factors) != 1:
             return False
         return set(self.factors[0][1]) == {read.operand.index for read in self.recipe.reads[1:]}
 
     def hook(self, result: Tensor, tiles: list[Tensor]) -> None:
-        node, lone = result.grad_fn, self.recipe.lone
-        if node is None or lone is None or node.name() != lone.node:
-            raise AssertionError(f"{self.name} was to make one {lone}, and made {node}")
+        node, single_node = result.grad_fn, self.recipe.single_node
+        if node is None or single_node is None or node.name() != single_node.node:
+            raise AssertionError(f"{self.name} was to make one {single_node}, and made {node}")
         others = [tiles[read.operand.index] for read in self.recipe.reads[1:]]
         node.register_hook(partial(_scale_gradients, self, others))
 
 
-def _scale_gradients(plan: Plan, others: list[Tensor], found: Any, given: Any) -> Any:
-    factor, first, lone = plan.factors[0][0], found[0], plan.recipe.lone
+def _scale_gradients(plan: CallPlan, others: list[Tensor], found: Any, given: Any) -> Any:
+    factor, first, single_node = plan.factors[0][0], found[0], plan.recipe.single_node
     if first is not None and first.requires_grad:  # a second derivative is to come
         entered = [scaled((1.0, factor), tensor) if tensor.requires_grad else tensor for tensor in others]
-        first = lone.again(plan.work, given[0], first.detach(), *entered)  # type: ignore[union-attr]
+        first = single_node.again(plan.work, given[0], first.detach(), *entered)  # type: ignore[union-attr]
     # The adjoint of the identity with adjoint R is R with the identity as its adjoint: not a plain product.
     return first, *(None if gradient is None else scaled((factor, 1.0), gradient) for gradient in found[1:])
 
 
 def make_plan(
     function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> Plan:
+) -> CallPlan:
     mesh = _common_mesh(function, tensors)
     operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
     described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
@@ -155,7 +155,7 @@ def make_plan(
     _say_if_whole_and_large(function, mesh, tensors, fetches)
     box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
     work = Work(box, tuple(way.slots))
-    return Plan(
+    return CallPlan(
         name=name_of(function),
         mesh=mesh,
         recipe=recipe,
@@ -182,7 +182,7 @@ def _fitting(mesh: Mesh, recipe: Recipe, tensors: list[Tensor], shardings: list[
     return found if found.axes else None
 
 
-class Way:
+class SpaceCut:
     """One way to cut the space: what it makes each operand bring, and how the results lie, at first and in the end."""
 
     def __init__(self, mesh: Mesh, recipe: Recipe, shardings: list[Sharding], cuts: dict[int, Cut]) -> None:
@@ -200,13 +200,13 @@ class Way:
         return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
 
 
-def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> Way:
+def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
-    gather = Way(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
+    gather = SpaceCut(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
     lost = lost_axes(recipe, shardings, gather.cuts)
     if not lost or recipe.inplace or forced() == "gather":
         return gather
-    shuffle = Way(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
+    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
     goals = zip(recipe.outputs, shuffle.results, strict=True)
     shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
     return shuffle if forced() == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
@@ -217,9 +217,9 @@ def _halo(
 ) -> Halo | Boxes | None:
     """Only the first operand moves; the others are whole, and used as they are."""
     first, *others = (fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
-    if recipe.boxes and not others:
+    if recipe.box_local and not others:
         return plan_boxes(recipe, work, first, cuts, partial(bound, recipe))
-    if recipe.addend is None:
+    if recipe.linear_part is None:
         return None
     factor = float(mesh.count(cut.axis for cut in cuts.values()))
     if any(fetch is None or not fetch.untouched or fetch.adjoint_scale != factor for fetch in others):
@@ -292,7 +292,7 @@ def _assign(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, 
         for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
             if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
                 continue
-            points = link.access.carry(cut.partition.points, recipe.space[link.dim])
+            points = link.access.propagate_cut(cut.partition.points, recipe.space[link.dim])
             cuts[link.dim] = Cut(cut.axis, Partition(points))
             taken.add(cut.axis)
     return cuts

@@ -41,7 +41,7 @@ def _recipe(
         reads=(Read(input, (*map(Link, range(lead)), *(Link(lead + i, a, fill) for i, a in enumerate(accesses)))),),
         outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
         local=local,
-        boxes=True,
+        box_local=True,
     )
 
 

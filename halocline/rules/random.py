@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..random.functions import KERNELS, Kernel
-from ..random.generator import Place
+from ..random.generator import GlobalBox
 from ..random.mode import WRITTEN_OUT
 from .pointwise import elementwise
 from .recipe import Recipe, Work
@@ -23,7 +23,7 @@ def _register(function: Any, kernel: Kernel) -> None:
         recipe = elementwise(function, args, kwargs, kernel.inplace or bool(kwargs.get("inplace")))
 
         def local(work: Work, *tiles: Any, **named: Any) -> Tensor:
-            return kernel.run(Place(recipe.space, work.box), *tiles, **named)
+            return kernel.run(GlobalBox(recipe.space, work.box), *tiles, **named)
 
         outputs = tuple(replace(output, constant=kernel.new) for output in recipe.outputs)
         return replace(recipe, local=local, outputs=outputs)

@@ -7,8 +7,9 @@ of the space that no output has are summed over.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def as_called(function: Callable[..., Any]) -> Local:
 
 
 @dataclass(frozen=True)
-class Addend:
+class LinearPart:
     """What a piece of the first operand adds to ``out`` of the local output, through ``sees`` of the second operand.
 
     ``compute.forward(piece, *others)`` gives it, ``compute.backward(gradient, piece, *others, needed)`` the gradients
@@ -129,7 +130,7 @@ class Addend:
 
 
 @dataclass(frozen=True)
-class Lone:
+class SingleNode:
     """Local work that makes just one autograd node, of this name, whose inputs are the operands in order of reading.
 
     Law 3's factors can then be a hook on it. ``again(work, gradient, found, *others)`` gives the gradient of the first
@@ -148,10 +149,10 @@ class Recipe:
     allow a view. With ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is
     what an index takes of the first operand, so that a copy of it can be written back. With ``positions`` integers
     among the operands point into the sample, so that an idle rank cannot make them up.
-    ``addend(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of that adds
-    to the box ``out``, both in global indices. The ``main`` piece is the own tile, which must reach all of the box.
-    ``boxes`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the space's:
-    the output is then computed box by box where that spares gluing a halo to the tile.
+    ``linear_part(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of it
+    adds to the box ``out``, both in global indices. The ``main`` piece is the own tile, which reaches all of the box.
+    ``box_local`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the
+    space's: the output is then computed box by box where that spares gluing a halo to the tile.
     """
 
     space: tuple[int, ...]
@@ -168,9 +169,15 @@ class Recipe:
     either: bool = False
     index: tuple[Any, ...] | None = None
     flops: float = 0.0
-    addend: Callable[[Box, Box, bool], Addend] | None = None
-    boxes: bool = False
-    lone: Lone | None = None
+    linear_part: Callable[[Box, Box, bool], LinearPart] | None = None
+    box_local: bool = False
+    single_node: SingleNode | None = None
+    boxes: InitVar[bool | None] = None  # the former name of box_local, for one release
+
+    def __post_init__(self, boxes: bool | None) -> None:
+        if boxes is not None:
+            warnings.warn("Recipe(boxes=...) is now Recipe(box_local=...)", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "box_local", boxes)
 
 
 def follow(operand: Operand, *dims: int | None) -> Read:

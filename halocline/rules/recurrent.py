@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..tensor import ShardedTensor
-from .drop import dropped
+from .dropout import dropped
 from .executor import run_rule
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
 from .table import composite, refuse, rule

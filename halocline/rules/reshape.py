@@ -20,18 +20,18 @@ from .table import refuse
 from .view import each, local_shape, made_of, normal, on_tile, operands, shape, viewing
 
 
-class Group(NamedTuple):
+class DimGroup(NamedTuple):
     """Dims of the input and of the output that hold the same elements; the first of each leads."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
 
-def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
+def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[DimGroup]:
     """The smallest groups, from the left; dims of size one are in none.
 
     >>> list(groups((4, 1, 6, 5), (4, 3, 10)))
-    [Group(before=(0,), after=(0,)), Group(before=(2, 3), after=(1, 2))]
+    [DimGroup(before=(0,), after=(0,)), DimGroup(before=(2, 3), after=(1, 2))]
     """
     lefts, rights = ([d for d, size in enumerate(sizes) if size != 1] for sizes in (old, new))
     while lefts and rights:
@@ -41,13 +41,13 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
             if not rest:  # nothing is in a tensor of size 0, and no product tells its dims apart
                 return
             short.append(rest.pop(0))
-        yield Group(tuple(before), tuple(after))
+        yield DimGroup(tuple(before), tuple(after))
 
 
 class Regroup(NamedTuple):
     """A group, how many elements share an index of each of its input dims, and how many an output row holds."""
 
-    group: Group
+    group: DimGroup
     strides: tuple[int, ...]
     made: int
 

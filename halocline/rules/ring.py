@@ -20,8 +20,8 @@ from ..geometry import Interval, Partition
 from ..tensor import Cut, ShardedTensor, Sharding, here, unwrap, wrap
 from ..world import Label, MovementFunction, Receive, Route, Send
 from .api import cut_like
+from .double_backward import Autocast, differentiated
 from .remedy import forced, remedy
-from .replay import Autocast, differentiated
 
 _WORTH_A_RING = 1 << 20  # elements of keys and values from which their memory counts more than a message a rank
 _NARROW = (torch.half, torch.bfloat16)

@@ -17,14 +17,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Entry:
+class RuleEntry:
     kind: str
     run: Callable[..., Any]
     family: str
     by_value: bool = True  # do numbers among the arguments change the plan?
 
 
-_TABLE: dict[Any, Entry] = {}
+_TABLE: dict[Any, RuleEntry] = {}
 
 
 def _register(
@@ -32,7 +32,7 @@ def _register(
 ) -> Callable[[Function], Function]:
     def keep(run: Function) -> Function:
         for function in functions:
-            _TABLE[function] = Entry(kind, run, family or run.__module__.rpartition(".")[2], by_value)
+            _TABLE[function] = RuleEntry(kind, run, family or run.__module__.rpartition(".")[2], by_value)
         return run
 
     return keep
@@ -59,7 +59,7 @@ def forget_rule(function: Any) -> None:
     _TABLE.pop(function, None)
 
 
-def entry_for(function: Any) -> Entry:
+def entry_for(function: Any) -> RuleEntry:
     entry = _TABLE.get(function)
     if entry is None:
         raise NoRule(
@@ -71,7 +71,7 @@ def entry_for(function: Any) -> Entry:
     return entry
 
 
-def entries() -> dict[Any, Entry]:
+def entries() -> dict[Any, RuleEntry]:
     return dict(_TABLE)
 
 

@@ -13,7 +13,7 @@ from ..errors import ShardingError
 from ..geometry import Transposed, Window
 from ..tensor import here
 from .convolve import Convolve
-from .recipe import WHOLE, Link, Local, Lone, Operand, Output, Read, Recipe, Work, pair, read_whole
+from .recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair, read_whole
 from .table import rule
 
 
@@ -85,8 +85,10 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
             local=Local(local),
             flops=2.0 * _product(space) * _product(weight.shape[1:]),
-            addend=Convolve(torch_function, kernel, strides, dilations, before, groups).addend if lead else None,
-            lone=Lone("ConvolutionBackward0", again) if lead else None,
+            linear_part=Convolve(torch_function, kernel, strides, dilations, before, groups).linear_part
+            if lead
+            else None,
+            single_node=SingleNode("ConvolutionBackward0", again) if lead else None,
         )
 
     return describe
@@ -200,7 +202,7 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
             local=local,
             flops=2.0 * input.numel() * _product(weight.shape[1:]),
-            addend=Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True).addend
+            linear_part=Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True).linear_part
             if lead
             else None,
         )

@@ -6,11 +6,11 @@ from .foreign import node_of, trust
 from .guard import DATA
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
+from .preloaded_halo import from_preloaded_halo, wrap_with_halo
 from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
 from .strides import Strides, dense_strides, on_one_rank, one_rank_strides
 from .undrawn import undrawn
-from .wide import from_rim, wrap_with_rim
 
 __all__ = [
     "DATA",
@@ -26,7 +26,7 @@ __all__ = [
     "dense_strides",
     "entering",
     "family_of",
-    "from_rim",
+    "from_preloaded_halo",
     "here",
     "make_sharding",
     "mean_over_whole_axes",
@@ -46,5 +46,5 @@ __all__ = [
     "watch_leaf",
     "whole_copy",
     "wrap",
-    "wrap_with_rim",
+    "wrap_with_halo",
 ]

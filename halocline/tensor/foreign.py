@@ -31,7 +31,7 @@ _IDENTITIES = frozenset(
     }
 )
 _REENTRANT = "torch.utils.checkpoint.CheckpointFunction"  # gives what autograd gave its inputs
-_JOINT, _INPUTS = "_halocline_joint", "_halocline_inputs"
+_BRIDGE, _INPUTS = "_halocline_joint", "_halocline_inputs"
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -56,7 +56,7 @@ def settle(shell: ShardedTensor) -> None:
     take_place(shell, alias)
 
 
-class Joint:
+class AutogradBridge:
     """How the outputs and inputs of a node lie. Of its inputs, None: they lie as the gradients that it gives."""
 
     def __init__(self, function: type, inputs: dict[int, Sharding] | None) -> None:
@@ -104,14 +104,14 @@ class Joint:
 
 def join(shell: ShardedTensor, node: Any) -> None:
     """Hang the tile of ``shell`` on the node that made it, or say why not."""
-    joint = node_of(shell, node)
-    if not joint.ends:
-        joint.ends = True
-        node.register_hook(joint.leaving)  # after those of torch, which are to see sharded tensors
+    bridge = node_of(shell, node)
+    if not bridge.ends:
+        bridge.ends = True
+        node.register_hook(bridge.leaving)  # after those of torch, which are to see sharded tensors
     settle(shell)
 
 
-def node_of(shell: ShardedTensor, node: Any) -> Joint:
+def node_of(shell: ShardedTensor, node: Any) -> AutogradBridge:
     """What is known of the node that made ``shell``; refused if it is of a Function of which nothing is known."""
     function = function_of(node)
     known = function is not None and (_full_name(function) in _IDENTITIES or _full_name(function) == _REENTRANT)
@@ -122,15 +122,15 @@ def node_of(shell: ShardedTensor, node: Any) -> Joint:
             "an autograd Function made this tensor, and its backward would see this rank's tile alone",
             "write it with torch functions, or, if its forward and backward are, say so with hc.trust",
         )
-    joint: Joint | None = node.__dict__.get(_JOINT)
-    if joint is None:
-        joint = node.__dict__[_JOINT] = Joint(function, node.__dict__.get(_INPUTS))
-        node.register_prehook(joint.arriving)
-        if joint.identity:
-            node.register_hook(joint.with_zeros)  # before those of torch
+    bridge: AutogradBridge | None = node.__dict__.get(_BRIDGE)
+    if bridge is None:
+        bridge = node.__dict__[_BRIDGE] = AutogradBridge(function, node.__dict__.get(_INPUTS))
+        node.register_prehook(bridge.arriving)
+        if bridge.identity:
+            node.register_hook(bridge.with_zeros)  # before those of torch
     with no_torch_function():
-        joint.outputs[shell.output_nr] = shell.sharding
-    return joint
+        bridge.outputs[shell.output_nr] = shell.sharding
+    return bridge
 
 
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
@@ -156,8 +156,8 @@ def trust(function: Function) -> Function:
         return result
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        joint: Joint | None = ctx.__dict__.get(_JOINT)
-        return differentiate(ctx, *(gradients if joint is None else joint.with_zeros(gradients)))
+        bridge: AutogradBridge | None = ctx.__dict__.get(_BRIDGE)
+        return differentiate(ctx, *(gradients if bridge is None else bridge.with_zeros(gradients)))
 
     function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     function.backward = staticmethod(backward)  # type: ignore[method-assign]

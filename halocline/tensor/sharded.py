@@ -39,7 +39,7 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     _strides: tuple[int, ...] | None = None  # on one rank, where it is not dense there (strides.py)
     _family: Family | None = None  # all sharded tensors on its memory, where it matters (copy.py)
     _takes_shells: bool = False  # does a hook make tiles of gradients that are sharded tensors?
-    _wide: object | None = None  # where the tile came with its rim (wide.py)
+    _preloaded_halo: object | None = None  # where the tile came with its rim (preloaded_halo.py)
     #: ``__torch_function__`` is set by the rules' executor.
 
     @classmethod

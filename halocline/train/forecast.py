@@ -19,7 +19,7 @@ from ..geometry import whole
 from ..program import dry
 from ..program.memory import peak_of
 from ..sizes import bytes_from, size_text
-from ..tensor import wrap_with_rim
+from ..tensor import wrap_with_halo
 from ..world import Mesh
 from .guard import TrainingError
 from .precision import Precision
@@ -77,7 +77,7 @@ def _batch(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str]) -
         sharding = layout.sharding(name, layout.batch(settings.batch))
         tile = torch.empty(sharding.tile_shape, dtype=each.tensor_dtype, device="meta")
         size += prod(tile.shape) * tile.element_size()
-        found[name] = wrap_with_rim(tile, tuple(map(whole, tile.shape)), sharding, {})
+        found[name] = wrap_with_halo(tile, tuple(map(whole, tile.shape)), sharding, {})
     return found, size
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..data import Field, Generated
 from ..geometry import Box, Interval, shape_of
 from ..random.draw import Draw
-from ..random.generator import Place, keys
+from ..random.generator import GlobalBox, keys
 from .workload import Batch
 
 Array = np.ndarray[Any, Any]
@@ -96,13 +96,13 @@ _STORMS, _RIVERS, _WAVES, _GRAIN = range(4)  # streams of random numbers
 
 def drawn(seed: int, stream: int, index: int, *shape: int) -> Array:
     """Numbers in [0, 1), others for each stream and index."""
-    draw = Draw(Place.all_of(shape), torch.device("cpu"), (seed, keys(stream, index, 0)[0]))
+    draw = Draw(GlobalBox.all_of(shape), torch.device("cpu"), (seed, keys(stream, index, 0)[0]))
     return draw.uniform(torch.float64).numpy()
 
 
 def grain(seed: int, sample: int, shape: tuple[int, ...], box: Box) -> Array:
     """Noise of variance 1 on every pixel, by its global index."""
-    draw = Draw(Place(shape, box), torch.device("cpu"), (seed, keys(_GRAIN, sample, 0)[0]))
+    draw = Draw(GlobalBox(shape, box), torch.device("cpu"), (seed, keys(_GRAIN, sample, 0)[0]))
     return (draw.uniform(torch.float32).numpy() - np.float32(0.5)) * np.float32(math.sqrt(12))
 
 

@@ -22,7 +22,7 @@ import torch
 from ..data import Field, Generated
 from ..geometry import Box, slices, whole
 from ..random.draw import Draw
-from ..random.generator import Place
+from ..random.generator import GlobalBox
 
 Floats = npt.NDArray[np.float64]
 Waves = npt.NDArray[np.complex128]
@@ -120,7 +120,7 @@ def _pattern(scan: Scan, sample: int, place: int) -> npt.NDArray[np.float32]:
 def _counted(scan: Scan, sample: int, place: int, expected: Floats) -> npt.NDArray[np.float32]:
     """Poisson's noise by its normal approximation, which at a hundred electrons is near; the root makes it even."""
     shape = (scan.scan**2, scan.size, scan.size)
-    here = Place(shape, (whole(place + 1)._replace(lo=place), *map(whole, shape[1:])))
+    here = GlobalBox(shape, (whole(place + 1)._replace(lo=place), *map(whole, shape[1:])))
     noise = Draw(here, _CPU, (scan.seed, sample)).normal(torch.float64, 10).numpy()[0]
     counts = np.maximum(expected + np.sqrt(expected) * noise, 0.0)
     return np.sqrt(counts / scan.electrons).astype(np.float32)
@@ -139,8 +139,8 @@ def _beam(scan: Scan, place: int) -> Waves:
 
 
 def _uniform(scan: Scan, sample: int, shape: tuple[int, ...], stream: int) -> Floats:
-    return Draw(Place.all_of(shape), _CPU, (scan.seed, sample)).uniform(torch.float64, stream).numpy()
+    return Draw(GlobalBox.all_of(shape), _CPU, (scan.seed, sample)).uniform(torch.float64, stream).numpy()
 
 
 def _normal(scan: Scan, sample: int, shape: tuple[int, ...], stream: int) -> Floats:
-    return Draw(Place.all_of(shape), _CPU, (scan.seed, sample)).normal(torch.float64, stream).numpy()
+    return Draw(GlobalBox.all_of(shape), _CPU, (scan.seed, sample)).normal(torch.float64, stream).numpy()

@@ -25,7 +25,7 @@ import torch
 from ..data import Field, Generated
 from ..geometry import Box, slices
 from ..random.draw import Draw
-from ..random.generator import Place
+from ..random.generator import GlobalBox
 
 Floats = npt.NDArray[np.float64]
 Array = npt.NDArray[np.float32]
@@ -66,7 +66,7 @@ def universes(samples: int, seed: int = 0, size: int = 64) -> dict[str, Field]:
 
 
 def targets(seed: int, sample: int) -> Floats:
-    drawn = Draw(Place.all_of((len(PARAMETERS),)), _CPU, (seed, sample)).uniform(torch.float64)
+    drawn = Draw(GlobalBox.all_of((len(PARAMETERS),)), _CPU, (seed, sample)).uniform(torch.float64)
     return drawn.sub_(0.5).numpy()
 
 
@@ -85,7 +85,7 @@ def scatter(size: int) -> float:
 @lru_cache(maxsize=2 * REDSHIFTS)
 def _channel(cubes: Cubes, sample: int, redshift: int) -> Array:
     shape = (cubes.size,) * 3
-    white = Draw(Place.all_of(shape), _CPU, (cubes.seed, sample)).normal(torch.float32, 10 + 2 * redshift)
+    white = Draw(GlobalBox.all_of(shape), _CPU, (cubes.seed, sample)).normal(torch.float32, 10 + 2 * redshift)
     waves = np.fft.rfftn(white.numpy(), axes=(0, 1, 2)) * _share(cubes.size)
     deviation = deviations(targets(cubes.seed, sample))[redshift]
     return np.asarray(deviation * np.fft.irfftn(waves, shape, axes=(0, 1, 2)), np.float32)

@@ -20,7 +20,7 @@ import torch
 from ..data import Field, Generated
 from ..geometry import Box
 from ..random.draw import Draw
-from ..random.generator import Place
+from ..random.generator import GlobalBox
 
 Floats = npt.NDArray[np.float64]
 
@@ -83,7 +83,7 @@ class Scans:
         for shape, intensity in body(self.seed, sample).layers():
             share = np.clip(0.5 + shape.depth(axes) * (self.size / BLUR), 0.0, 1.0)
             volume = volume + share * (intensity - volume)
-        noise = Draw(Place((1, *(self.size,) * 3), box), _CPU, (self.seed, sample)).normal(torch.float64, 10)
+        noise = Draw(GlobalBox((1, *(self.size,) * 3), box), _CPU, (self.seed, sample)).normal(torch.float64, 10)
         return np.asarray(volume + NOISE * noise.numpy(), np.float32)
 
 
@@ -133,7 +133,7 @@ class _Chance:
     """Numbers for one sample, in the order in which they are asked for."""
 
     def __init__(self, seed: int, sample: int) -> None:
-        self._numbers = Draw(Place.all_of((128,)), _CPU, (seed, sample)).uniform(torch.float64).numpy()
+        self._numbers = Draw(GlobalBox.all_of((128,)), _CPU, (seed, sample)).uniform(torch.float64).numpy()
         self._used = 0
 
     def about(self, middles: list[float], reach: float) -> Floats:

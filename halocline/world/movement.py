@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch_private import function_of, quick_apply
 from ..errors import Refused
-from ..geometry import Message, Slices, Transfer
+from ..geometry import PackedMessage, Slices, Transfer
 from ..kernels.layout import memory_format_of
 from .base import Label, PendingExchange, Receive, Send, World
 
@@ -239,12 +239,12 @@ def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, 
     return exchange
 
 
-def pack(tile: Tensor, message: Message) -> Tensor:
+def pack(tile: Tensor, message: PackedMessage) -> Tensor:
     strips = [tile[strip.place].reshape(-1) for strip in message.strips]
     return strips[0] if len(strips) == 1 else torch.cat(strips)
 
 
-def unpack(target: Tensor, message: Message, values: Tensor, accumulate: bool) -> None:
+def unpack(target: Tensor, message: PackedMessage, values: Tensor, accumulate: bool) -> None:
     if len(message.strips) == 1:
         (strip,) = message.strips
         _place(target, strip.place, values.view(strip.shape), accumulate)

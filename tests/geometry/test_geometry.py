@@ -91,9 +91,9 @@ def test_carried_cuts_are_cuts_of_the_output(data: st.DataObject) -> None:
     points = data.draw(cut_points(size, count))
     accesses = [windows(data.draw), Transposed(3, 2, 1, 1), Adaptive(size, max(1, out)), Mirror(size, 1, "reflect")]
     for access in accesses:
-        carried = Partition(access.carry(points, out))
+        carried = Partition(access.propagate_cut(points, out))
         assert carried.parts == count and carried.size == out
-    assert Same().carry(points, size) == points
+    assert Same().propagate_cut(points, size) == points
 
 
 @st.composite

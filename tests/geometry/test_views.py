@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halocline.errors import ShardingError
-from halocline.geometry import Interval, View, slices
+from halocline.geometry import Interval, SampleView, slices
 
 
 @st.composite
@@ -16,7 +16,7 @@ def changes(draw: st.DrawFn):
     """A source, its view after some changes, and numpy's idea of the same."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     source = np.arange(1, 1 + np.prod(shape)).reshape(shape)
-    whole, view = source, View.of(shape)
+    whole, view = source, SampleView.of(shape)
     for _ in range(draw(st.integers(0, 6))):
         whole, view = _change(draw, whole, view)
     return source, whole, view
@@ -85,6 +85,6 @@ def test_a_box_of_a_view_is_that_box_of_the_changed_whole(changed, data):
 
 def test_a_crop_or_index_outside_is_refused():
     with pytest.raises(ShardingError, match="leaves dim 0 of size 4"):
-        View.of((4,)).crop(0, 2, 5)
+        SampleView.of((4,)).crop(0, 2, 5)
     with pytest.raises(ShardingError, match="index 4"):
-        View.of((4,)).take(0, [4])
+        SampleView.of((4,)).take(0, [4])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import halocline as hc
 from halocline.geometry import Interval
-from halocline.random.generator import Place, bits, keys
+from halocline.random.generator import GlobalBox, bits, keys
 from halocline.testing import peak_bytes
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_the_generator_is_fixed() -> None:
 
 
 def words(seed: int = 1, call: int = 0, count: int = 1 << 16) -> Tensor:
-    return bits((count,), Place.all_of((count,)).box, keys(seed, call, 0), CPU)
+    return bits((count,), GlobalBox.all_of((count,)).box, keys(seed, call, 0), CPU)
 
 
 def flips(one: Tensor, other: Tensor) -> Tensor:

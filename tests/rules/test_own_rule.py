@@ -28,7 +28,7 @@ def slope_rule(x: hc.Operand) -> hc.Recipe:
         reads=(hc.Read(x, (*map(hc.Link, dims[:-1]), hc.Link(dims[-1], Window(kernel=3)))),),
         outputs=(hc.Output(space, dims),),
         local=lambda work, tile: slope(tile),
-        boxes=True,
+        box_local=True,
     )
 
 

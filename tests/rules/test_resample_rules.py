@@ -206,10 +206,10 @@ def test_accesses() -> None:
     access = Resample(3, (0, 0, 1, 1, 2, 2), (0, 1, 1, 2, 2, 2))
     assert access.need(Interval(1, 4)) == (Interval(0, 3),)
     assert access.need(Interval(2, 2)) == (Interval(0, 0),)
-    assert access.carry((0, 1, 1, 3), 6) == (0, 2, 2, 6)
+    assert access.propagate_cut((0, 1, 1, 3), 6) == (0, 2, 2, 6)
     assert Everything(5).need(Interval(1, 2)) == (Interval(0, 5),)
     assert Everything(5).need(Interval(1, 1)) == (Interval(0, 0),)
-    assert Everything(5).carry((0, 2, 5), 9) == (0, 4, 9)
+    assert Everything(5).propagate_cut((0, 2, 5), 9) == (0, 4, 9)
 
 
 # ---- pools with indices, and the way back ----
@@ -352,7 +352,7 @@ def in_pieces(x: Tensor, options: dict[str, Any], parts: int) -> Tensor:
     if len(recipe.space) == 2:  # read whole
         return F.interpolate(x, **options)
     access = recipe.reads[0].links[2].access
-    cut = Partition(access.carry(Partition.even(x.shape[2], parts).points, recipe.space[2]))
+    cut = Partition(access.propagate_cut(Partition.even(x.shape[2], parts).points, recipe.space[2]))
     made = []
     for piece in filter(lambda piece: piece.size, cut.pieces()):
         (need,) = access.need(piece)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ...errors import DataError
-from ...geometry import View
+from ...geometry import SampleView
 from ...random.generator import keys
 from .order import GEOMETRY_STREAM
 
@@ -39,14 +39,14 @@ class Move(NamedTuple):
     letters: str
     numbers: tuple[int, ...] = ()
 
-    def on(self, view: View, dims: str) -> View:
+    def on(self, view: SampleView, dims: str) -> SampleView:
         """The view after the move; as it was, where none of these dims is there."""
         there = [letter for letter in self.letters if letter in dims]
         if not there:
             return view
         if len(there) < len(self.letters):
             raise DataError(f"{self.what} of {self.letters} cannot be done to data with dims {dims}: both are needed")
-        moved: View = getattr(view, self.what)(*(dims.index(letter) for letter in self.letters), *self.numbers)
+        moved: SampleView = getattr(view, self.what)(*(dims.index(letter) for letter in self.letters), *self.numbers)
         return moved
 
 
@@ -135,7 +135,7 @@ class Shift:
 def drawn_moves(augment: Sequence[Augmentation], sizes: Sizes, dice: Dice) -> tuple[list[Move], dict[str, int]]:
     """The moves of one sample in order, and the sizes of its dims after them."""
     letters = "".join(sizes)
-    frame, moves = View.of(list(sizes.values())), list[Move]()
+    frame, moves = SampleView.of(list(sizes.values())), list[Move]()
     for each in augment:
         for move in each.moves(dict(zip(letters, frame.shape, strict=True)), dice):
             frame = move.on(frame, letters)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...errors import DataError
-from ...geometry import Box, Interval, Partition, View, whole
+from ...geometry import Box, Interval, Partition, SampleView, whole
 from ...tensor import Cut, Sharding
 from ...world import Mesh
 from ..stores.channels import Channels
@@ -91,9 +91,9 @@ class Field:
         """The store, or the asked-for channels of it."""
         return self.store if self.channels is None else Channels(self.store, self.channels)
 
-    def moved(self, moves: Iterable[Move]) -> View:
+    def moved(self, moves: Iterable[Move]) -> SampleView:
         """A sample after these moves."""
-        view = View.of(self.source.shape)
+        view = SampleView.of(self.source.shape)
         for move in moves:
             view = move.on(view, self.dims)
         return view

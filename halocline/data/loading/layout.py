@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from ...errors import DataError
-from ...geometry import Box, Interval, Partition, View
+from ...geometry import Box, Interval, Partition, SampleView
 from ...tensor import Cut, Sharding
 from ...world import Mesh
 from ..stores.store import SAMPLES
@@ -58,10 +58,10 @@ class Layout:
         """Of one sample, after all augmentation."""
         return self._shapes[name]
 
-    def views(self, epoch: int, sample: int) -> Mapping[str, View]:
+    def views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
         return self._views(epoch if self._augment else 0, sample if self._augment else 0)
 
-    def _new_views(self, epoch: int, sample: int) -> Mapping[str, View]:
+    def _new_views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
         moves, sizes = drawn_moves(self._augment, self._frame, Dice(self.seed, epoch, sample))
         if sizes != self._sizes:
             raise DataError(f"augmentation gives samples of {self._sizes} and of {sizes}; a batch has one size")

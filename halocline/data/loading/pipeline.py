@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import BadSample, DataError
 from ...geometry import Box, Partition, shape_of, whole
-from ...tensor import wrap_with_rim
+from ...tensor import wrap_with_halo
 from ...world import World
 from ..stores.seen import parts_of
 from ..stores.store import Array
@@ -268,7 +268,7 @@ class Pipeline:
         tile, read = layout.tile(name, self._me), layout.needed(name, self._me)
         own: Box = tuple(i.shift(-all_of.lo) for i, all_of in zip(tile, read, strict=True))
         reach = {1 + each.dims.index(letter): width for letter, width in each.rim.items()}
-        return wrap_with_rim(wide, (whole(wide.shape[0]), *own), layout.sharding(name, batch), reach)
+        return wrap_with_halo(wide, (whole(wide.shape[0]), *own), layout.sharding(name, batch), reach)
 
 
 def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:

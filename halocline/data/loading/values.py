@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import DataError
 from ...geometry import Box
 from ...random.draw import Draw
-from ...random.generator import Place, keys
+from ...random.generator import GlobalBox, keys
 from .order import VALUE_STREAM
 
 
@@ -35,7 +35,7 @@ class At:
     def draw(self, number: int) -> Draw:
         """Random numbers by global index, other ones for each sample, epoch and ``number``."""
         key = keys(self.seed, self.epoch, VALUE_STREAM)[0]
-        return Draw(Place(self.shape, self.box), torch.device("cpu"), (key, keys(self.sample, number, 0)[0]))
+        return Draw(GlobalBox(self.shape, self.box), torch.device("cpu"), (key, keys(self.sample, number, 0)[0]))
 
     def along(self, letter: str, numbers: Sequence[float], like: Tensor) -> Tensor:
         """``numbers``, one for each index of a dim, as a tensor that broadcasts against the tile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import DataError
-from ...geometry import Box, View
+from ...geometry import Box, SampleView
 from .seen import parts_of
 from .store import Array, Store
 
@@ -15,7 +15,7 @@ class Channels(Store):
         if "C" not in store.dims:
             raise DataError(f"{store.name}: channels were asked for, and its dims {store.dims} have no C")
         self._store, self._channels = store, tuple(channels)
-        self._view = View.of(store.shape).take(store.dims.index("C"), self._channels)
+        self._view = SampleView.of(store.shape).take(store.dims.index("C"), self._channels)
         self.locks = store.locks
         super().__init__(store.dims, self._view.shape, store.dtype, order=store.dims)
 

@@ -14,7 +14,7 @@ from ..world import PendingExchange, Route, begin, exchange_messages, unpack
 
 
 @dataclass(frozen=True)
-class Rim:
+class HaloExchange:
     """One operand's slabs, for this rank; boxes are those of the needed box, the target of the transfer."""
 
     slabs: Slabs
@@ -22,7 +22,7 @@ class Rim:
     fill: float = 0.0
 
     @classmethod
-    def of(cls, fetch: Fetch) -> Rim:
+    def of(cls, fetch: Fetch) -> HaloExchange:
         return cls(fetch.slabs, fetch.transfer, fetch.fill)
 
     def begin(self, tile: Tensor, route: Route) -> PendingExchange:

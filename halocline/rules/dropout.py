@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..random.functions import KERNELS
-from ..random.generator import Place
+from ..random.generator import GlobalBox
 from ..tensor import ShardedTensor
 
 
@@ -14,4 +14,4 @@ def dropped(input: Tensor, p: float) -> Tensor:
     """A whole tensor on its way through cut work is as large on one rank, and loses the same elements there."""
     if p == 0 or isinstance(input, ShardedTensor):
         return F.dropout(input, p) if p else input
-    return KERNELS[F.dropout].run(Place.all_of(tuple(input.shape)), input, p)
+    return KERNELS[F.dropout].run(GlobalBox.all_of(tuple(input.shape)), input, p)
