@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halocline.reduction.rings import Rings
+from halocline.reduction.transport.rings import Rings
 from halocline.world import Label, World
 from halocline.world.mesh import this_world
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from halocline.reduction.grouping import done_by_need
+from halocline.reduction.buckets.cutting import done_by_need
 
 from .gradients_ranks import Step
 

@@ -37,10 +37,10 @@ def rank_events(name: str, told: Told, process: int) -> Iterator[Event]:
 
 def group_events(group: Event, process: int, begun: float) -> Iterator[Event]:
     """The engine tells times of this rank's clock."""
-    name, facts = f"group {group['group']}", {"parameters": _plain(group["parameters"]), "bytes": group["bytes"]}
+    name, facts = f"group {group['bucket']}", {"parameters": _plain(group["parameters"]), "bytes": group["bytes"]}
     ready, sent, done = (group[key] - begun for key in ("ready_s", "sent_s", "done_s"))
     yield {"ph": "i", "s": "t", "name": name, "pid": process, "tid": READY, "ts": ready * MICRO, "args": facts}
-    same = {"cat": "wire", "id": group["group"], "name": name, "pid": process, "tid": SENDING}
+    same = {"cat": "wire", "id": group["bucket"], "name": name, "pid": process, "tid": SENDING}
     yield {"ph": "b", **same, "ts": sent * MICRO, "args": facts}  # several may be on their way at once
     yield {"ph": "e", **same, "ts": done * MICRO}
 

@@ -238,6 +238,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def own_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters of this module alone, without the bookkeeping of ``parameters(recurse=False)``."""
+    return (parameter for parameter in module._parameters.values() if parameter is not None)
+
+
 def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
     """Its hooks after accumulation, by the number of their handle; None where there are none."""
     return leaf._post_accumulate_grad_hooks

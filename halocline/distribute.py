@@ -20,10 +20,10 @@ from .own_collectives import watch_collectives
 from .random import same_state, watch_draws
 from .reduction import (
     ENGINE,
-    Deadlines,
     GradientAverage,
+    GradientCompression,
     Lag,
-    Wire,
+    NextForwardOverlap,
     is_dtensor,
     leave_to_owners,
     mark,
@@ -136,13 +136,15 @@ def distribute(
     tensors = [parameter for _, parameter in averaged]
     fixed = all(t.dtype == torch.float64 for t in tensors) if deterministic is None else deterministic
     travels = rings_for(mesh.world, rings, tensors, goes_on=bool(lag) or ahead, urgent=ahead, measure=not fixed)
-    engine = GradientAverage(averaged, mesh.world, indices, wire=Wire(wire), rings=travels, deterministic=fixed)
+    engine = GradientAverage(
+        averaged, mesh.world, indices, compression=GradientCompression(wire), rings=travels, deterministic=fixed
+    )
     model.__dict__[ENGINE] = engine
     if lag:
-        engine.after = Lag(engine)
+        engine.overlap = Lag(engine)
     elif overlap == "next-forward":
         _settle_before_forward(model)
-        engine.after = Deadlines(engine, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+        engine.overlap = NextForwardOverlap(engine, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     if averaging == "own":
         engine.model = weakref.ref(model)
         model.register_forward_pre_hook(_NewParameters(engine))
@@ -197,15 +199,15 @@ def flush(model: nn.Module) -> None:
     engine = model.__dict__.get(ENGINE)
     if engine is None:
         raise MeshError("hc.flush wants a model that hc.distribute returned")
-    if isinstance(engine, GradientAverage) and engine.after is not None:
-        engine.after.finish()
+    if isinstance(engine, GradientAverage) and engine.overlap is not None:
+        engine.overlap.finish()
 
 
 def _lag_of(model: nn.Module) -> Lag:
     engine = model.__dict__.get(ENGINE)
-    if not isinstance(engine, GradientAverage) or not isinstance(engine.after, Lag):
+    if not isinstance(engine, GradientAverage) or not isinstance(engine.overlap, Lag):
         raise MeshError("this model was not distributed with lag=1")
-    return engine.after
+    return engine.overlap
 
 
 def lagged_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -1,25 +1,26 @@
 """Gradient averages."""
 
 from .average import ENGINE, GradientAverage, engine_of
-from .control import Coordinator, Doubling, Tree
-from .deadlines import Deadlines
-from .lag import Lag
-from .late import DueParameter, settle, settle_own
 from .owners import is_dtensor, leave_to_owners, mark
-from .rings import rings_for
+from .schedule.control import Coordinator, Doubling, Tree
+from .schedule.deferred import DeferredParameter, settle, settle_own
+from .schedule.lag import Lag
+from .schedule.next_forward import NextForwardOverlap
+from .transport.compression import GradientCompression
+from .transport.rings import Rings, rings_for
 from .weights import same_weights
-from .wire import Wire
 
 __all__ = [
     "ENGINE",
     "Coordinator",
-    "Deadlines",
+    "DeferredParameter",
     "Doubling",
-    "DueParameter",
     "GradientAverage",
+    "GradientCompression",
     "Lag",
+    "NextForwardOverlap",
+    "Rings",
     "Tree",
-    "Wire",
     "engine_of",
     "is_dtensor",
     "leave_to_owners",

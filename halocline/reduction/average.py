@@ -1,9 +1,9 @@
 """Parameter gradients averaged over all ranks while backward runs: law 3's last step, behind one small interface.
 
 The first backward is watched: which gradients come, in which order, and when. In one exchange the ranks agree on that
-and on what a sum costs, and each makes the same plan of it. From then on gradients lie in their group's memory, and a
-group's sum begins when its last gradient is there, in the planned order: no rank is special, and nothing but the sums
-is sent. Where ranks take different ways, groups go by agreement (``negotiate``).
+and on what a sum costs, and each makes the same plan of it. From then on gradients lie in their bucket's memory, and a
+bucket's sum begins when its last gradient is there, in the planned order: no rank is special, and nothing but the sums
+is sent. Where ranks take different ways, buckets go by agreement (``negotiate``).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.autograd.graph import get_gradient_edge
 from .._torch_private import after_backward, backward_number, is_captured, passes_inside_each_other
 from ..errors import MeshError
 from ..world import AVERAGED, Label, Route, Sum, World
-from .after import After
-from .clerk import Clerk
-from .control import Control, Doubling
-from .grouping import Link
+from .backward_pass import BackwardPass
+from .buckets.cutting import LinkCost
+from .buckets.plan import FORWARD, BucketPlan, Goal, GradientFacts
 from .hooks import ParameterHooks
-from .leases import Agreement, lease
-from .line import Line, Tell
-from .link import Clock, FixedClock, measured_link
-from .owners import Mark, refuse_unaveraged
-from .passes import Pass
-from .plan import FORWARD, Facts, Goal, Plan
-from .rings import Pending, Rings
-from .wire import Wire
+from .owners import AveragedMark, refuse_unaveraged
+from .schedule.clock import Clock, FixedClock, measured_link
+from .schedule.control import Control, Doubling
+from .schedule.overlap import Overlap
+from .transport.comm_thread import CommThread
+from .transport.compression import GradientCompression
+from .transport.leases import Agreement, lease
+from .transport.rings import Pending, Rings
+from .transport.sum_queue import SumQueue, Tell
 
 _log = logging.getLogger("halocline")
 _REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
@@ -51,7 +51,7 @@ class GradientAverage:
     """Watches the gradients of a model's parameters; after each backward they are the mean over all ranks.
 
     ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
-    ``groups`` (lists of indices) replace those that would be planned. ``deterministic``: nothing measured decides
+    ``buckets`` (lists of indices) replace those that would be planned. ``deterministic``: nothing measured decides
     what is summed together.
     """
 
@@ -59,22 +59,22 @@ class GradientAverage:
         self,
         parameters: Sequence[tuple[str, Tensor]],
         world: World,
-        groups: Sequence[Sequence[int]] | None = None,
+        buckets: Sequence[Sequence[int]] | None = None,
         control: Callable[[World, str], Control] = Doubling,
-        wire: Wire | None = None,
+        compression: GradientCompression | None = None,
         rings: Rings | None = None,
         deterministic: bool = False,
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.world, self.everyone = world, tuple(range(world.size))
-        self.wire, self.rings = wire or Wire(), rings
+        self.compression, self.rings = compression or GradientCompression(), rings
         self.active = True
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
-        self.line: Line | Clerk | None = None  # where sums wait for their turn
-        self.after: After | None = None  # who takes over when a backward has ended; None: all is waited for there
-        #: Of each group of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
+        self.queue: SumQueue | CommThread | None = None  # where sums wait for their turn
+        self.overlap: Overlap | None = None  # who takes over when a backward has ended; None: all is waited for there
+        #: Of each bucket of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
         self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
         self.number = world.engines
@@ -82,14 +82,14 @@ class GradientAverage:
         self._channel = lease(world, "channel", "gradients {}".format, _CHANNELS) if parameters and not rings else None
         if self._channel is not None:
             weakref.finalize(self, self._channel.release).atexit = False
-        self.plan: Plan | None = None
-        self.explicit = groups
+        self.plan: BucketPlan | None = None
+        self.explicit = buckets
         self._deterministic = deterministic
         self.clock = self._new_clock()
         self.steps = 0
         self._make_control = control
         self._agreement: Agreement | None = None
-        self._open: Pass | None = None
+        self._open: BackwardPass | None = None
         self._asked = (-1, False)  # a pass, and whether it hands its gradients out
         self._pile: set[int] = set()
         self._hooks = ParameterHooks()
@@ -104,11 +104,11 @@ class GradientAverage:
         """On which its planned sums go, in an order of their own."""
         return "gradients" if self._channel is None else str(self._channel.thing)
 
-    def use(self, line: Line | Clerk) -> None:
+    def use(self, line: SumQueue | CommThread) -> None:
         """For sums that wait for their turn."""
-        self.line = line
+        self.queue = line
         if self._channel is not None:
-            self._channel.line = line
+            self._channel.queue = line
         weakref.finalize(self, line.dismiss).atexit = False
 
     def _watch(self, index: int, parameter: Tensor) -> None:
@@ -133,12 +133,12 @@ class GradientAverage:
             return None
 
         mark = getattr(parameter, AVERAGED, None)
-        if isinstance(mark, Mark) and mark:
+        if isinstance(mark, AveragedMark) and mark:
             raise MeshError(
                 f"{self.names[index]} is averaged already, by another hc.distribute or hc.average_gradients; "
                 "distribute one module that holds everything shared"
             )
-        setattr(parameter, AVERAGED, Mark(alive))
+        setattr(parameter, AVERAGED, AveragedMark(alive))
         hooks = self._hooks.watch(parameter, arrives, arrived)
 
     def _hands_out(self, index: int) -> bool:
@@ -149,8 +149,8 @@ class GradientAverage:
         if task != self._asked[0]:
             # The node is asked for anew: a change of dtype or device gives the leaf another.
             self._asked = task, is_captured(get_gradient_edge(self.parameters[index]).node)
-        if self.after is not None and not self._asked[1]:
-            self.after.before(index)
+        if self.overlap is not None and not self._asked[1]:
+            self.overlap.before(index)
         return self._asked[1]
 
     def _abandon(self, index: int) -> None:
@@ -194,7 +194,7 @@ class GradientAverage:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def carrier(self, world: World, label: Label) -> Callable[[Tensor, Tell | None], Pending]:
+    def carrier_of(self, world: World, label: Label) -> Callable[[Tensor, Tell | None], Pending]:
         """Who carries a sum: the rings, if there are any, or else ``world`` itself. It does not keep the engine."""
         everyone = self.everyone
         if self.rings is not None:
@@ -235,8 +235,8 @@ class GradientAverage:
         # Under create_graph gradients are to be differentiated themselves, and cannot lie in a buffer.
         unordered = self._channel is None and self.rings is None
         deferred = self.plan is None or self.patient or unordered or self._deferred > 0 or torch.is_grad_enabled()
-        plan = None if deferred or not self.plan.groups else self.plan  # type: ignore[union-attr]
-        self._open = Pass(self, task, plan)
+        plan = None if deferred or not self.plan.buckets else self.plan  # type: ignore[union-attr]
+        self._open = BackwardPass(self, task, plan)
         if task not in _open_passes:
             _open_passes[task] = weakref.WeakSet()
             after_backward(lambda: _finish_all(task))
@@ -267,32 +267,32 @@ class GradientAverage:
         self._settle_means(ended, came)
         return lambda: self._run_hooks(ended, came)
 
-    def _run_hooks(self, ended: Pass, came: set[int]) -> None:
+    def _run_hooks(self, ended: BackwardPass, came: set[int]) -> None:
         """In the order in which gradients came; of those too that came on other ranks alone."""
         if not self._hooks:
             return
-        if self.after is not None:
-            self.after.finish()
-        came = self._everybody() if self.after is not None else came | ended.had
+        if self.overlap is not None:
+            self.overlap.finish()
+        came = self._everybody() if self.overlap is not None else came | ended.had
         self._hooks.run(sorted(came, key=ended.moment), self.parameters, ended.graph)
 
-    def _settle_means(self, ended: Pass, came: set[int]) -> None:
+    def _settle_means(self, ended: BackwardPass, came: set[int]) -> None:
         self.steps += 1
-        if self.after is not None:
-            self.after.look_back()
+        if self.overlap is not None:
+            self.overlap.look_back()
             if ended.goes_on:
                 ended.average_sparse()
-                self.after.take_over(ended, came)
+                self.overlap.take_over(ended, came)
                 return
         if ended.finish():
             self.look_back(ended, came)
         else:
             ended.had |= self._settle(came, self._everybody())
-        if self.after is not None:
-            self.after.take_means()
+        if self.overlap is not None:
+            self.overlap.take_means()
 
-    def look_back(self, ended: Pass, came: set[int]) -> None:
-        """What its sums told: do the groups still fit?"""
+    def look_back(self, ended: BackwardPass, came: set[int]) -> None:
+        """What its sums told: do the buckets still fit?"""
         plan = ended.plan
         assert plan is not None
         if ended.wants_another_plan or (ended.absent and not plan.dynamic and not plan.complete):
@@ -305,7 +305,7 @@ class GradientAverage:
     def _everybody(self) -> set[int]:
         return set(range(len(self.parameters)))
 
-    def _count_regular(self, ended: Pass) -> None:
+    def _count_regular(self, ended: BackwardPass) -> None:
         """Whoever went different ways and no longer does may go without asking again."""
         if self.plan is not None and self.plan.dynamic:
             self._regular = 0 if ended.uneven else self._regular + 1
@@ -323,7 +323,7 @@ class GradientAverage:
         facts = self.facts(came).agreed(self.world, self.name)
         self._exchanged += self.world.traffic.messages - before
         plan = self._planned(facts)
-        Pass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
+        BackwardPass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
         if self._deferred:
             self._deferred -= 1
             return set(facts.came)
@@ -332,13 +332,13 @@ class GradientAverage:
             self._prepare_agreement()
         return set(facts.came)
 
-    def _planned(self, facts: Facts) -> Plan:
-        goal: Goal = "end of backward" if self.after is None else self.after.goal
+    def _planned(self, facts: GradientFacts) -> BucketPlan:
+        goal: Goal = "end of backward" if self.overlap is None else self.overlap.goal
         if self.rings is not None and goal in FORWARD:
             self.rings.expect(facts.link.per_byte)
-        return Plan.of(facts, self.parameters, self.explicit, goal)
+        return BucketPlan.of(facts, self.parameters, self.explicit, goal)
 
-    def facts(self, came: set[int]) -> Facts:
+    def facts(self, came: set[int]) -> GradientFacts:
         """As this rank knows them."""
         every = range(len(self.parameters))
         ready = [self.clock.times[index] if index in came else -1.0 for index in every]
@@ -347,7 +347,7 @@ class GradientAverage:
         sparse = [index in known or _is_sparse(gradient) for index, gradient in enumerate(gradients)]
         graph = any(gradient is not None and gradient.requires_grad for gradient in gradients)
         lacking = [index not in came for index in every]
-        return Facts(ready, lacking, sparse, self.clock.needs, graph, self.clock.link or Link())
+        return GradientFacts(ready, lacking, sparse, self.clock.needs, graph, self.clock.link or LinkCost())
 
     # Where ranks go different ways ------------------------------------------------------------------------------------
 

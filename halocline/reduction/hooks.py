@@ -25,7 +25,7 @@ from ..errors import Refused
 Hook = Callable[[Tensor], Any]
 
 
-class Deferred(OrderedDict[int, Any]):
+class DeferredHooks(OrderedDict[int, Any]):
     """In place of a parameter's dict of hooks of one kind. Torch calls ``own`` alone; the others are in ``hooks``."""
 
     def __init__(self, own: Hook, earlier: dict[int, Hook] | None) -> None:
@@ -48,8 +48,8 @@ class HooksOfOne:
     """A parameter's hooks of both kinds. ``arrives`` and ``arrived`` are called where torch calls hooks."""
 
     def __init__(self, parameter: Tensor, arrives: Callable[[Tensor], Tensor | None], arrived: Hook) -> None:
-        self._on_gradient = Deferred(arrives, gradient_hooks(parameter))
-        self._after = Deferred(arrived, post_accumulate_hooks(parameter))
+        self._on_gradient = DeferredHooks(arrives, gradient_hooks(parameter))
+        self._after = DeferredHooks(arrived, post_accumulate_hooks(parameter))
         set_gradient_hooks(parameter, self._on_gradient)
         set_post_accumulate_hooks(parameter, self._after)
         self._before: Tensor | None = None  # of earlier passes, set aside

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch_private import own_parameters
 from ..errors import MeshError
 from ..world import AVERAGED
 
@@ -34,7 +35,7 @@ def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
     return owned
 
 
-class Mark:
+class AveragedMark:
     """On a parameter: true as long as the engine that averages it lives. A copy's is false."""
 
     def __init__(self, engine: Any = None) -> None:
@@ -43,11 +44,11 @@ class Mark:
     def __bool__(self) -> bool:
         return self._engine is not None and self._engine() is not None
 
-    def __deepcopy__(self, memo: object) -> Mark:
-        return Mark()
+    def __deepcopy__(self, memo: object) -> AveragedMark:
+        return AveragedMark()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mark, ()
+        return AveragedMark, ()
 
 
 def mark(parameters: set[Tensor]) -> None:
@@ -86,7 +87,7 @@ def _check_ranks(owner: str, theirs: int, ranks: int) -> None:
 def refuse_unaveraged(model: nn.Module | None) -> None:
     """A gradient that nobody averages is one that the ranks would not share."""
     modules = () if model is None else model.modules()
-    own = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
+    own = (parameter for module in modules for parameter in own_parameters(module))
     if model is None or all(getattr(parameter, AVERAGED, False) or parameter.grad is None for parameter in own):
         return
     names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]

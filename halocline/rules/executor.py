@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch_private import disable_dispatch_modes, storage_key, tracing, transforming
 from ..errors import Refused
-from ..reduction import DueParameter, settle
+from ..reduction import DeferredParameter, settle
 from ..sizes import size_text
 from ..tensor import (
     CopyOf,
@@ -57,7 +57,7 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict
     kwargs = kwargs or {}
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
-    if DueParameter in types:  # a weight whose step is still to be made; rules would look past that
+    if DeferredParameter in types:  # a weight whose step is still to be made; rules would look past that
         settle((args, kwargs))
     entry = entry_for(function)
     if kwargs and kwargs.get("out") is not None:

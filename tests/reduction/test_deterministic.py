@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 
 import halocline as hc
 from halocline.reduction import engine_of
-from halocline.reduction.grouping import Link
-from halocline.reduction.link import FixedClock
+from halocline.reduction.buckets.cutting import LinkCost
+from halocline.reduction.schedule.clock import FixedClock
 from halocline.testing import shared_pool
 from halocline.world import run_local
 
@@ -78,7 +78,7 @@ def test_groups_follow_from_order_and_sizes() -> None:
             model(torch.ones(2, 12)).sum().backward()
         engine = engine_of(model)
         assert engine is not None and engine.plan is not None
-        return [group.indices for group in engine.plan.groups]
+        return [bucket.indices for bucket in engine.plan.buckets]
 
     first, again = run_local(2, groups), run_local(2, groups)
     assert first == again and len(first[0]) > 1
@@ -98,6 +98,6 @@ def test_a_fixed_clock_looks_at_no_watch() -> None:
     clock, other = FixedClock([8, 4, 100]), FixedClock([8, 4, 100])
     clock.learn({2: 5.0, 0: 7.0, 1: 7.5})
     other.learn({2: 1.0, 0: 1.1, 1: 90.0})
-    assert clock.times == other.times and clock.link == Link()
+    assert clock.times == other.times and clock.link == LinkCost()
     clock.learn_link(3, 1 << 22, 0.5)
-    assert clock.link == Link() and not clock.time_to_look
+    assert clock.link == LinkCost() and not clock.time_to_look

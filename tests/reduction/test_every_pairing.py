@@ -65,7 +65,7 @@ def report(mesh: Mesh, algorithm: Algorithm, mode: Mode) -> Report:
     check_what_users_see(model, history, looked_at)
     engine = engine_of(model)
     assert engine is not None and engine.plan is not None
-    found = Report(bits_of(history), history if mesh.rank == 0 else None, len(engine.plan.groups))
+    found = Report(bits_of(history), history if mesh.rank == 0 else None, len(engine.plan.buckets))
     let_go(model, mesh)
     return found
 

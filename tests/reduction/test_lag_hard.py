@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from averaging import batch, check_equal, drawn, part, small_model
-from deadlines import Place, ahead, check, plain, sgd, step_of, weights
+from next_forward import Place, ahead, check, plain, sgd, step_of, weights
 from torch import Tensor, nn
 
 import halocline as hc
 from halocline.reduction import engine_of
-from halocline.reduction.buffer import Group
+from halocline.reduction.buckets.bucket import Bucket
 from halocline.world import Mesh, run_local
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -77,9 +77,9 @@ def test_a_layer_and_a_gradient_that_outlive_their_model() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_group_s_memory_is_found_once(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of lag's two plans too: what was applied is let go of before the next step wants its memory."""
-    found: list[Group] = []
-    allocate = Group._allocate
-    monkeypatch.setattr(Group, "_allocate", lambda self: (found.append(self), allocate(self))[1])
+    found: list[Bucket] = []
+    allocate = Bucket._allocate
+    monkeypatch.setattr(Bucket, "_allocate", lambda self: (found.append(self), allocate(self))[1])
 
     def run() -> None:
         mesh = Mesh(data=2)

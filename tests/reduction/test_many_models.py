@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import halocline as hc
 from halocline.reduction import engine_of
-from halocline.reduction.leases import Leases, lease
+from halocline.reduction.transport.leases import LeasePool, lease
 from halocline.testing import RankPool, shared_pool
 from halocline.world import run_local
 
@@ -117,7 +117,7 @@ def test_more_models_than_channels_train_alike() -> None:
 class Freed(set[int]):
     """While it is looked through, an engine is collected."""
 
-    def __init__(self, leases: Leases, free: set[int]) -> None:
+    def __init__(self, leases: LeasePool, free: set[int]) -> None:
         super().__init__(free)
         self._leases = leases
 

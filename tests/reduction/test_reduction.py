@@ -44,7 +44,7 @@ def processes_body(steps: int) -> tuple[list[Tensor], list[int], int, int]:
         sums = mesh.world.traffic.sums
     engine = engine_of(model)
     assert engine is not None and engine.plan is not None
-    return [p.detach().clone() for p in model.parameters()], control, len(engine.plan.groups), sums
+    return [p.detach().clone() for p in model.parameters()], control, len(engine.plan.buckets), sums
 
 
 def test_a_static_graph_sends_its_groups_and_nothing_else() -> None:
@@ -78,7 +78,7 @@ def test_gradients_are_views_of_their_group_and_are_left_to_whoever_keeps_them()
                 kept = [p.grad for p in model.parameters()]  # type: ignore[misc]
                 values = [g.clone() for g in kept]
         assert engine.plan is not None
-        memories = {group.memory.untyped_storage().data_ptr() for group in engine.plan.groups}
+        memories = {bucket.memory.untyped_storage().data_ptr() for bucket in engine.plan.buckets}
         inside = all(p.grad.untyped_storage().data_ptr() in memories for p in model.parameters())  # type: ignore[union-attr]
         return inside, all(torch.equal(a, b) for a, b in zip(kept, values, strict=True)), engine.plan.dynamic
 
@@ -251,7 +251,7 @@ def test_an_explicit_grouping_is_kept() -> None:
             loss_of(model, part(batch(step), mesh), step).backward()
         engine = engine_of(model)
         assert engine is not None and engine.plan is not None
-        return [[engine.names[index] for index in group.indices] for group in engine.plan.groups]
+        return [[engine.names[index] for index in bucket.indices] for bucket in engine.plan.buckets]
 
     for found in run_local(2, run):
         assert found == [["4.weight", "4.bias"], ["2.weight", "2.bias", "0.weight", "0.bias"]]
@@ -321,7 +321,7 @@ def test_the_journal_tells_what_went_when() -> None:
         return engine.journal
 
     for journal in run_local(2, run):
-        assert [entry["group"] for entry in journal] == list(range(len(journal)))
+        assert [entry["bucket"] for entry in journal] == list(range(len(journal)))
         assert all(entry["ready_s"] <= entry["sent_s"] <= entry["done_s"] for entry in journal)
         assert all(a["sent_s"] <= b["sent_s"] for a, b in pairwise(journal))
 

@@ -11,7 +11,7 @@ import torch
 
 import halocline as hc
 from halocline.errors import RankFailure
-from halocline.reduction.rings import Rings
+from halocline.reduction.transport.rings import Rings
 from halocline.testing.pool import RankPool
 from halocline.world import Label, run_local
 from halocline.world.local import current_local_world

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import halocline as hc
 from halocline.errors import MeshError, Refused
-from halocline.reduction.grouping import Link
-from halocline.reduction.rings import Rings, schedule
-from halocline.reduction.rings.choose import (
+from halocline.reduction.buckets.cutting import LinkCost
+from halocline.reduction.transport import algorithms
+from halocline.reduction.transport.algorithms import Algorithm, Round, Span, gather_rounds, scatter_rounds
+from halocline.reduction.transport.costs import (
     Costs,
     best_chunk,
     best_factors,
@@ -23,8 +24,8 @@ from halocline.reduction.rings.choose import (
     piped_seconds,
     tried,
 )
-from halocline.reduction.rings.levels import grouped
-from halocline.reduction.rings.schedule import Round, Span, Way, gather_rounds, scatter_rounds
+from halocline.reduction.transport.levels import grouped
+from halocline.reduction.transport.rings import Rings
 from halocline.testing import shared_pool
 from halocline.world import Began, DryWorld, Label, World, run_local
 from halocline.world.local import current_local_world
@@ -55,15 +56,15 @@ def simulate(rounds: Sequence[Sequence[Round]], held: Sequence[Tensor]) -> None:
         assert not on_the_way
 
 
-def ways(count: int) -> list[Callable[[int], Way]]:
+def ways(count: int) -> list[Callable[[int], Algorithm]]:
     """Of every kind, as functions of the place; ranks are numbered against their places."""
     ranks = tuple(reversed(range(count)))
-    found = [lambda place: Way("doubling", ranks, place)]
+    found = [lambda place: Algorithm("doubling", ranks, place)]
     for factors in factorizations(count):
-        found.append(lambda place, factors=factors: Way("levels", ranks, place, factors))
+        found.append(lambda place, factors=factors: Algorithm("levels", ranks, place, factors))
         if len(factors) == 2:
             for leaders in {1, factors[0] - 1, factors[0]}:
-                found.append(lambda place, f=factors, k=leaders: Way("leaders", ranks, place, f, k))
+                found.append(lambda place, f=factors, k=leaders: Algorithm("leaders", ranks, place, f, k))
     return found
 
 
@@ -84,7 +85,7 @@ def test_scatter_and_gather_alone(count: int) -> None:
     for size, pieces in ((0, 1), (2, 2), (23, 3), (64, 2)):
         mine = [torch.arange(size) + 100 * rank for rank in range(count)]
         true = sum(mine, torch.zeros(size, dtype=torch.int64))
-        shares = schedule.split(Span(0, size), count)
+        shares = algorithms.split(Span(0, size), count)
         for piece in range(pieces):
             simulate([scatter_rounds(size, ranks, ranks.index(rank), piece, pieces) for rank in range(count)], mine)
         for rank, share in enumerate(shares):
@@ -98,25 +99,25 @@ def test_messages_and_bytes_are_those_of_the_formulas() -> None:
     for count in (8, 12):
         for factors in factorizations(count):
             size = 4 * count  # divides by all
-            rounds = Way("levels", tuple(range(count)), 3, factors).rounds(size)
-            assert schedule.messages(rounds) == schedule.level_messages(factors)
-            assert schedule.elements_sent(rounds) == sum(schedule.level_bytes(factors, size))
+            rounds = Algorithm("levels", tuple(range(count)), 3, factors).rounds(size)
+            assert algorithms.messages(rounds) == algorithms.level_messages(factors)
+            assert algorithms.elements_sent(rounds) == sum(algorithms.level_bytes(factors, size))
 
 
 def test_leaders_send_their_share_to_other_nodes() -> None:
     on_node, nodes, size = 4, 3, 480
     for leaders in (1, 2, 4):
         for place in range(on_node * nodes):
-            rounds = Way("leaders", tuple(range(12)), place, (on_node, nodes), leaders).rounds(size)
+            rounds = Algorithm("leaders", tuple(range(12)), place, (on_node, nodes), leaders).rounds(size)
             away = sum(each.sent.size for each in rounds if each.to is not None and each.to // 4 != place // 4)
-            assert away == (schedule.leader_bytes(nodes, leaders, size) if place % 4 < leaders else 0)
+            assert away == (algorithms.leader_bytes(nodes, leaders, size) if place % 4 < leaders else 0)
 
 
 def test_factors_that_do_not_multiply_to_the_ranks_are_refused() -> None:
     with pytest.raises(MeshError, match="2 x 3 are 6 ranks, and there are 8"):
-        Way("levels", tuple(range(8)), 0, (2, 3))
+        Algorithm("levels", tuple(range(8)), 0, (2, 3))
     with pytest.raises(MeshError, match="3 leaders on nodes of 2"):
-        Way("leaders", tuple(range(8)), 0, (2, 4), 3)
+        Algorithm("leaders", tuple(range(8)), 0, (2, 4), 3)
 
 
 @pytest.mark.parametrize(("factors", "steps"), [((256,), 510), ((4, 64), 132), ((4, 8, 8), 34)])
@@ -127,7 +128,7 @@ def test_steps_of_256_ranks_in_the_dry_world(factors: tuple[int, ...], steps: in
     Rings(world, factors).begin(torch.empty(size, device="meta"), LABEL).wait()
     assert world.traffic.messages == steps
     assert sum(isinstance(event, Began) for event in world.journal) == steps
-    assert world.traffic.transport_bytes == sum(schedule.level_bytes(factors, 4 * size))
+    assert world.traffic.transport_bytes == sum(algorithms.level_bytes(factors, 4 * size))
 
 
 # ---- ranks as threads ----
@@ -168,7 +169,7 @@ def test_every_way_is_the_sum(count: int) -> None:
 
 @pytest.mark.parametrize("factors", factorizations(8) + factorizations(12)[1:4])
 def test_every_factorization_has_one_result(factors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halocline.reduction.rings.engine.CHUNK", 256)  # many chunks
+    monkeypatch.setattr("halocline.reduction.transport.rings.CHUNK", 256)  # many chunks
     torch.manual_seed(1)
     count = math.prod(factors)
     given = torch.randn(count, 211, dtype=torch.float64)
@@ -218,11 +219,11 @@ def test_rings_that_are_dropped_end_their_thread() -> None:
     def dropped() -> object:
         rings = Rings(own_world(), "levels")
         rings.begin(torch.ones(4), LABEL).wait()
-        return rings._carrier
+        return rings._scheduler
 
-    for carrier in run_local(2, dropped):
-        carrier._thread.join(5)  # type: ignore[attr-defined]
-        assert not carrier.alive  # type: ignore[attr-defined]
+    for scheduler in run_local(2, dropped):
+        scheduler._thread.join(5)  # type: ignore[attr-defined]
+        assert not scheduler.alive  # type: ignore[attr-defined]
 
 
 # ---- levels of the machine ----
@@ -254,21 +255,21 @@ def test_levels_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_slowest_level_and_the_chunks_say_what_a_sum_takes() -> None:
-    links = (Link(1e-5, 1e-10), Link(1e-4, 1e-8))
+    links = (LinkCost(1e-5, 1e-10), LinkCost(1e-4, 1e-8))
     inside, between = level_seconds((2, 4), links, 1 << 26)
     assert between == pytest.approx(6 * (1e-4 + (1 << 26) * 1e-8 / 8))
     piped = piped_seconds((2, 4), links, 1 << 26, 1 << 20)
     assert max(inside, between) < piped < inside + between + 64 * 6e-4
-    assert best_chunk((2, 4), links, 1 << 26) > best_chunk((2, 4), (Link(0, 1e-9), Link(0, 1e-8)), 1 << 26)
+    assert best_chunk((2, 4), links, 1 << 26) > best_chunk((2, 4), (LinkCost(0, 1e-9), LinkCost(0, 1e-8)), 1 << 26)
 
 
 def test_the_factorization_follows_the_links() -> None:
-    def uneven(factors: tuple[int, ...]) -> list[Link]:
+    def uneven(factors: tuple[int, ...]) -> list[LinkCost]:
         """Two ranks on a node, and slow links beyond."""
-        return [Link(0, 1e-10 if factor == 2 and level == 0 else 1e-8) for level, factor in enumerate(factors)]
+        return [LinkCost(0, 1e-10 if factor == 2 and level == 0 else 1e-8) for level, factor in enumerate(factors)]
 
     assert best_factors(8, uneven, 1 << 20)[0] == 2
-    assert best_factors(8, lambda factors: [Link(1e-3, 0)] * len(factors), 8) == (2, 2, 2)
+    assert best_factors(8, lambda factors: [LinkCost(1e-3, 0)] * len(factors), 8) == (2, 2, 2)
 
 
 def test_costs_are_lines_between_what_was_tried() -> None:
@@ -283,7 +284,7 @@ def test_all_ranks_learn_the_same_costs() -> None:
     def measure() -> tuple[object, object]:
         world = own_world()
         rings = Rings(world, (2, 2))
-        links = measured_links(rings._carrier, world, grouped([0, 0, 1, 1]))
+        links = measured_links(rings._scheduler, world, grouped([0, 0, 1, 1]))
         found = tried(["flat", "doubling"], lambda name, size: world.rank + size, world)
         rings.close()
         return links, found

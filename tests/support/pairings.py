@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import halocline as hc
 from halocline.reduction import engine_of
-from halocline.reduction.grouping import Link
-from halocline.reduction.wire import WIRES
+from halocline.reduction.buckets.cutting import LinkCost
+from halocline.reduction.transport.compression import WIRES
 from halocline.testing import RankPool, shared_pool
 from halocline.testing.mpi_place import MpiPlace, mpiexec
 from halocline.world import Mesh, run_local
@@ -294,7 +294,7 @@ def distributed(
     hc.distribute(model, mesh, wire=mode.wire, groups=groups, **own)
     engine = engine_of(model)
     assert engine is not None
-    engine.clock.link = Link(1e-5, 1e-9)
+    engine.clock.link = LinkCost(1e-5, 1e-9)
     return model
 
 

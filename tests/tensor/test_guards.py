@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halocline as hc
-from halocline.reduction.late import DueParameter, LateGradient
+from halocline.reduction.schedule.deferred import DeferredParameter, PendingGradient
 from halocline.tensor.copy import WholeCopy
 from halocline.world import run_local
 
@@ -235,7 +235,7 @@ def test_from_tile_finds_the_global_shape() -> None:
 
 def test_libraries_that_dispatch_by_the_name_of_a_module_find_torch() -> None:
     """opt_einsum, autoray and others take ``type(x).__module__.split(".")[0]`` for the library to call."""
-    kinds = (hc.ShardedTensor, WholeCopy, DueParameter, LateGradient)
+    kinds = (hc.ShardedTensor, WholeCopy, DeferredParameter, PendingGradient)
     assert {kind.__module__.split(".")[0] for kind in kinds} == {"torch"}
     assert pickle.loads(pickle.dumps(hc.ShardedTensor)) is hc.ShardedTensor
     assert "ShardedTensor(tile [1, 2, 4, 4]" in on_ranks(lambda mesh, x: repr(x), 2)[0]

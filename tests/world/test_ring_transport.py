@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from halocline.reduction.rings import Rings
+from halocline.reduction.transport.rings import Rings
 from halocline.testing import shared_pool
 from halocline.world import Label, Mesh
 from halocline.world.shared_memory import Mailbox, offered

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from .plan import Goal
+from ..buckets.plan import Goal
 
 if TYPE_CHECKING:
-    from .passes import Pass
+    from ..backward_pass import BackwardPass
 
 
-class After(Protocol):
+class Overlap(Protocol):
     """Who takes over the sums of a backward that has ended, where they are not waited for at once."""
 
     goal: Goal
@@ -18,7 +18,7 @@ class After(Protocol):
     def before(self, index: int) -> None:
         """A gradient is about to be added to a parameter's."""
 
-    def take_over(self, ended: Pass, came: set[int]) -> None:
+    def take_over(self, ended: BackwardPass, came: set[int]) -> None:
         """Its sums have begun; the gradients are yet to be."""
 
     def take_means(self) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halocline.reduction import Coordinator, Doubling, Tree
-from halocline.reduction.buffer import Group
-from halocline.reduction.control import packed, unpacked
-from halocline.reduction.grouping import Link, best_cut, finish_time, robust_cut
+from halocline.reduction.buckets.bucket import Bucket
+from halocline.reduction.buckets.cutting import LinkCost, best_cut, finish_time, robust_cut
+from halocline.reduction.schedule.control import packed, unpacked
 from halocline.world import run_local, this_world
 
 
@@ -35,7 +35,7 @@ def every_cut(count: int) -> list[list[int]]:
 def test_no_cut_is_better_than_the_planned_one(gradients: list[tuple[float, int]], latency: float, rate: float) -> None:
     gradients.sort()
     ready, sizes = [r for r, _ in gradients], [s for _, s in gradients]
-    link = Link(latency, rate)
+    link = LinkCost(latency, rate)
     best = min(finish_time(cut, ready, sizes, link) for cut in every_cut(len(sizes)))
     assert finish_time(best_cut(ready, sizes, link), ready, sizes, link) == pytest.approx(best, rel=1e-9)
 
@@ -43,17 +43,17 @@ def test_no_cut_is_better_than_the_planned_one(gradients: list[tuple[float, int]
 def test_moderate_messages_are_preferred_where_they_cost_little() -> None:
     """A wire that is busy all the time: fewer, larger messages would gain nothing."""
     ready, sizes = [0.01 * i for i in range(60)], [1 << 20] * 60
-    link = Link(1e-5, 1e-7)
+    link = LinkCost(1e-5, 1e-7)
     robust, best = robust_cut(ready, sizes, link), best_cut(ready, sizes, link)
     assert len(best) < 16 <= len(robust) <= 21
     assert finish_time(robust, ready, sizes, link) <= 1.05 * finish_time(best, ready, sizes, link)
-    dear = Link(1.0, 1e-7)
+    dear = LinkCost(1.0, 1e-7)
     assert robust_cut(ready, sizes, dear) == best_cut(ready, sizes, dear)  # where a message costs much, the fewest
 
 
 def test_many_small_ones_that_come_together_go_together() -> None:
-    assert best_cut([1.0] * 50, [10] * 50, Link(0.1, 0.001)) == [0]
-    assert len(best_cut([float(i) for i in range(50)], [10] * 50, Link(1e-3, 1e-3))) == 50
+    assert best_cut([1.0] * 50, [10] * 50, LinkCost(0.1, 0.001)) == [0]
+    assert len(best_cut([float(i) for i in range(50)], [10] * 50, LinkCost(1e-3, 1e-3))) == 50
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
@@ -94,11 +94,11 @@ def test_bits_are_packed_and_unpacked(flags: list[bool]) -> None:
 def test_a_group_knows_its_gradients_when_their_memory_has_moved() -> None:
     """Within a pass: ``share_memory_`` (and with it ``Module.share_memory``) moves a storage and all that lie in it."""
     leaf = torch.zeros(4, requires_grad=True)
-    group = Group([0], [leaf])
-    group.begin([leaf])
-    leaf.grad = group.given(0)
+    bucket = Bucket([0], [leaf])
+    bucket.begin([leaf])
+    leaf.grad = bucket.given(0)
     leaf.grad.fill_(8.0)
     leaf.grad.share_memory_()
-    assert group.put(0, leaf.grad)
-    group.take_back(0.5, [leaf])
+    assert bucket.put(0, leaf.grad)
+    bucket.take_back(0.5, [leaf])
     assert leaf.grad.tolist() == [8.0] * 4

@@ -1,4 +1,4 @@
-"""One backward pass: gradients come, groups go, and at the end everything is a mean."""
+"""One backward pass: gradients come, buckets go, and at the end everything is a mean."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..world import Label, World
-from .buffer import Group, by_kind, is_shared
-from .clerk import Clerk
-from .line import Begin, Tell, Waiting
-from .negotiate import Negotiation
-from .plan import Plan
-from .rings import Pending
-from .sparse import sparse_mean
+from .buckets.bucket import Bucket, by_kind, is_shared
+from .buckets.plan import BucketPlan
+from .schedule.negotiation import Negotiation
+from .transport.comm_thread import CommThread
+from .transport.rings import Pending
+from .transport.sparse import sparse_mean
+from .transport.sum_queue import Begin, QueuedSum, Tell
 
 if TYPE_CHECKING:
     from .average import GradientAverage
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 25 << 20  # of a message where nothing is known yet
 
 
-class Pass:
+class BackwardPass:
     """Without a plan it only writes down what comes."""
 
-    def __init__(self, engine: GradientAverage, task: int, plan: Plan | None) -> None:
+    def __init__(self, engine: GradientAverage, task: int, plan: BucketPlan | None) -> None:
         self.engine, self.task, self.plan = engine, task, plan
         self.graph = torch.is_grad_enabled()  # backward(create_graph=True)
         self.touched: set[int] = set()
@@ -45,17 +45,19 @@ class Pass:
         self._negotiation: Negotiation | None = None
         #: Of others the engine has seen to it.
         self._valid = plan is None or not plan.dynamic or plan.fits(engine.parameters)
-        #: Gradients are left to the clerk to copy.
-        self._leaves_copying = isinstance(engine.line, Clerk) and plan is not None and plan.on_cpus and not plan.dynamic
+        #: Gradients are left to the thread to copy.
+        self._leaves_copying = (
+            isinstance(engine.queue, CommThread) and plan is not None and plan.on_cpus and not plan.dynamic
+        )
         if plan is not None and task >= 0:
             self._prepare(plan)
 
-    def _prepare(self, plan: Plan) -> None:
-        for group in plan.groups:
-            group.begin(self.engine.parameters)
+    def _prepare(self, plan: BucketPlan) -> None:
+        for bucket in plan.buckets:
+            bucket.begin(self.engine.parameters)
         if plan.dynamic:
             self._negotiation = Negotiation(
-                len(plan.groups),
+                len(plan.buckets),
                 self.engine.agreement.control,
                 self._begin_beside,
                 self._valid,
@@ -74,53 +76,53 @@ class Pass:
             if index not in self.plan.sparse:
                 self.unplanned.add(index)
             return
-        group, parameter = self.plan.groups[number], self.engine.parameters[index]
+        bucket, parameter = self.plan.buckets[number], self.engine.parameters[index]
         gradient = parameter.grad
         at_once = not self._leaves_copying or is_shared(gradient)
-        held = group.put(index, gradient)
+        held = bucket.put(index, gradient)
         if at_once:
-            group.fill(self._share)
+            bucket.fill(self._share)
         if not held:
-            parameter.grad = group.given(index)
-        if group.missing:
+            parameter.grad = bucket.given(index)
+        if bucket.missing:
             return
         if self._negotiation is not None:
             self._negotiation.ready(number)
         else:
-            self._begin_those_ready(len(self.plan.groups) - 1)
+            self._begin_those_ready(len(self.plan.buckets) - 1)
 
     def _begin_those_ready(self, upto: int) -> None:
         """In the planned order. The last goes when backward has ended, for it says what there is to say."""
         assert self.plan is not None
         number = len(self._sums)
-        while number < upto and not self.plan.groups[number].missing:
+        while number < upto and not self.plan.buckets[number].missing:
             self._sums[number] = self._begin_sum(number)
             number += 1
 
     def _begin_sum(self, number: int) -> Pending:
         begin = self._sum_of(number, self.engine.world)
-        return begin(None) if self.engine.line is None else self.engine.line.add(begin)
+        return begin(None) if self.engine.queue is None else self.engine.queue.add(begin)
 
     def _begin_beside(self, number: int) -> Pending:
-        """Where the clerk may still have sums of the pass before to begin on the same rings: after those."""
-        begin, line = self._sum_of(number, self.engine.agreement.world), self.engine.line
-        return line.add(begin) if isinstance(line, Clerk) else begin(None)
+        """Where the thread may still have sums of the pass before to begin on the same rings: after those."""
+        begin, line = self._sum_of(number, self.engine.agreement.world), self.engine.queue
+        return line.add(begin) if isinstance(line, CommThread) else begin(None)
 
     def _sum_of(self, number: int, world: World) -> Begin:
         """Begins it. It does not keep the engine: a gradient that is under way keeps its sum."""
         assert self.plan is not None
-        engine, sent, group, share = self.engine, self._sent, self.plan.groups[number], self._share
-        anew = self._anew and number == len(self.plan.groups) - 1
-        # Ranks that begin the groups of one size in different orders must hear of it, and not add them up.
-        place = f"backward, group {number}"
+        engine, sent, bucket, share = self.engine, self._sent, self.plan.buckets[number], self._share
+        anew = self._anew and number == len(self.plan.buckets) - 1
+        # Ranks that begin the buckets of one size in different orders must hear of it, and not add them up.
+        place = f"backward, bucket {number}"
         channel = engine.channel if world is engine.world else "gradients"  # worlds beside are an engine's own
         label = Label(engine.name, place, channel, self.plan.urgency(number))
-        wire, carry = engine.wire, engine.carrier(world, label)
+        wire, carry = engine.compression, engine.carrier_of(world, label)
 
         def begin(tell: Tell | None) -> Pending:
             sent[number] = time.perf_counter()
-            group.fill(share)
-            return wire.begin(group, lambda tensor: carry(tensor, tell), anew)
+            bucket.fill(share)
+            return wire.begin(bucket, lambda tensor: carry(tensor, tell), anew)
 
         return begin
 
@@ -134,11 +136,11 @@ class Pass:
         self.unplanned |= {index for index in pile if index not in self.plan.home and index not in self.plan.sparse}
         self._fill(pile)
         if self._negotiation is not None:
-            never = {n for n, group in enumerate(self.plan.groups) if not self._came(group, pile)}
+            never = {n for n, bucket in enumerate(self.plan.buckets) if not self._came(bucket, pile)}
             self._negotiation.end(never)
         else:
             self._anew = self._wish()
-            self._begin_those_ready(len(self.plan.groups))
+            self._begin_those_ready(len(self.plan.buckets))
 
     @property
     def goes_on(self) -> bool:
@@ -159,26 +161,26 @@ class Pass:
         self.average_sparse()
         return True
 
-    def _came(self, group: Group, pile: set[int]) -> bool:
-        return any(index in self.touched or index in pile for index in group.indices)
+    def _came(self, bucket: Bucket, pile: set[int]) -> bool:
+        return any(index in self.touched or index in pile for index in bucket.indices)
 
     def _fill(self, pile: set[int]) -> None:
         """What did not come: what this rank holds already, which is a part of the mean all the same."""
         if self.plan is None or not self._valid:
             return
-        for group in self.plan.groups:
-            absent = list(group.missing)
+        for bucket in self.plan.buckets:
+            absent = list(bucket.missing)
             for index in absent:
-                group.put(index, self.engine.parameters[index].grad, came=index in pile)
-            if absent:  # others are in the clerk's hands
-                group.fill(self._share)
+                bucket.put(index, self.engine.parameters[index].grad, came=index in pile)
+            if absent:  # others are in the thread's hands
+                bucket.fill(self._share)
 
     def _wish(self) -> bool:
-        """For other groups: where one came that none was planned for, or the times have moved."""
+        """For other buckets: where one came that none was planned for, or the times have moved."""
         assert self.plan is not None
         return bool(self.unplanned) or self._would_gain(self.plan)
 
-    def _would_gain(self, plan: Plan) -> bool:
+    def _would_gain(self, plan: BucketPlan) -> bool:
         engine = self.engine
         if engine.explicit is not None or not engine.clock.time_to_look:
             return False
@@ -191,31 +193,31 @@ class Pass:
         moments: list[tuple[float, int]] = []
         for number, pending in self._sums.items():
             if pending is not None:
-                self._give(self.plan.groups[number], self.take(number))
-                moments.append((self._done[number], self.plan.groups[number].bytes))
+                self._give(self.plan.buckets[number], self.take(number))
+                moments.append((self._done[number], self.plan.buckets[number].bytes))
         self._take_back({number for number, pending in self._sums.items() if pending is not None})
         late = [(moment, size) for moment, size in moments if moment - waited > 1e-3]
         if len(late) > 1:  # they followed each other on the wire
             self.engine.clock.learn_link(len(late) - 1, sum(size for _, size in late[1:]), late[-1][0] - late[0][0])
 
     def pending(self, number: int) -> Pending:
-        """A group's sum, which has begun."""
+        """A bucket's sum, which has begun."""
         found = self._sums[number]
         assert found is not None
         return found
 
     def take(self, number: int) -> set[int]:
-        """Wait for a group's sum. Its memory holds means then, of all parameters that any rank had a gradient of."""
+        """Wait for a bucket's sum. Its memory holds means then, of all parameters that any rank had a gradient of."""
         assert self.plan is not None
-        group, ranks, pending = self.plan.groups[number], self.engine.world.size, self.pending(number)
+        bucket, ranks, pending = self.plan.buckets[number], self.engine.world.size, self.pending(number)
         pending.wait()
-        self._done[number] = pending.done if isinstance(pending, Waiting) else time.perf_counter()
+        self._done[number] = pending.done if isinstance(pending, QueuedSum) else time.perf_counter()
         self._write(number, self._done[number])
-        counts, anew = group.told(ranks)
+        counts, anew = bucket.told(ranks)
         self.uneven |= any(0 < count < ranks for count in counts)
         self.wants_another_plan |= anew
-        had = {index for index, count in zip(group.indices, counts, strict=True) if count}
-        self.absent |= set(group.indices) - had
+        had = {index for index, count in zip(bucket.indices, counts, strict=True) if count}
+        self.absent |= set(bucket.indices) - had
         self.had |= had
         return had
 
@@ -224,12 +226,12 @@ class Pass:
         return self._ready.get(index, math.inf), index
 
     def means(self, number: int, old: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Of a group whose sum is there, by parameter: as ``take`` tells, and where no rank had one, the ``old``."""
+        """Of a bucket whose sum is there, by parameter: as ``take`` tells, and where no rank had one, the ``old``."""
         assert self.plan is not None
-        group = self.plan.groups[number]
-        counts = group.told(self.engine.world.size).counts
-        had = {index for index, count in zip(group.indices, counts, strict=True) if count}
-        return {i: group.given(i) if i in had else old[i] for i in group.indices if i in had or i in old}
+        bucket = self.plan.buckets[number]
+        counts = bucket.told(self.engine.world.size).counts
+        had = {index for index, count in zip(bucket.indices, counts, strict=True) if count}
+        return {i: bucket.given(i) if i in had else old[i] for i in bucket.indices if i in had or i in old}
 
     def learn_link(self) -> None:
         """From how long there was something on the wire, and how much in all."""
@@ -238,14 +240,14 @@ class Pass:
         for number in sorted(self._done, key=self._sent.__getitem__):
             busy += max(0.0, self._done[number] - max(until, self._sent[number]))
             until = max(until, self._done[number])
-        size = sum(self.plan.groups[number].bytes for number in self._done)
+        size = sum(self.plan.buckets[number].bytes for number in self._done)
         self.engine.clock.learn_link(len(self._done), size, busy)
 
-    def _give(self, group: Group, had: set[int]) -> None:
-        for index in group.indices:
+    def _give(self, bucket: Bucket, had: set[int]) -> None:
+        for index in bucket.indices:
             parameter = self.engine.parameters[index]
-            if index in had and not group.holds(index, parameter.grad):
-                parameter.grad = group.given(index)
+            if index in had and not bucket.holds(index, parameter.grad):
+                parameter.grad = bucket.given(index)
 
     def average_sparse(self, among: set[int] | None = None) -> None:
         assert self.plan is not None
@@ -260,10 +262,10 @@ class Pass:
                 parameter.grad = found
 
     def _take_back(self, summed: set[int]) -> None:
-        """Of all groups but these, what this rank had put in is its own again."""
-        for number, group in enumerate(self.plan.groups if self.plan is not None and self._valid else []):
+        """Of all buckets but these, what this rank had put in is its own again."""
+        for number, bucket in enumerate(self.plan.buckets if self.plan is not None and self._valid else []):
             if number not in summed:
-                group.take_back(self._share, self.engine.parameters)
+                bucket.take_back(self._share, self.engine.parameters)
 
     def abandon(self, nested: bool) -> None:
         """Nobody will finish it. What went is brought to its end.
@@ -283,7 +285,7 @@ class Pass:
         self._take_back({number for number, pending in self._sums.items() if pending is not None})
         for index in self.touched if not nested else ():
             home = self.plan.home.get(index)
-            if home is not None and self.plan.groups[home].holds(index, self.engine.parameters[index].grad):
+            if home is not None and self.plan.buckets[home].holds(index, self.engine.parameters[index].grad):
                 self.engine.parameters[index].grad = None
 
     def average_at_once(self, indices: Sequence[int]) -> None:
@@ -295,8 +297,8 @@ class Pass:
             self._average_in_graph(dense)
         else:
             for kind in by_kind(dense, engine.parameters):
-                for bucket in self._buckets(kind):
-                    self._average_bucket(bucket)
+                for run in self._runs(kind):
+                    self._average_bucket(run)
         self.average_sparse(set(indices))
 
     def _average_in_graph(self, indices: Sequence[int]) -> None:
@@ -310,43 +312,43 @@ class Pass:
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = engine.mean(mine if mine.requires_grad else mine + nothing.to(mine.dtype), name)
 
-    def _buckets(self, kind: list[int]) -> list[list[int]]:
-        buckets: list[list[int]] = [[]]
+    def _runs(self, kind: list[int]) -> list[list[int]]:
+        runs: list[list[int]] = [[]]
         filled = 0
         for index in kind:
             if filled >= _BUCKET_BYTES:
-                buckets.append([])
+                runs.append([])
                 filled = 0
             parameter = self.engine.parameters[index]
-            buckets[-1].append(index)
+            runs[-1].append(index)
             filled += parameter.numel() * parameter.element_size()
-        return buckets
+        return runs
 
-    def _average_bucket(self, bucket: list[int]) -> None:
+    def _average_bucket(self, indices: list[int]) -> None:
         engine = self.engine
-        parameters = [engine.parameters[index] for index in bucket]
-        group = Group(bucket, parameters)
-        group.begin(engine.parameters)
-        for index, parameter in zip(bucket, parameters, strict=True):
-            group.put(index, parameter.grad)
-        group.fill(self._share)
+        parameters = [engine.parameters[index] for index in indices]
+        bucket = Bucket(indices, parameters)
+        bucket.begin(engine.parameters)
+        for index, parameter in zip(indices, parameters, strict=True):
+            bucket.put(index, parameter.grad)
+        bucket.fill(self._share)
         label = Label(engine.name, "backward", "gradients")  # the ranks have just agreed on whose gradients these are
-        engine.world.begin_sum(group.seal(), engine.everyone, label).wait()
-        for index, parameter in zip(bucket, parameters, strict=True):
-            parameter.grad = group.given(index)
+        engine.world.begin_sum(bucket.seal(), engine.everyone, label).wait()
+        for index, parameter in zip(indices, parameters, strict=True):
+            parameter.grad = bucket.given(index)
 
     def _write(self, number: int, done: float) -> None:
         engine = self.engine
         if engine.journal is None or self.plan is None:
             return
-        group = self.plan.groups[number]
-        ready = max((self._ready[index] for index in group.indices if index in self._ready), default=self._started)
+        bucket = self.plan.buckets[number]
+        ready = max((self._ready[index] for index in bucket.indices if index in self._ready), default=self._started)
         engine.journal.append(
             {
                 "step": engine.steps,
-                "group": number,
-                "parameters": [engine.names[index] for index in group.indices],
-                "bytes": group.bytes,
+                "bucket": number,
+                "parameters": [engine.names[index] for index in bucket.indices],
+                "bytes": bucket.bytes,
                 "ready_s": ready,
                 "sent_s": self._sent[number],
                 "done_s": done,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from averaging import batch, check_equal, small_model
-from deadlines import Place, ahead, check, plain, sgd, step_of, weights
+from next_forward import Place, ahead, check, plain, sgd, step_of, weights
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

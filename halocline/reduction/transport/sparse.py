@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..world import Label, Receive, Send, World
+from ...world import Label, Receive, Send, World
 
 
 def sparse_mean(gradient: Tensor | None, like: Tensor, world: World, label: Label) -> Tensor | None:
     """Of every rank's rows, in the order of ranks; None where no rank has a gradient."""
     mine = _rows(gradient)
-    counts = _counts(-1 if mine is None else mine._nnz(), world, label)
+    counts = _counts(-1 if mine is None else mine.values().shape[0], world, label)
     if max(counts) < 0:
         return None
     shape = torch.Size(like.shape)
     if max(counts) == 0:  # somebody had a gradient, and nobody a row
         return torch.zeros_like(like).to_sparse(1)
-    indices = torch.zeros(0, dtype=torch.int64) if mine is None else mine._indices().reshape(-1)
-    values = like.new_zeros(0) if mine is None else mine._values().reshape(-1)
+    indices = torch.zeros(0, dtype=torch.int64) if mine is None else mine.indices().reshape(-1)
+    values = like.new_zeros(0) if mine is None else mine.values().reshape(-1)
     row = max(1, like.numel() // max(1, shape[0]))
     rows_of = _gathered(indices, [max(0, count) for count in counts], world, label, " rows")
     values_of = _gathered(values, [max(0, count) * row for count in counts], world, label, " values")

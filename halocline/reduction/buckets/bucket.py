@@ -1,7 +1,7 @@
-"""A group: gradients that travel as one message, in one piece of memory of which they are views.
+"""A bucket: gradients that travel as one message, in one piece of memory of which they are views.
 
 Behind the gradients stands, for each, whether this rank had one (so that all learn from the sum who had), and one
-wish: that the groups be made anew.
+wish: that the buckets be made anew.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import sharers
+from ..._torch_private import sharers
 
 _COUNTABLE = {torch.bfloat16: 256, torch.half: 2048}  # up to which ones can be added one by one
 
 
-class Told(NamedTuple):
-    """What all ranks learn from a sum: how many had each gradient, and whether any wants other groups."""
+class BucketCounts(NamedTuple):
+    """What all ranks learn from a sum: how many had each gradient, and whether any wants other buckets."""
 
     counts: list[int]
     anew: bool
 
 
-class Group:
+class Bucket:
     """Some parameters of one real dtype and device. ``indices`` name them to the engine."""
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]) -> None:
@@ -70,7 +70,7 @@ class Group:
         return gradient.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
-        """Is this gradient the very place in the group's memory that is its own?"""
+        """Is this gradient the very place in the bucket's memory that is its own?"""
         view = self.views[self._place[index]]
         if gradient is None or gradient.layout is not torch.strided or gradient.data_ptr() != view.data_ptr():
             return False  # as nearly always: backward has made a new one
@@ -138,16 +138,16 @@ class Group:
         assert self._memory is not None
         return self._memory
 
-    def told(self, ranks: int) -> Told:
+    def told(self, ranks: int) -> BucketCounts:
         """After the sum. Narrow dtypes cannot count far: up to there a count is right, beyond it stands for all."""
         if self.memory.is_meta:
-            return Told([ranks] * len(self.indices), False)
+            return BucketCounts([ranks] * len(self.indices), False)
         *came, anew = self.memory[self.elements :].tolist()
         most = min(ranks, _COUNTABLE.get(self.counted_in, ranks))
-        return Told([ranks if count >= most else round(count) for count in came], anew > 0)
+        return BucketCounts([ranks if count >= most else round(count) for count in came], anew > 0)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
-        """Are these parameters still what the group was made for?"""
+        """Are these parameters still what the bucket was made for?"""
         mine = (self.dtype, self.device)
         return all(
             parameters[index].shape == shape

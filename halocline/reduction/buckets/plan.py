@@ -1,4 +1,4 @@
-"""Which groups there are and in which order they go, from facts that all ranks have agreed on."""
+"""Which buckets there are and in which order they go, from facts that all ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..world import Label, World
-from .buffer import Group, by_kind
-from .grouping import Link, Message, deadline_order, finer_cuts, lateness, robust_cut, urgent_lateness
-from .rings import EXPRESS, URGENT_CHUNK
+from ...world import Label, World
+from ..transport.rings import EXPRESS, URGENT_CHUNK
+from .bucket import Bucket, by_kind
+from .cutting import BucketTiming, LinkCost, deadline_order, finer_cuts, lateness, robust_cut, urgent_lateness
 
 #: By when sums are to be done; "one by one": none breaks into another.
 Goal = Literal["end of backward", "next forward", "next forward, one by one", "step after"]
@@ -25,7 +25,7 @@ _GAIN = 0.97  # of the time that the sums take longer than backward: what anothe
 
 
 @dataclass(frozen=True)
-class Facts:
+class GradientFacts:
     """Of each parameter: when its gradient was ready on the last rank (less than 0: on none), whether some rank had
     none, whether it is sparse, when the next forward needs it (less than 0: not known); whether gradients are to be
     differentiated themselves; and what a sum costs."""
@@ -35,9 +35,9 @@ class Facts:
     sparse: list[bool]
     needs: list[float]
     graph: bool
-    link: Link
+    link: LinkCost
 
-    def agreed(self, world: World, name: str) -> Facts:
+    def agreed(self, world: World, name: str) -> GradientFacts:
         """The largest of all ranks, in one exchange."""
         mine = torch.tensor(
             [*self.ready, *self.lacking, *self.sparse, *self.needs, self.graph, self.link.latency, self.link.per_byte],
@@ -47,13 +47,13 @@ class Facts:
         label = Label(f"{name}: which came, and when", "backward", "gradients")
         found = world.maximum(mine, tuple(range(world.size)), label).tolist()
         count = len(self.ready)
-        return Facts(
+        return GradientFacts(
             found[:count],
             [bool(value) for value in found[count : 2 * count]],
             [bool(value) for value in found[2 * count : 3 * count]],
             found[3 * count : 4 * count],
             bool(found[4 * count]),
-            Link(*found[4 * count + 1 :]),
+            LinkCost(*found[4 * count + 1 :]),
         )
 
     @cached_property
@@ -75,34 +75,34 @@ class Facts:
 
 
 @dataclass
-class Plan:
-    """``groups`` in the order in which they go; ``sparse`` parameters go by themselves, after backward.
+class BucketPlan:
+    """``buckets`` in the order in which they go; ``sparse`` parameters go by themselves, after backward.
 
-    ``dynamic``: ranks took different ways, so that each group goes when all ranks have agreed that it may.
+    ``dynamic``: ranks took different ways, so that each bucket goes when all ranks have agreed that it may.
     """
 
-    groups: list[Group]
+    buckets: list[Bucket]
     sparse: list[int]
-    facts: Facts
+    facts: GradientFacts
     dynamic: bool = False
     goal: Goal = "end of backward"
-    home: dict[int, int] = field(default_factory=dict)  # of a parameter: its group
-    _twin: Plan | None = None
+    home: dict[int, int] = field(default_factory=dict)  # of a parameter: its bucket
+    _twin: BucketPlan | None = None
 
     def __post_init__(self) -> None:
-        self.home = {index: number for number, group in enumerate(self.groups) for index in group.indices}
-        self._urgency = [0.0] * len(self.groups)
+        self.home = {index: number for number, bucket in enumerate(self.buckets) for index in bucket.indices}
+        self._urgency = [0.0] * len(self.buckets)
         if self.goal in FORWARD:
-            self._urgency = [min(self.facts.needed[index] for index in group.indices) for group in self.groups]
+            self._urgency = [min(self.facts.needed[index] for index in bucket.indices) for bucket in self.buckets]
 
     @classmethod
     def of(
         cls,
-        facts: Facts,
+        facts: GradientFacts,
         parameters: Sequence[Tensor],
         explicit: Sequence[Sequence[int]] | None,
         goal: Goal = "end of backward",
-    ) -> Plan:
+    ) -> BucketPlan:
         dynamic = any(lacking and ready >= 0 for lacking, ready in zip(facts.lacking, facts.ready, strict=True))
         sparse = [index for index, flag in enumerate(facts.sparse) if flag]
         dense = [index for index in facts.came if not facts.sparse[index]]
@@ -116,16 +116,16 @@ class Plan:
         if dynamic or goal != "end of backward":  # whoever did not come may yet
             absent = [index for index, ready in enumerate(facts.ready) if ready < 0 and not facts.sparse[index]]
             runs += by_kind(absent, parameters)
-        groups = [Group(run, [parameters[index] for index in run]) for run in runs if run]
-        return cls(groups, sparse, facts, dynamic, goal)
+        buckets = [Bucket(run, [parameters[index] for index in run]) for run in runs if run]
+        return cls(buckets, sparse, facts, dynamic, goal)
 
     @property
     def on_cpus(self) -> bool:
-        return all(group.device.type == "cpu" for group in self.groups)
+        return all(bucket.device.type == "cpu" for bucket in self.buckets)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Are these parameters still what it was made for?"""
-        return all(group.fits(parameters) for group in self.groups)
+        return all(bucket.fits(parameters) for bucket in self.buckets)
 
     def urgency(self, number: int) -> float:
         """The smaller, the sooner it is needed."""
@@ -136,20 +136,22 @@ class Plan:
         """Are all parameters in it, those too that have never had a gradient?"""
         return self.goal != "end of backward"
 
-    def twin(self, parameters: Sequence[Tensor]) -> Plan:
+    def twin(self, parameters: Sequence[Tensor]) -> BucketPlan:
         """The same in other memory, for one pass while another is under way; its twin is this one."""
         if self._twin is None:
-            groups = [Group(group.indices, [parameters[index] for index in group.indices]) for group in self.groups]
-            self._twin = Plan(groups, self.sparse, self.facts, self.dynamic, self.goal, _twin=self)
+            buckets = [
+                Bucket(bucket.indices, [parameters[index] for index in bucket.indices]) for bucket in self.buckets
+            ]
+            self._twin = BucketPlan(buckets, self.sparse, self.facts, self.dynamic, self.goal, _twin=self)
         return self._twin
 
-    def worth_changing(self, facts: Facts, parameters: Sequence[Tensor]) -> bool:
-        """Would groups made from what was seen lately be done clearly earlier?"""
-        dense = [index for group in self.groups for index in group.indices if facts.ready[index] >= 0]
+    def worth_changing(self, facts: GradientFacts, parameters: Sequence[Tensor]) -> bool:
+        """Would buckets made from what was seen lately be done clearly earlier?"""
+        dense = [index for bucket in self.buckets for index in bucket.indices if facts.ready[index] >= 0]
         if self.dynamic or not dense or (not self.complete and len(dense) < len(self.home)):
             return False
         order = sorted(dense, key=lambda index: (facts.ready[index], index))
-        now = _late_by([group.indices for group in self.groups], facts, parameters, self.goal)
+        now = _late_by([bucket.indices for bucket in self.buckets], facts, parameters, self.goal)
         if now <= _NOTICED:
             return False
         runs = _cut(order, facts, parameters, self.goal)
@@ -162,7 +164,7 @@ def _known(run: Sequence[int], dense: list[int]) -> list[int]:
     return [index for index in run if index in known]
 
 
-def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[list[int]]:
+def _cut(kind: list[int], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> list[list[int]]:
     ready, sizes = [facts.ready[index] for index in kind], [_bytes(parameters[index]) for index in kind]
 
     def runs(cut: Sequence[int]) -> list[list[int]]:
@@ -174,18 +176,18 @@ def _cut(kind: list[int], facts: Facts, parameters: Sequence[Tensor], goal: Goal
     def late(cut: list[list[int]]) -> float:
         return _late_by([cut[place] for place in _order(cut, facts, parameters, goal)], facts, parameters, goal)
 
-    facts = replace(facts, link=Link(_HANDLING[goal], facts.link.per_byte))
+    facts = replace(facts, link=LinkCost(_HANDLING[goal], facts.link.per_byte))
     return min((runs(cut) for cut in finer_cuts(ready, sizes, facts.link)), key=late)
 
 
-def _order(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:
+def _order(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:
     messages = _messages(runs, facts, parameters)
     if goal == "next forward, one by one":
         return deadline_order(messages, facts.link)
     return sorted(range(len(runs)), key=lambda place: messages[place].ready)
 
 
-def _late_by(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor], goal: Goal) -> float:
+def _late_by(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> float:
     """Seconds that these, in this order, keep waiting whoever waits for them."""
     messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
     if goal == "next forward":
@@ -195,9 +197,9 @@ def _late_by(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[T
     return lateness(messages, facts.link, shared=goal in FORWARD)
 
 
-def _messages(runs: Sequence[Sequence[int]], facts: Facts, parameters: Sequence[Tensor]) -> list[Message]:
+def _messages(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor]) -> list[BucketTiming]:
     return [
-        Message(
+        BucketTiming(
             max(facts.ready[index] for index in run),
             min(facts.needed[index] for index in run),
             sum(_bytes(parameters[index]) for index in run),

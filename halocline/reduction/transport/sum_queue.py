@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ..errors import RankFailure
-from ..world import World
+from ...errors import RankFailure
+from ...world import World
 from .rings import Pending
 
 Tell = Callable[[], None]
@@ -21,7 +21,7 @@ WIDTH = 2  # under way at once: the transport is busy with one while another sta
 IDLE = 10.0  # seconds after which the thread ends; the next sum starts another
 
 
-class Waiting:
+class QueuedSum:
     """A sum in line."""
 
     def __init__(self, begin: Begin, deadline: float, in_line: bool = True) -> None:
@@ -47,14 +47,14 @@ class Waiting:
         self.over.set()
 
 
-class Line:
+class SumQueue:
     """Of one engine. Its thread sleeps while nothing is under way, and ends when that lasts."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._changed = threading.Condition()
-        self._waiting: deque[Waiting] = deque()
-        self._under_way: deque[Waiting] = deque()
+        self._waiting: deque[QueuedSum] = deque()
+        self._under_way: deque[QueuedSum] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._patience = IDLE
@@ -70,9 +70,9 @@ class Line:
             self._patience = 0.0
             self._changed.notify_all()
 
-    def add(self, begin: Begin) -> Waiting:
+    def add(self, begin: Begin) -> QueuedSum:
         """The next in line, which ``begin`` begins: here, or in the thread."""
-        added = Waiting(begin, self._world.deadline)
+        added = QueuedSum(begin, self._world.deadline)
         with self._changed:
             self._waiting.append(added)
             self._advance()
@@ -108,7 +108,7 @@ class Line:
             first.end(self._error)
             del first  # it holds its gradients, which must be able to go
 
-    def _bring_to_its_end(self, first: Waiting) -> None:
+    def _bring_to_its_end(self, first: QueuedSum) -> None:
         try:
             if self._error is None and first.pending is not None:
                 first.pending.wait()

@@ -15,10 +15,10 @@ from math import prod
 import torch
 
 from ...world import Label, World
-from ..grouping import Link
-from .carry import Carrier, Chunk
+from ..buckets.cutting import LinkCost
+from .algorithms import Round, Span
+from .chunk_scheduler import Chunk, ChunkScheduler
 from .levels import Levels
-from .schedule import Round, Span
 
 CHUNKS = (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
 SIZES = (1 << 10, 1 << 17, 1 << 21, 1 << 23)  # bytes of the sums that are tried
@@ -54,10 +54,10 @@ class Costs:
         return min(known or self.tried, key=lambda way: self.seconds(way, size) * (_DOUBTFUL if way == FLAT else 1.0))
 
 
-def level_seconds(factors: Sequence[int], links: Sequence[Link], size: float) -> list[float]:
+def level_seconds(factors: Sequence[int], links: Sequence[LinkCost], size: float) -> list[float]:
     """That each level is busy with a sum of so many bytes.
 
-    >>> [round(each) for each in level_seconds((2, 4), (Link(1, 0), Link(0, 1)), 8)]
+    >>> [round(each) for each in level_seconds((2, 4), (LinkCost(1, 0), LinkCost(0, 1)), 8)]
     [2, 6]
     """
     return [
@@ -66,20 +66,20 @@ def level_seconds(factors: Sequence[int], links: Sequence[Link], size: float) ->
     ]
 
 
-def piped_seconds(factors: Sequence[int], links: Sequence[Link], size: float, chunk: float) -> float:
+def piped_seconds(factors: Sequence[int], links: Sequence[LinkCost], size: float, chunk: float) -> float:
     """In chunks: the slowest level is busy all the time, the others before the first and after the last."""
     chunk = min(chunk, size)
     busy = level_seconds(factors, links, chunk)
     return (size / chunk - 1) * max(busy) + sum(busy) if chunk else sum(busy)
 
 
-def best_chunk(factors: Sequence[int], links: Sequence[Link], size: int) -> int:
+def best_chunk(factors: Sequence[int], links: Sequence[LinkCost], size: int) -> int:
     """Bytes: small ones fill the pipe sooner, large ones cost fewer messages. Eight or more bear it if one is late."""
     few = [chunk for chunk in CHUNKS if chunk <= max(_SMALL, size // 8)]
     return min(few, key=lambda chunk: piped_seconds(factors, links, size, chunk))
 
 
-def best_factors(ranks: int, links: Callable[[tuple[int, ...]], Sequence[Link]], size: int) -> tuple[int, ...]:
+def best_factors(ranks: int, links: Callable[[tuple[int, ...]], Sequence[LinkCost]], size: int) -> tuple[int, ...]:
     """The cheapest factorization; ``links`` says what its levels cost."""
     return min(factorizations(ranks), key=lambda factors: sum(level_seconds(factors, links(factors), size)))
 
@@ -100,18 +100,18 @@ def factorizations(ranks: int) -> list[tuple[int, ...]]:
 # ---- measuring ----
 
 
-def measured_links(carrier: Carrier, world: World, levels: Levels) -> tuple[Link, ...]:
+def measured_links(scheduler: ChunkScheduler, world: World, levels: Levels) -> tuple[LinkCost, ...]:
     """What an exchange costs at each level, all its rings at once as in a sum. By all ranks together."""
-    return tuple(_measured_link(carrier, world, levels, level) for level in range(len(levels.factors)))
+    return tuple(_measured_link(scheduler, world, levels, level) for level in range(len(levels.factors)))
 
 
-def _measured_link(carrier: Carrier, world: World, levels: Levels, level: int) -> Link:
-    small, large = (agreed(_timed(carrier, levels, world.rank, level, size), world) for size in _PROBES)
+def _measured_link(scheduler: ChunkScheduler, world: World, levels: Levels, level: int) -> LinkCost:
+    small, large = (agreed(_timed(scheduler, levels, world.rank, level, size), world) for size in _PROBES)
     per_byte = max(1e-12, (large - small) / (_PROBES[1] - _PROBES[0]))
-    return Link(max(1e-7, small - per_byte * _PROBES[0]), per_byte)
+    return LinkCost(max(1e-7, small - per_byte * _PROBES[0]), per_byte)
 
 
-def _timed(carrier: Carrier, levels: Levels, rank: int, level: int, size: int) -> float:
+def _timed(scheduler: ChunkScheduler, levels: Levels, rank: int, level: int, size: int) -> float:
     """Seconds of one turn of a ring, the least of several tries: what waits for a processor is not the wire's."""
     stride, place = prod(levels.factors[:level]), levels.ranks.index(rank)
     count = levels.factors[level]
@@ -119,7 +119,7 @@ def _timed(carrier: Carrier, levels: Levels, rank: int, level: int, size: int) -
     after, before = (place + ((own + turn) % count - own) * stride for turn in (1, -1))
     each = Round(levels.ranks[after], Span(0, size), levels.ranks[before], Span(size, 2 * size))
     chunk = Chunk(torch.zeros(2 * size, dtype=torch.uint8), [each] * _TURNS)
-    return min(timed(lambda: carrier.begin([chunk], _LABEL).wait()) for _ in range(_REPEAT)) / _TURNS
+    return min(timed(lambda: scheduler.begin([chunk], _LABEL).wait()) for _ in range(_REPEAT)) / _TURNS
 
 
 def tried(names: Sequence[str], attempt: Try, world: World) -> dict[str, tuple[float, ...]]:

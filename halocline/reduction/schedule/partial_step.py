@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import disable_dispatch_modes, no_torch_functions
-from ..errors import MeshError
+from ..._torch_private import disable_dispatch_modes, no_torch_functions
+from ...errors import MeshError
 
 Settings = dict[str, Any]  # of a param_group, without its parameters
 
@@ -27,7 +27,7 @@ ONE_BY_ONE = frozenset(
 
 
 @dataclass(frozen=True)
-class Order:
+class StepRequest:
     """A step that was asked for: of one parameter, as the optimizer was set at that moment."""
 
     optimizer: Any
@@ -35,7 +35,7 @@ class Order:
     gradient: Tensor
 
 
-def make_step(parameters: Sequence[Tensor], orders: Sequence[Order]) -> None:
+def make_step(parameters: Sequence[Tensor], orders: Sequence[StepRequest]) -> None:
     """The optimizers' steps for these parameters alone."""
     for optimizer in {id(order.optimizer): order.optimizer for order in orders}.values():
         inner = inner_of(optimizer)
@@ -52,12 +52,12 @@ def make_step(parameters: Sequence[Tensor], orders: Sequence[Order]) -> None:
                 parameter.grad = gradient
 
 
-def can_step_beside(optimizer: Any) -> bool:
-    """Is it one whose step looks at nothing but what :func:`make_step_beside` gives it?"""
+def can_step_in_thread(optimizer: Any) -> bool:
+    """Is it one whose step looks at nothing but what :func:`make_step_in_thread` gives it?"""
     return optimizer is inner_of(optimizer) and _is_theirs(optimizer)
 
 
-def make_step_beside(parameters: Sequence[Tensor], orders: Sequence[Order]) -> None:
+def make_step_in_thread(parameters: Sequence[Tensor], orders: Sequence[StepRequest]) -> None:
     """The same in another thread: neither the parameters' gradients nor the optimizers' groups are touched, which
     somebody may look at meanwhile. Aliases of the parameters are stepped, in the parameters' memory and state."""
     for optimizer in {id(order.optimizer): order.optimizer for order in orders}.values():
@@ -80,10 +80,10 @@ def make_step_beside(parameters: Sequence[Tensor], orders: Sequence[Order]) -> N
                 optimizer.state[parameter] = state[alias]
 
 
-_OURS = ("step", "__reduce_ex__")  # what Deadlines puts on an optimizer
+_OURS = ("step", "__reduce_ex__")  # what NextForwardOverlap puts on an optimizer
 
 
-def _as_groups(stepped: Sequence[tuple[Tensor, Order]]) -> list[Settings]:
+def _as_groups(stepped: Sequence[tuple[Tensor, StepRequest]]) -> list[Settings]:
     groups: dict[int, Settings] = {}
     for parameter, order in stepped:
         groups.setdefault(id(order.settings), {**order.settings, "params": []})["params"].append(parameter)

@@ -13,11 +13,11 @@ from torch import Tensor
 from ...errors import MeshError, Refused
 from ...world import DryWorld, Label, LocalWorld, World
 from ...world.tcp import cards
-from ..grouping import Link
-from .carry import Carrier, Chunk
-from .choose import FLAT, Costs, best_chunk, measured_links, timed, tried
+from ..buckets.cutting import LinkCost
+from .algorithms import Algorithm, Round, Span, gather_rounds, scatter_rounds, split
+from .chunk_scheduler import Chunk, ChunkScheduler
+from .costs import FLAT, Costs, best_chunk, measured_links, timed, tried
 from .levels import Levels, levels_of
-from .schedule import Round, Span, Way, gather_rounds, scatter_rounds, split
 
 CHUNK = 1 << 21  # bytes, where nothing was measured
 DEPTH = 12  # chunks under way
@@ -30,7 +30,7 @@ _PIECE = 1 << 19  # bytes of a message of a reduce-scatter or an all-gather
 Rounds = Callable[[int, tuple[int, ...], int, int, int], Sequence[Round]]
 _LABEL = Label("a sum over ranks", "Rings", "gradients")
 #: What was measured in a world, by how.
-_known: weakref.WeakKeyDictionary[World, dict[str | tuple[int, ...], tuple[tuple[Link, ...], Costs]]] = (
+_known: weakref.WeakKeyDictionary[World, dict[str | tuple[int, ...], tuple[tuple[LinkCost, ...], Costs]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -57,27 +57,29 @@ class Rings:
         self._everyone = tuple(range(world.size))
         self.levels = levels_of(world)
         self.urgent = urgent = urgent and world.puts_urgent_first
-        self._ways = ways_of(how, self.levels, world.rank)
+        self._algorithms = algorithms_for(how, self.levels, world.rank)
         if urgent and how == "levels":
-            self._ways |= ways_of("doubling", self.levels, world.rank)
+            self._algorithms |= algorithms_for("doubling", self.levels, world.rank)
         self._measures = measure and world.size > 1 and not isinstance(world, LocalWorld | DryWorld)
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
-            self._ways = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
+            self._algorithms = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
         self._alone = world.size == 1 or isinstance(world, DryWorld)
         self._own = world if self._alone else world.duplicate(wide=True)
         if not self._alone:
-            # A carrier that waits for a connection carries nothing, and ranks begin the urgent in different orders.
+            # A scheduler that waits for a connection carries nothing, and ranks begin the urgent in different orders.
             self._own.meet(self._peers())
-        self._carrier = Carrier(self._own, URGENT_DEPTH if urgent else DEPTH)
-        self.links: tuple[Link, ...] = ()
+        self._scheduler = ChunkScheduler(self._own, URGENT_DEPTH if urgent else DEPTH)
+        self.links: tuple[LinkCost, ...] = ()
         self.costs: Costs | None = None
-        if self._measures and list(self._ways) != [FLAT] and not (urgent and how != "auto"):
+        if self._measures and list(self._algorithms) != [FLAT] and not (urgent and how != "auto"):
             self.links, self.costs = self._known_or_measured()
-        weakref.finalize(self, self._carrier.end).atexit = False
+        weakref.finalize(self, self._scheduler.end).atexit = False
 
     def _peers(self) -> list[int]:
         """Of all ways."""
-        rounds = [each for way in self._ways.values() if way is not None for each in way.rounds(64 * self.world.size)]
+        rounds = [
+            each for way in self._algorithms.values() if way is not None for each in way.rounds(64 * self.world.size)
+        ]
         return sorted({peer for each in rounds for peer in (each.to, each.source) if peer is not None})
 
     def begin(self, tensor: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
@@ -93,20 +95,20 @@ class Rings:
 
     def way(self, size: int) -> str:
         """The name of the way that a sum of so many bytes takes."""
-        if self.urgent and size <= EXPRESS and "doubling" in self._ways:
+        if self.urgent and size <= EXPRESS and "doubling" in self._algorithms:
             return "doubling"
-        return self.costs.best(size) if self.costs is not None else next(iter(self._ways))
+        return self.costs.best(size) if self.costs is not None else next(iter(self._algorithms))
 
     def seconds(self, size: int) -> float:
         """That a sum of so many bytes is expected to take; where nothing was measured, a guess."""
         if self.costs is None:
-            return Link().seconds(size)
+            return LinkCost().seconds(size)
         return self.costs.seconds(self.costs.best(size), size)
 
     def _begin(self, name: str, flat: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
-        way = self._ways.get(name)
+        way = self._algorithms.get(name)
         if way is None:
-            # In the rings' own world: a clerk begins it, in no order with what others sum in the first.
+            # In the rings' own world: a thread begins it, in no order with what others sum in the first.
             pending = self._own.begin_sum(flat, self._everyone, label._replace(channel=_LABEL.channel))
             if tell is not None:
                 tell()
@@ -114,9 +116,9 @@ class Rings:
         chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
         # In a world of its own, which has one channel; and in one order, where none can go before another.
         label = label._replace(channel=_LABEL.channel, urgency=label.urgency if self.urgent else 0.0)
-        return self._carrier.begin(chunks, label, tell)
+        return self._scheduler.begin(chunks, label, tell)
 
-    def _pieces(self, flat: Tensor, way: Way) -> list[Tensor]:
+    def _pieces(self, flat: Tensor, way: Algorithm) -> list[Tensor]:
         """Of one size, and an even number of them where there are several, for two network cards."""
         size = flat.numel() * flat.element_size()
         if way.kind == "doubling":
@@ -169,32 +171,32 @@ class Rings:
         parts = split(Span(0, 0 if result is None else result.numel()), pieces)
         results = [None if result is None else result[part.start : part.stop] for part in parts]
         chunks = [Chunk(elements, rounds(count, ranks, place, at, pieces), results[at]) for at in range(pieces)]
-        self._carrier.begin(chunks, _LABEL).wait()
+        self._scheduler.begin(chunks, _LABEL).wait()
 
     def close(self) -> None:
         """When all that was begun is done. By all ranks together."""
-        self._carrier.stop()
+        self._scheduler.stop()
         if not self._alone:
             self._own.close()
 
-    def _known_or_measured(self) -> tuple[tuple[Link, ...], Costs]:
+    def _known_or_measured(self) -> tuple[tuple[LinkCost, ...], Costs]:
         """Once in a world: all ranks make their rings in one order, and know or measure alike."""
         known = _known.setdefault(self.world, {})
         if self.how not in known:
             known[self.how] = self._measured()
         return known[self.how]
 
-    def _measured(self) -> tuple[tuple[Link, ...], Costs]:
+    def _measured(self) -> tuple[tuple[LinkCost, ...], Costs]:
         """By all ranks together, in one order."""
-        way = self._ways.get("levels")
+        way = self._algorithms.get("levels")
         levels = self.levels if way is None else Levels(way.ranks, way.factors)
-        self.links = links = measured_links(self._carrier, self.world, levels)
+        self.links = links = measured_links(self._scheduler, self.world, levels)
 
         def attempt(name: str, size: int) -> float:
             probe = torch.zeros(size // 4, device="cpu")
             return timed(lambda: self._begin(name, probe, _LABEL).wait())
 
-        return links, Costs(tried(list(self._ways), attempt, self.world))
+        return links, Costs(tried(list(self._algorithms), attempt, self.world))
 
 
 def rings_for(
@@ -207,7 +209,7 @@ def rings_for(
 ) -> Rings | None:
     """For sums of such tensors; None where the world's own do. Made by all ranks together.
 
-    ``goes_on``: after backward, where a clerk looks after them. ``urgent``: each is needed at a time of its own, so
+    ``goes_on``: after backward, where a thread looks after them. ``urgent``: each is needed at a time of its own, so
     that the most urgent are to go first, if the world can.
     """
     if how == "usual":
@@ -245,9 +247,9 @@ def _count(size: int, chunk: int) -> int:
     return count + (count % 2 if count > 1 else 0)
 
 
-def ways_of(how: str | Sequence[int], levels: Levels, rank: int) -> dict[str, Way | None]:
+def algorithms_for(how: str | Sequence[int], levels: Levels, rank: int) -> dict[str, Algorithm | None]:
     """By name, those that are to be chosen from; None is the world's own sum."""
-    make = partial(Way, ranks=levels.ranks, place=levels.ranks.index(rank))
+    make = partial(Algorithm, ranks=levels.ranks, place=levels.ranks.index(rank))
     if not isinstance(how, str):
         return {"levels": make("levels", factors=tuple(how))}
     kind, _, count = how.partition(":")

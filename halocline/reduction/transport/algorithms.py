@@ -186,7 +186,7 @@ Kind = Literal["levels", "leaders", "doubling"]
 
 
 @dataclass(frozen=True)
-class Way:
+class Algorithm:
     """How a sum over ``ranks`` travels, as the ``place``-th of them sees it. One factor is a flat ring."""
 
     kind: Kind
@@ -207,7 +207,7 @@ class Way:
     @property
     def name(self) -> str:
         """
-        >>> Way("levels", tuple(range(8)), 0, (2, 4)).name
+        >>> Algorithm("levels", tuple(range(8)), 0, (2, 4)).name
         'levels 2x4'
         """
         shown = "x".join(str(factor) for factor in self.factors)
@@ -220,7 +220,7 @@ class Way:
 
 
 @lru_cache(maxsize=256)
-def _rounds(way: Way, elements: int) -> tuple[Round, ...]:
+def _rounds(way: Algorithm, elements: int) -> tuple[Round, ...]:
     span = Span(0, elements)
     if way.kind == "doubling":
         return tuple(doubling_sum(span, way.ranks, way.place))

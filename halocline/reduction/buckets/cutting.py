@@ -23,7 +23,7 @@ _OF_WHAT_IS_LEFT = 2 / 3
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """What a sum over all ranks costs."""
 
     latency: float = 1e-3
@@ -33,10 +33,10 @@ class Link:
         return self.latency + self.per_byte * size
 
 
-def best_cut(ready: Sequence[float], sizes: Sequence[int], link: Link, most: float = math.inf) -> list[int]:
+def best_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost, most: float = math.inf) -> list[int]:
     """Where messages of at most ``most`` bytes begin (a larger gradient by itself), for gradients in ready order.
 
-    >>> best_cut([0.0, 1.0, 1.0], [100, 100, 100], Link(0.1, 0.001))
+    >>> best_cut([0.0, 1.0, 1.0], [100, 100, 100], LinkCost(0.1, 0.001))
     [0, 1]
     """
     count = len(sizes)
@@ -55,7 +55,7 @@ def best_cut(ready: Sequence[float], sizes: Sequence[int], link: Link, most: flo
     return _walked(begins, count)
 
 
-def robust_cut(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list[int]:
+def robust_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> list[int]:
     """Nearly the best, in some sixteen messages of like size.
 
     Where the wire is the bottleneck many cuts are equally good if all comes as foreseen. Messages of moderate size bear
@@ -76,7 +76,7 @@ def _walked(begins: np.ndarray, count: int) -> list[int]:
     return cut[::-1]
 
 
-def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int], link: Link) -> float:
+def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> float:
     """When the last message of this cut is done."""
     done = 0.0
     for begin, end in zip(cut, [*cut[1:], len(sizes)], strict=True):
@@ -84,7 +84,7 @@ def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int]
     return done
 
 
-def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: Link) -> list[list[int]]:
+def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> list[list[int]]:
     """Cuts into messages of several sizes, the larger first: small ones cost more, and keep none waiting for long that
     is needed soon. Those that come last are needed first: of them, smaller messages still."""
     total = sum(sizes)
@@ -106,7 +106,7 @@ def _tapered(sizes: Sequence[int], most: float) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Message:
+class BucketTiming:
     """When it is there, when it is needed, and its bytes."""
 
     ready: float
@@ -114,10 +114,10 @@ class Message:
     size: int
 
 
-def deadline_order(messages: Sequence[Message], link: Link) -> list[int]:
+def deadline_order(messages: Sequence[BucketTiming], link: LinkCost) -> list[int]:
     """Whenever the wire is free: of those that are ready, the one that is needed first.
 
-    >>> deadline_order([Message(0, 9, 10), Message(1, 8, 10), Message(2, 7, 10)], Link(0.0, 0.3))
+    >>> deadline_order([BucketTiming(0, 9, 10), BucketTiming(1, 8, 10), BucketTiming(2, 7, 10)], LinkCost(0.0, 0.3))
     [0, 2, 1]
     """
     left, now, order = set(range(len(messages))), 0.0, []
@@ -154,7 +154,7 @@ def done_by_need(ready: Sequence[float], needed: Sequence[float], seconds: Seque
     return done
 
 
-def urgent_lateness(messages: Sequence[Message], link: Link, express: int, chunk: int) -> float:
+def urgent_lateness(messages: Sequence[BucketTiming], link: LinkCost, express: int, chunk: int) -> float:
     """As :func:`lateness`, where the most urgent breaks into the others.
 
     Those of more than ``express`` bytes go round rings, and wait in every round for what is under way: about half as
@@ -166,7 +166,7 @@ def urgent_lateness(messages: Sequence[Message], link: Link, express: int, chunk
     return max((end + wait - need for end, wait, need in zip(done, waits, needed, strict=True)), default=0.0)
 
 
-def lateness(messages: Sequence[Message], link: Link, shared: bool = False) -> float:
+def lateness(messages: Sequence[BucketTiming], link: LinkCost, shared: bool = False) -> float:
     """How long, in all, these keep waiting whoever needs them, if they go in this order.
 
     ``shared``: with one more always under way, so that each takes twice as long, and begins as much earlier.

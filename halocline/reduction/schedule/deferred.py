@@ -8,13 +8,14 @@ gradient in Python (a layer, a moving average of weights, ``state_dict``, clippi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
+from inspect import currentframe
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch_private import TENSOR_MODULE, no_torch_function, run_eagerly
+from ..._torch_private import TENSOR_MODULE, no_torch_function, own_parameters, run_eagerly
 
 _DUE = "_halocline_due"
 _PROPERTIES = """
@@ -44,7 +45,15 @@ ABOUT = frozenset(_about())
 _MAKING = nn.Parameter.__new__.__code__
 
 
-class DueParameter(nn.Parameter):
+def _caller() -> CodeType | None:
+    """The code that called the torch function whose ``__torch_function__`` asks."""
+    frame = currentframe()
+    for _ in range(2):
+        frame = frame.f_back if frame is not None else None
+    return frame.f_code if frame is not None else None
+
+
+class DeferredParameter(nn.Parameter):
     """What a parameter is while its step is still to be made. It is the same object before, meanwhile and after."""
 
     __module__ = TENSOR_MODULE
@@ -57,7 +66,7 @@ class DueParameter(nn.Parameter):
                 return function(*args, **kwargs)
         settle((args, kwargs))
         found = function(*args, **kwargs)
-        if function is Tensor.detach and sys._getframe(1).f_code is _MAKING:  # nn.Parameter(this): of its own class
+        if function is Tensor.detach and _caller() is _MAKING:  # nn.Parameter(this): of its own class
             return found.as_subclass(nn.Parameter)
         return found
 
@@ -75,19 +84,19 @@ class DueParameter(nn.Parameter):
         return nn.Parameter.__reduce_ex__(self, protocol)
 
 
-def can_be_due(parameter: Tensor) -> bool:
-    return type(parameter) in (nn.Parameter, DueParameter)
+def can_be_deferred(parameter: Tensor) -> bool:
+    return type(parameter) in (nn.Parameter, DeferredParameter)
 
 
-def make_due(parameter: Tensor, update: Callable[[], None]) -> None:
-    """``update()`` is called when somebody wants its values, or never, if :func:`no_longer_due` is called before."""
+def defer(parameter: Tensor, update: Callable[[], None]) -> None:
+    """``update()`` is called when somebody wants its values, or never, if :func:`undefer` is called before."""
     setattr(parameter, _DUE, update)
-    parameter.__class__ = DueParameter
+    parameter.__class__ = DeferredParameter
 
 
-def no_longer_due(parameter: Tensor) -> Callable[[], None] | None:
+def undefer(parameter: Tensor) -> Callable[[], None] | None:
     """What was to be called."""
-    if type(parameter) is not DueParameter:
+    if type(parameter) is not DeferredParameter:
         return None
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     update: Callable[[], None] = parameter.__dict__.pop(_DUE)
@@ -96,14 +105,14 @@ def no_longer_due(parameter: Tensor) -> Callable[[], None] | None:
 
 def settle(value: Any) -> None:
     """All due parameters in it are what they should be."""
-    if type(value) is DueParameter:
-        update = no_longer_due(value)
+    if type(value) is DeferredParameter:
+        update = undefer(value)
         if update is None:  # another thread was first
             return
         try:
             update()
         except BaseException:  # it is not yet what it should be, and nobody may take it for that
-            make_due(value, update)
+            defer(value, update)
             raise
     elif isinstance(value, (tuple, list)):
         for item in value:
@@ -115,16 +124,16 @@ def settle(value: Any) -> None:
 
 def settle_own(module: nn.Module, _: Any) -> None:
     """A hook before forward, for layers that hand their parameters to code outside Python."""
-    for parameter in module._parameters.values():
-        if type(parameter) is DueParameter:
+    for parameter in own_parameters(module):
+        if type(parameter) is DeferredParameter:
             settle(parameter)
 
 
-for _function in (settle, settle_own, DueParameter.__torch_function__.__func__):  # type: ignore[attr-defined]
+for _function in (settle, settle_own, DeferredParameter.__torch_function__.__func__):  # type: ignore[attr-defined]
     run_eagerly(_function)  # torch.compile would take a class that changes for one that does not
 
 
-class LateGradient(Tensor):
+class PendingGradient(Tensor):
     """A gradient that is still being summed, in the memory where its mean will stand."""
 
     __module__ = TENSOR_MODULE
@@ -139,15 +148,15 @@ class LateGradient(Tensor):
         return _arrived(self, False).as_subclass(cls)
 
 
-def late(gradient: Tensor, arrive: Callable[[], None]) -> LateGradient:
+def late(gradient: Tensor, arrive: Callable[[], None]) -> PendingGradient:
     """The same object; ``arrive()`` is called when somebody wants its values."""
-    gradient.__class__ = LateGradient
-    assert isinstance(gradient, LateGradient)
+    gradient.__class__ = PendingGradient
+    assert isinstance(gradient, PendingGradient)
     gradient._arrive = arrive
     return gradient
 
 
-def no_longer_late(gradient: Tensor) -> Tensor:
+def resolved(gradient: Tensor) -> Tensor:
     """It has arrived: the same object, a gradient like any other."""
     gradient.__class__ = Tensor
     gradient.__dict__.pop("_arrive", None)
@@ -155,10 +164,10 @@ def no_longer_late(gradient: Tensor) -> Tensor:
 
 
 def _arrived(value: Any, only_about: bool) -> Any:
-    if type(value) is LateGradient:
+    if type(value) is PendingGradient:
         if not only_about:
             value._arrive()
-        if type(value) is not LateGradient:
+        if type(value) is not PendingGradient:
             return value
         with no_torch_function():
             return Tensor.as_subclass(value, Tensor)
@@ -169,5 +178,5 @@ def _arrived(value: Any, only_about: bool) -> Any:
     return value
 
 
-def is_late(gradient: Tensor | None) -> bool:
-    return type(gradient) is LateGradient
+def is_pending(gradient: Tensor | None) -> bool:
+    return type(gradient) is PendingGradient

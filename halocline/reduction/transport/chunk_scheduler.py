@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...errors import RankFailure
 from ...world import DryWorld, Label, PendingExchange, World
-from .schedule import Round
+from .algorithms import Round
 
 _SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which network card, and alternate by chunk
 _SERIALLY = 32_000  # elements: torch adds fewer than 32,768 in the thread that asks, and wakes no others
@@ -39,11 +39,13 @@ class Chunk(NamedTuple):
     result: Tensor | None = None
 
 
-class Carried:
+class ChunkedSum:
     """A sum under way; ``tell`` is called when it is done, or has failed, by the thread that sums."""
 
-    def __init__(self, carrier: Carrier, chunks: int, label: Label, tell: Callable[[], None] | None = None) -> None:
-        self._carrier, self.left, self.label, self._tell = carrier, chunks, label, tell
+    def __init__(
+        self, scheduler: ChunkScheduler, chunks: int, label: Label, tell: Callable[[], None] | None = None
+    ) -> None:
+        self._scheduler, self.left, self.label, self._tell = scheduler, chunks, label, tell
         self.error: BaseException | None = None
         self.done = threading.Event()
         if not chunks:
@@ -51,7 +53,7 @@ class Carried:
 
     def wait(self) -> None:
         while not self.done.wait(_LOOK):
-            if not self._carrier.alive:
+            if not self._scheduler.alive:
                 raise RankFailure(f"{self.label}: the thread that sums has ended; start the run again")
         if self.error is not None:
             raise self.error
@@ -71,7 +73,7 @@ class Carried:
             self._tell()
 
 
-class Carrier:
+class ChunkScheduler:
     """Of one engine, in a world of its own. ``depth`` chunks are under way at a time, the most urgent first.
 
     Ranks may hurry with different ones. So that each has one which all others carry too, the oldest is always under
@@ -82,8 +84,8 @@ class Carrier:
         self._world, self.depth = world, depth
         self._dry = isinstance(world, DryWorld)
         self._changed = threading.Condition()
-        self._queue: list[tuple[float, int, _Travel]] = []  # a heap: by urgency, then by age
-        self._under_way: list[_Travel] = []
+        self._queue: list[tuple[float, int, ChunkTransfer]] = []  # a heap: by urgency, then by age
+        self._under_way: list[ChunkTransfer] = []
         self._serial = 0
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._error: BaseException | None = None
@@ -97,15 +99,15 @@ class Carrier:
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, chunks: Sequence[Chunk], label: Label, tell: Callable[[], None] | None = None) -> Carried:
+    def begin(self, chunks: Sequence[Chunk], label: Label, tell: Callable[[], None] | None = None) -> ChunkedSum:
         """All ranks begin in one order."""
         signature = _signature(label, chunks)
-        carried = Carried(self, len(chunks), label, tell)
+        carried = ChunkedSum(self, len(chunks), label, tell)
         with self._changed:
             if self._error is not None:
                 raise self._error
             first, self._serial = self._serial, self._serial + len(chunks)
-            travels = [_Travel(self, chunk, carried, first + at, signature) for at, chunk in enumerate(chunks)]
+            travels = [ChunkTransfer(self, chunk, carried, first + at, signature) for at, chunk in enumerate(chunks)]
             if not self._dry:
                 for travel in travels:
                     heapq.heappush(self._queue, (label.urgency, travel.serial, travel))
@@ -183,7 +185,7 @@ class Carrier:
             if self._under_way:
                 return True
 
-    def _next(self) -> list[_Travel]:
+    def _next(self) -> list[ChunkTransfer]:
         """Off the queue: what there is room for, and the oldest in any case."""
         room = min(self.depth - len(self._under_way), len(self._queue))
         new = [heapq.heappop(self._queue)[2] for _ in range(room)]
@@ -201,7 +203,7 @@ class Carrier:
             self._progress = time.monotonic()
             self._step(self._under_way[number])
 
-    def _step(self, travel: _Travel) -> None:
+    def _step(self, travel: ChunkTransfer) -> None:
         travel.exchange = next(travel.course, None)
         if travel.exchange is None:
             self._under_way.remove(travel)
@@ -223,7 +225,7 @@ class Carrier:
             spare.pop(0)
 
     def post(
-        self, travel: _Travel, number: int, each: Round, into: Tensor, carried: Tensor | None = None
+        self, travel: ChunkTransfer, number: int, each: Round, into: Tensor, carried: Tensor | None = None
     ) -> PendingExchange:
         tag = travel.tag(number)
         out = travel.elements[each.sent.start : each.sent.stop] if carried is None else carried
@@ -232,11 +234,13 @@ class Carrier:
         return self._world.begin_tagged(sends, receives, travel.carried.label)
 
 
-class _Travel:
+class ChunkTransfer:
     """A chunk on its way. What was sent may be written over as soon as the exchange is done."""
 
-    def __init__(self, carrier: Carrier, chunk: Chunk, carried: Carried, serial: int, signature: int) -> None:
-        self._carrier, self.elements, self._rounds = carrier, chunk.elements, chunk.rounds
+    def __init__(
+        self, scheduler: ChunkScheduler, chunk: Chunk, carried: ChunkedSum, serial: int, signature: int
+    ) -> None:
+        self._scheduler, self.elements, self._rounds = scheduler, chunk.elements, chunk.rounds
         self.carried, self.serial, self._signature = carried, serial, signature
         self.exchange: PendingExchange | None = None
         self.course = self._course() if chunk.result is None else self._carrying_course(chunk.result)
@@ -245,47 +249,47 @@ class _Travel:
         return (self._signature << _ROUND | number & (1 << _ROUND) - 1) << _SERIAL | self.serial & (1 << _SERIAL) - 1
 
     def _course(self) -> Iterator[PendingExchange]:
-        carrier = self._carrier
+        scheduler = self._scheduler
         for number, each in enumerate(self._rounds):
             if each.idle:
                 continue
             own = self.elements[each.received.start : each.received.stop]
             if each.taking == "copy":
-                exchange = carrier.post(self, number, each, own)
+                exchange = scheduler.post(self, number, each, own)
                 yield exchange
                 exchange.wait()
                 continue
-            memory = carrier.borrow(own.numel(), own)
+            memory = scheduler.borrow(own.numel(), own)
             arrived = memory[: own.numel()]
-            exchange = carrier.post(self, number, each, arrived)
+            exchange = scheduler.post(self, number, each, arrived)
             yield exchange
             exchange.wait()
             add(own, arrived, to_it=each.taking == "add to it")
-            carrier.give_back(memory)
+            scheduler.give_back(memory)
 
     def _carrying_course(self, result: Tensor) -> Iterator[PendingExchange]:
-        carrier, carried, memory = self._carrier, None, None
+        scheduler, carried, memory = self._scheduler, None, None
         for number, each in enumerate(self._rounds):
             own = self.elements[each.received.start : each.received.stop]
-            arriving = carrier.borrow(own.numel(), own) if own.numel() else None
+            arriving = scheduler.borrow(own.numel(), own) if own.numel() else None
             into = own if arriving is None else arriving[: own.numel()]
             if not each.idle:
-                exchange = carrier.post(self, number, each, into, carried)
+                exchange = scheduler.post(self, number, each, into, carried)
                 yield exchange
                 exchange.wait()
                 add(into, own, to_it=False)
             if memory is not None:
-                carrier.give_back(memory)
+                scheduler.give_back(memory)
             memory, carried = arriving, None if arriving is None else into
         if memory is not None and carried is not None:
             result.copy_(carried)
-            carrier.give_back(memory)
+            scheduler.give_back(memory)
 
     def run_dry(self) -> None:
         for number, each in enumerate(self._rounds):
             if not each.idle:
                 into = self.elements[each.received.start : each.received.stop]
-                self._carrier.post(self, number, each, into).wait()
+                self._scheduler.post(self, number, each, into).wait()
         self.carried.one_less()
 
 

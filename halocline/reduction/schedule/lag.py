@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..errors import MeshError
-from .clerk import Clerk
-from .plan import Goal
+from ...errors import MeshError
+from ..buckets.plan import Goal
+from ..transport.comm_thread import CommThread
 
 if TYPE_CHECKING:
-    from .average import GradientAverage
-    from .passes import Pass
+    from ..average import GradientAverage
+    from ..backward_pass import BackwardPass
 
 
 class Lag:
@@ -25,9 +25,9 @@ class Lag:
 
     def __init__(self, engine: GradientAverage) -> None:
         self._engine = engine
-        if engine.rings is not None and not engine.wire.may_go_again:
-            engine.use(Clerk(engine.world))
-        self._under_way: tuple[Pass, set[int]] | None = None
+        if engine.rings is not None and not engine.compression.may_go_again:
+            engine.use(CommThread(engine.world))
+        self._under_way: tuple[BackwardPass, set[int]] | None = None
         self._held: dict[int, Tensor] = {}  # means of the last step, where they are there already
         self._given: dict[int, Tensor] = {}  # to the parameters, for this step
 
@@ -43,7 +43,7 @@ class Lag:
     def look_back(self) -> None:
         """It is done where the sums are taken."""
 
-    def take_over(self, ended: Pass, came: set[int]) -> None:
+    def take_over(self, ended: BackwardPass, came: set[int]) -> None:
         """Its sums go on; those of the step before are waited for."""
         assert ended.plan is not None
         engine = self._engine
@@ -74,9 +74,9 @@ class Lag:
         if self._under_way is not None:
             (ended, came), self._under_way = self._under_way, None
             assert ended.plan is not None
-            for number, group in enumerate(ended.plan.groups):
+            for number, bucket in enumerate(ended.plan.buckets):
                 had = ended.take(number)
-                means.update({index: group.given(index) for index in group.indices if index in had})
+                means.update({index: bucket.given(index) for index in bucket.indices if index in had})
             self._engine.look_back(ended, came)
         return means
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from ..world import Label, World
-from .clerk import Clerk
-from .control import Control
-from .line import Line
+from ...world import Label, World
+from ..schedule.control import Control
+from .comm_thread import CommThread
+from .sum_queue import SumQueue
 
 MOST = 63  # of a kind: bits of a word
 _PATIENCE = 8  # engines that get none, after which Python is asked to look for garbage once more
 
 
-class Leases:
+class LeasePool:
     """Those of one kind in a world."""
 
     def __init__(self) -> None:
@@ -36,26 +36,26 @@ class Leases:
         self.refused += 1
 
 
-class Lease:
+class ChannelLease:
     """One of them, till :meth:`release`."""
 
-    def __init__(self, leases: Leases, number: int) -> None:
+    def __init__(self, leases: LeasePool, number: int) -> None:
         self._leases, self._number = leases, number
         self.thing = leases.things[number]
-        self.line: Line | Clerk | None = None  # which may still have sums to begin on it
+        self.queue: SumQueue | CommThread | None = None  # which may still have sums to begin on it
         self.spoiled = False  # a pass did not end, and nobody knows what is under way
 
     def release(self) -> None:
-        if not self.spoiled and (self.line is None or self.line.idle):
+        if not self.spoiled and (self.queue is None or self.queue.idle):
             self._leases.free.add(self._number)
 
 
-_leases: weakref.WeakKeyDictionary[World, dict[str, Leases]] = weakref.WeakKeyDictionary()
+_leases: weakref.WeakKeyDictionary[World, dict[str, LeasePool]] = weakref.WeakKeyDictionary()
 
 
-def lease(world: World, kind: str, make: Callable[[int], Any], most: int = MOST) -> Lease | None:
+def lease(world: World, kind: str, make: Callable[[int], Any], most: int = MOST) -> ChannelLease | None:
     """One that is free on all ranks, or else a new one; None if there are ``most`` already. By all ranks together."""
-    known = _leases.setdefault(world, {}).setdefault(kind, Leases())
+    known = _leases.setdefault(world, {}).setdefault(kind, LeasePool())
     if not known.free and len(known.things) >= most:
         known.look_for_garbage()
     free = known.free.copy()  # engines that are collected, in any thread, add to it
@@ -70,7 +70,7 @@ def lease(world: World, kind: str, make: Callable[[int], Any], most: int = MOST)
         known.things.append(make(number))
     else:
         return None
-    return Lease(known, number)
+    return ChannelLease(known, number)
 
 
 class Agreement:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from averaging import batch, check_equal, drawn, part, small_model
-from deadlines import Place, adam, ahead, alike, check, plain, sgd, step_of, weights
+from next_forward import Place, adam, ahead, alike, check, plain, sgd, step_of, weights
 from torch import Tensor, nn
 
 import halocline as hc
 from halocline.reduction import engine_of
-from halocline.reduction.late import LateGradient
+from halocline.reduction.schedule.deferred import PendingGradient
 from halocline.world import Mesh, run_local
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_kept_gradients_are_never_written_over_and_become_plain() -> None:
             kept += [p.grad for p in model.parameters()]
         model(place(batch(9))).square().mean().backward()  # is added to the last
         found = [gradient.clone() for gradient in kept]
-        assert not any(type(gradient) is LateGradient for gradient in kept)
+        assert not any(type(gradient) is PendingGradient for gradient in kept)
         return found
 
     check(train)
@@ -310,7 +310,7 @@ def test_whoever_is_interrupted_while_he_waits_finds_the_step_still_to_be_made(m
     plain(model, optimizer, lambda x: x)
     engine = engine_of(model)
     assert engine is not None
-    under_way = engine.after._under_way  # type: ignore[union-attr]
+    under_way = engine.overlap._under_way  # type: ignore[union-attr]
 
     def interrupted(number: int) -> Any:
         raise KeyboardInterrupt

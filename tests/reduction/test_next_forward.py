@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from averaging import batch, check_equal, drawn, part, small_model
-from deadlines import STEPS, MakeOptimizer, adam, check, plain, sgd
+from next_forward import STEPS, MakeOptimizer, adam, check, plain, sgd
 from torch import Tensor, nn
 
 import halocline as hc
-from halocline.reduction import DueParameter, engine_of
-from halocline.reduction.late import LateGradient
+from halocline.reduction import DeferredParameter, engine_of
+from halocline.reduction.schedule.deferred import PendingGradient
 from halocline.world import Mesh, run_local
 
 
@@ -66,15 +66,15 @@ def test_gradients_are_late_and_parameters_due_until_somebody_looks() -> None:
         layers = [model[0], model[2], model[4]]
 
         def due() -> list[bool]:
-            waiting = engine_of(model).after._left  # type: ignore[union-attr]
+            waiting = engine_of(model).overlap._left  # type: ignore[union-attr]
             return [number in waiting for number in (2, 1, 0)]
 
         hc.flush(model)
         optimizer.zero_grad()
         model(part(batch(9), mesh)).sum().backward()
-        seen.append([type(layer.weight.grad) is LateGradient for layer in layers])
+        seen.append([type(layer.weight.grad) is PendingGradient for layer in layers])
         optimizer.step()
-        seen.append([type(layer.weight) is DueParameter for layer in layers])
+        seen.append([type(layer.weight) is DeferredParameter for layer in layers])
         optimizer.zero_grad()
         seen.append(due())
         hooks = [layer.register_forward_hook(lambda *_: seen.append(due())) for layer in layers]

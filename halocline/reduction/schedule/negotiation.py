@@ -1,7 +1,7 @@
 """Who may go, where ranks take different ways through the model: agreed while backward runs, in a thread of its own.
 
-Each rank has two bits a group: *ready*, and *will not come* (set when its backward has ended). One AND over all ranks
-says which groups everybody is done with; those that somebody had are summed, in one order. Bits that were lost are
+Each rank has two bits a bucket: *ready*, and *will not come* (set when its backward has ended). One AND over all ranks
+says which buckets everybody is done with; those that somebody had are summed, in one order. Bits that were lost are
 offered again in the next round.
 """
 
@@ -12,18 +12,18 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import RankFailure
+from ...errors import RankFailure
+from ..transport.rings import Pending
 from .control import Control, packed, unpacked
-from .rings import Pending
 
 
 class Negotiation:
-    """Of one backward pass. ``begin_sum(group)`` starts the sum of a group."""
+    """Of one backward pass. ``begin_sum(bucket)`` starts the sum of a bucket."""
 
     def __init__(
-        self, groups: int, control: Control, begin_sum: Callable[[int], Pending], valid: bool, deadline: float
+        self, buckets: int, control: Control, begin_sum: Callable[[int], Pending], valid: bool, deadline: float
     ) -> None:
-        self._groups, self._control, self._begin_sum = groups, control, begin_sum
+        self._buckets, self._control, self._begin_sum = buckets, control, begin_sum
         self._valid, self._deadline = valid, deadline
         self._changed = threading.Condition()
         self._done: set[int] = set()
@@ -37,19 +37,19 @@ class Negotiation:
         self._thread = threading.Thread(target=self._run, daemon=True, name="halocline readiness")
         self._thread.start()
 
-    def ready(self, group: int) -> None:
+    def ready(self, bucket: int) -> None:
         with self._changed:
-            self._done.add(group)
+            self._done.add(bucket)
             self._changed.notify_all()
 
     def end(self, never: set[int]) -> None:
-        """Backward is over: all groups are as they will be, and those in ``never`` got nothing here."""
+        """Backward is over: all buckets are as they will be, and those in ``never`` got nothing here."""
         with self._changed:
-            self._done, self._never, self._ended = set(range(self._groups)), never, True
+            self._done, self._never, self._ended = set(range(self._buckets)), never, True
             self._changed.notify_all()
 
     def agreed(self) -> dict[int, Pending | None]:
-        """When it has ended: the sums of groups that somebody had; None of those that nobody had."""
+        """When it has ended: the sums of buckets that somebody had; None of those that nobody had."""
         self._thread.join(self._deadline + 5)
         if self._thread.is_alive():
             raise RankFailure(f"the ranks did not agree on their gradients within {self._deadline:g} s")
@@ -59,7 +59,7 @@ class Negotiation:
 
     def _run(self) -> None:
         try:
-            while len(self.sums) < self._groups and not self.invalid:
+            while len(self.sums) < self._buckets and not self.invalid:
                 self._round(*self._news())
         except BaseException as error:  # noqa: BLE001  raised again where it is waited for
             self._error = error
@@ -73,16 +73,16 @@ class Negotiation:
             return set(self._done), set(self._never)
 
     def _round(self, done: set[int], never: set[int]) -> None:
-        """One AND. Its first bit says that nobody's parameters have changed; else an OR tells whose group has."""
+        """One AND. Its first bit says that nobody's parameters have changed; else an OR tells whose bucket has."""
         self.rounds += 1
-        every = range(self._groups)
-        mine = [self._valid, *(group in done for group in every), *(group in never for group in every)]
-        valid, *bits = unpacked(self._control.agree(packed(mine), torch.bitwise_and), 1 + 2 * self._groups)
+        every = range(self._buckets)
+        mine = [self._valid, *(bucket in done for bucket in every), *(bucket in never for bucket in every)]
+        valid, *bits = unpacked(self._control.agree(packed(mine), torch.bitwise_and), 1 + 2 * self._buckets)
         if not valid:
             self._control.agree(packed([not self._valid]), torch.bitwise_or)
             self.invalid = True
             return
-        for group in every:
-            if bits[group] and group not in self.sums:
-                nobody = bits[self._groups + group]
-                self.sums[group] = None if nobody else self._begin_sum(group)
+        for bucket in every:
+            if bits[bucket] and bucket not in self.sums:
+                nobody = bits[self._buckets + bucket]
+                self.sums[bucket] = None if nobody else self._begin_sum(bucket)

@@ -1,8 +1,8 @@
 """In which precision sums travel: as they are, or rounded to fewer bits on the way.
 
 bfloat16 has the range of float32 and goes as it is. float16 has not: gradients are scaled by a power of two, chosen by
-how large the group's last mean was, which all ranks know. Should a sum leave the range all the same, every rank sees
-that in the result, and the group goes once more as it was.
+how large the bucket's last mean was, which all ranks know. Should a sum leave the range all the same, every rank sees
+that in the result, and the bucket goes once more as it was.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import MeshError
-from .buffer import Group
+from ...errors import MeshError
+from ..buckets.bucket import Bucket
 from .rings import Pending
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,7 +25,7 @@ _FAR = 120  # and scaled by no more than 2 to this
 Carry = Callable[[Tensor], Pending]
 
 
-class Wire:
+class GradientCompression:
     """``name`` as in WIRES; None sends everything as it is."""
 
     def __init__(self, name: str | None = None) -> None:
@@ -38,58 +38,58 @@ class Wire:
         """What leaves the range is summed once more, which all ranks are to begin at the same point."""
         return self._dtype == torch.float16
 
-    def dtype_for(self, group: Group) -> torch.dtype:
+    def dtype_for(self, bucket: Bucket) -> torch.dtype:
         """Never one of more bits than the gradients have."""
-        return self._dtype if self._dtype is not None and self._dtype.itemsize < group.dtype.itemsize else group.dtype
+        return self._dtype if self._dtype is not None and self._dtype.itemsize < bucket.dtype.itemsize else bucket.dtype
 
-    def begin(self, group: Group, begin: Carry, anew: bool = False) -> Pending:
-        """Begin a group's sum."""
-        dtype, memory = self.dtype_for(group), group.seal(anew)
-        if dtype == group.dtype or (dtype == torch.float16 and group.largest is None):
-            return _Whole(group, begin(memory), group.dtype, watched=dtype == torch.float16)
-        return _Narrow(group, memory, dtype, begin)
+    def begin(self, bucket: Bucket, begin: Carry, anew: bool = False) -> Pending:
+        """Begin a bucket's sum."""
+        dtype, memory = self.dtype_for(bucket), bucket.seal(anew)
+        if dtype == bucket.dtype or (dtype == torch.float16 and bucket.largest is None):
+            return _Whole(bucket, begin(memory), bucket.dtype, watched=dtype == torch.float16)
+        return _Narrow(bucket, memory, dtype, begin)
 
 
 class _Whole:
-    def __init__(self, group: Group, pending: Pending, dtype: torch.dtype, watched: bool) -> None:
-        self._group, self._pending, self._dtype, self._watched = group, pending, dtype, watched
+    def __init__(self, bucket: Bucket, pending: Pending, dtype: torch.dtype, watched: bool) -> None:
+        self._bucket, self._pending, self._dtype, self._watched = bucket, pending, dtype, watched
 
     def wait(self) -> None:
         self._pending.wait()
-        self._group.counted_in = self._dtype
+        self._bucket.counted_in = self._dtype
         if self._watched:
-            largest = _largest(self._group.values)
-            self._group.largest = largest if largest is not None and math.isfinite(largest) else None
+            largest = _largest(self._bucket.values)
+            self._bucket.largest = largest if largest is not None and math.isfinite(largest) else None
 
 
 class _Narrow:
     """What is said of the gradients, behind them, is small numbers and goes unscaled."""
 
-    def __init__(self, group: Group, memory: Tensor, dtype: torch.dtype, begin: Carry) -> None:
-        self._group, self._memory, self._begin = group, memory, begin
-        self._scale = 1.0 if group.largest is None or dtype != torch.float16 else _scale(group.largest)
+    def __init__(self, bucket: Bucket, memory: Tensor, dtype: torch.dtype, begin: Carry) -> None:
+        self._bucket, self._memory, self._begin = bucket, memory, begin
+        self._scale = 1.0 if bucket.largest is None or dtype != torch.float16 else _scale(bucket.largest)
         if self._scale == 1.0:
             self._sent = memory.to(dtype)
         else:
             self._sent = (memory * self._scale).to(dtype)
-            self._sent[group.elements :] = memory[group.elements :].to(dtype)
+            self._sent[bucket.elements :] = memory[bucket.elements :].to(dtype)
         self._pending = begin(self._sent)
 
     def wait(self) -> None:
         self._pending.wait()
-        group, values = self._group, self._sent[: self._group.elements]
+        bucket, values = self._bucket, self._sent[: self._bucket.elements]
         if self._sent.dtype == torch.float16:
             largest = _largest(values)
             if largest is None or not math.isfinite(largest):
-                group.largest = None
+                bucket.largest = None
                 self._begin(self._memory).wait()
-                group.counted_in = group.dtype
+                bucket.counted_in = bucket.dtype
                 return
-            group.largest = largest / self._scale
+            bucket.largest = largest / self._scale
         self._memory.copy_(self._sent)
         if self._scale != 1.0:
-            group.values.mul_(1 / self._scale)
-        group.counted_in = self._sent.dtype
+            bucket.values.mul_(1 / self._scale)
+        bucket.counted_in = self._sent.dtype
 
 
 def _largest(values: Tensor) -> float | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..world import Label, World
-from .grouping import Link
+from ...world import Label, World
+from ..buckets.cutting import LinkCost
 
 _PROBE, _PIECES, _REPEAT = 1 << 19, 8, 3  # elements of float32, in how many messages, how often
 _DEAREST = 32  # more than this part of the probe's time a message costs only where processes wait for a processor
@@ -24,7 +24,7 @@ class Clock:
     def __init__(self, parameters: int) -> None:
         self.times = [0.0] * parameters
         self.needs = [-1.0] * parameters
-        self.link: Link | None = None
+        self.link: LinkCost | None = None
         self.passes = 0
 
     def learn(self, ready: dict[int, float]) -> None:
@@ -47,7 +47,7 @@ class Clock:
         if self.link is None or sums < 1 or size < 1 << 20:
             return
         per_byte = max(1e-12, (seconds - sums * self.link.latency) / size)
-        self.link = Link(self.link.latency, _OLD * self.link.per_byte + (1 - _OLD) * per_byte)
+        self.link = LinkCost(self.link.latency, _OLD * self.link.per_byte + (1 - _OLD) * per_byte)
 
     @property
     def time_to_look(self) -> bool:
@@ -61,7 +61,7 @@ class FixedClock(Clock):
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(len(sizes))
         self._sizes = sizes
-        self.link = Link()
+        self.link = LinkCost()
 
     def learn(self, ready: dict[int, float]) -> None:
         """In the order in which they came."""
@@ -69,7 +69,7 @@ class FixedClock(Clock):
         moment = 0.0
         for index in ready:
             self.times[index] = moment
-            moment += self._sizes[index] * Link().per_byte
+            moment += self._sizes[index] * LinkCost().per_byte
 
     def learn_needs(self, needs: dict[int, float]) -> None:
         """They stay unknown."""
@@ -82,18 +82,18 @@ class FixedClock(Clock):
         return False
 
 
-def measured_link(world: World, everyone: tuple[int, ...]) -> Link:
+def measured_link(world: World, everyone: tuple[int, ...]) -> LinkCost:
     """What one more message costs in a stream of them, and what a byte does: as one sum, and as many at once.
 
     That is less than the latency of a message by itself, for the next is under way while one is waited for.
     """
     if world.size == 1:
-        return Link()
+        return LinkCost()
     # The least of each: what waits for a processor is not the wire's.
     one = min(_timed(world, everyone, 1) for _ in range(_REPEAT))
     many = min(_timed(world, everyone, _PIECES) for _ in range(_REPEAT))
     latency = min(max(1e-6, (many - one) / (_PIECES - 1)), one / _DEAREST)
-    return Link(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
+    return LinkCost(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
 
 
 def _timed(world: World, everyone: tuple[int, ...], pieces: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from averaging import batch
-from deadlines import STEPS, check, plain
+from next_forward import STEPS, check, plain
 from torch import Tensor, nn
 
 import halocline as hc

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..world import Label, Receive, Send, World
+from ...world import Label, Receive, Send, World
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 

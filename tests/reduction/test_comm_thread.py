@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import halocline as hc
 from halocline.reduction import engine_of
-from halocline.reduction.clerk import Clerk
-from halocline.reduction.grouping import Link, Message, done_by_need, urgent_lateness
-from halocline.reduction.rings import Rings
+from halocline.reduction.buckets.cutting import BucketTiming, LinkCost, done_by_need, urgent_lateness
+from halocline.reduction.transport.comm_thread import CommThread
+from halocline.reduction.transport.rings import Rings
 from halocline.testing import shared_pool
 from halocline.world import Label, Mesh
 from halocline.world.mesh import this_world
@@ -49,7 +49,7 @@ def on_a_rank() -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     hc.distribute(model, mesh, overlap="next-forward", optimizer=optimizer)
     engine = engine_of(model)
-    assert engine is not None and isinstance(engine.line, Clerk)
+    assert engine is not None and isinstance(engine.queue, CommThread)
     return trained_into_own_memory(model, optimizer, mesh.rank, mesh.size)
 
 
@@ -99,14 +99,14 @@ def ways_that_part(slow: bool) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     hc.distribute(model, mesh, lag=1, rings="levels")
     engine: Any = engine_of(model)
-    begin, step = engine.line._begin, 0
+    begin, step = engine.queue._begin, 0
 
     def begin_slowly(added: Any) -> None:
         time.sleep(1.5 if step == PARTED else 0.0)
         begin(added)
 
     if slow and mesh.rank == 0:
-        engine.line._begin = begin_slowly
+        engine.queue._begin = begin_slowly
     x = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)[None] * (1 + mesh.rank)
     for step in range(PARTED + 3):
         assert engine.plan is None or engine.plan.dynamic == (step > PARTED)
@@ -159,6 +159,6 @@ def test_what_is_needed_first_breaks_in() -> None:
 
 
 def test_small_messages_do_not_wait_for_those_under_way() -> None:
-    link = Link(0.0, 1.0)
-    late = [urgent_lateness([Message(0.0, 5.0, size)], link, express=3, chunk=8) for size in (3, 4)]
+    link = LinkCost(0.0, 1.0)
+    late = [urgent_lateness([BucketTiming(0.0, 5.0, size)], link, express=3, chunk=8) for size in (3, 4)]
     assert late == [-2.0, 3.0]

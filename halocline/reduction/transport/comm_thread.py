@@ -15,19 +15,19 @@ import weakref
 from collections.abc import Callable
 from itertools import count
 
-from ..errors import RankFailure
-from ..world import World
-from .line import Begin, Waiting
+from ...errors import RankFailure
+from ...world import World
+from .sum_queue import Begin, QueuedSum
 
 IDLE = 10.0  # seconds after which the thread ends; the next job starts another
 _DISMISSED = 0.05  # the same where nobody has more to ask
 _LOOK, _AT_EXIT = 0.005, 10.0  # seconds
 
 
-class Beside:
-    """Something that the clerk does for these parameters, once a sum is there."""
+class AfterSum:
+    """Something that the thread does for these parameters, once a sum is there."""
 
-    def __init__(self, do: Callable[[], None], indices: set[int], sum_of_it: Waiting) -> None:
+    def __init__(self, do: Callable[[], None], indices: set[int], sum_of_it: QueuedSum) -> None:
         self._do, self.indices, self._sum = do, indices, sum_of_it
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -53,9 +53,9 @@ def _nothing() -> None:
     pass
 
 
-def _end_at_exit(clerk: Clerk) -> None:
+def _end_at_exit(thread: CommThread) -> None:
     """It does not keep it."""
-    known = weakref.ref(clerk)
+    known = weakref.ref(thread)
 
     def end() -> None:
         left = known()
@@ -63,10 +63,10 @@ def _end_at_exit(clerk: Clerk) -> None:
             left.end()
 
     atexit.register(end)
-    weakref.finalize(clerk, atexit.unregister, end).atexit = False
+    weakref.finalize(thread, atexit.unregister, end).atexit = False
 
 
-class Clerk:
+class CommThread:
     """Of one engine."""
 
     def __init__(self, world: World) -> None:
@@ -92,15 +92,15 @@ class Clerk:
         if self._thread is not None:
             self.ask(_nothing)
 
-    def add(self, begin: Begin) -> Waiting:
+    def add(self, begin: Begin) -> QueuedSum:
         """A sum that is to begin after those added before."""
-        added = Waiting(begin, self._world.deadline, in_line=False)
+        added = QueuedSum(begin, self._world.deadline, in_line=False)
         self.ask(lambda: self._begin(added))
         return added
 
-    def after(self, waiting: Waiting, urgency: float, do: Callable[[], None], indices: set[int]) -> Beside:
+    def after(self, waiting: QueuedSum, urgency: float, do: Callable[[], None], indices: set[int]) -> AfterSum:
         """As soon as that sum is there; all sums come first, and then the urgent."""
-        job = Beside(do, indices, waiting)
+        job = AfterSum(do, indices, waiting)
         self.ask(lambda: job.run() if waiting.over.is_set() else waiting.then.append(job.run), urgency)
         return job
 
@@ -108,7 +108,7 @@ class Clerk:
         with self._lock:
             self._jobs.put((urgency, next(self._number), job))
             if self._thread is None:
-                thread = threading.Thread(target=self._run, daemon=True, name="halocline clerk")
+                thread = threading.Thread(target=self._run, daemon=True, name="halocline thread")
                 thread.start()
                 self._thread = thread
 
@@ -139,7 +139,7 @@ class Clerk:
             job()
             del job  # it holds its gradients, which must be able to go
 
-    def _begin(self, added: Waiting) -> None:
+    def _begin(self, added: QueuedSum) -> None:
         self._under_way += 1
         if self._error is None:
             try:
@@ -150,7 +150,7 @@ class Clerk:
         self._under_way -= 1
         added.end(self._error)
 
-    def _take_in(self, added: Waiting) -> None:
+    def _take_in(self, added: QueuedSum) -> None:
         pending = added.pending
         if pending is None:  # it failed when it had begun
             return

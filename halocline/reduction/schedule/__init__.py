@@ -1,0 +1,1 @@
+"""When sums begin and when they are waited for."""
