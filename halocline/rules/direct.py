@@ -187,7 +187,7 @@ def _as_tile(value: Tensor, sharding: Sharding) -> Tensor:
 
 @direct(Tensor.backward)
 def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    torch.autograd.backward(self, gradient, *args, **kwargs)
+    autograd_backward(self, gradient, *args, **kwargs)
 
 
 def _tiles(values: Any) -> Any:
@@ -242,6 +242,8 @@ def _seed(output: Tensor, gradient: Tensor | None) -> Tensor | None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(unwrap(output))
+    if isinstance(gradient, ShardedTensor) and gradient.sharding is output.sharding:
+        return unwrap(gradient)
     if type(gradient) is Tensor and gradient.shape == output.sharding.tile_shape and not gradient.any():
         return gradient  # zeros that torch made where an output of a reentrant checkpoint got no gradient
     return unwrap(cut_like(gradient, output.sharding))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -189,6 +189,7 @@ def _leaves(operand: Tensor) -> Iterator[Tensor]:
         nodes += [following for following, _ in node.next_functions]
 
 
+@lru_cache(maxsize=1024)
 def recut(old: Sharding, new: Sharding) -> Fetch:
     """From one sharding of a tensor to another."""
     dims = []
