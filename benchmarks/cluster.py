@@ -32,8 +32,8 @@ from halocline.testing.pool import RankPool
 from .topology import (
     NAME,
     ClusterError,
-    Command,
     Placement,
+    ShellCommand,
     Topology,
     counter_command,
     delete_command,
@@ -258,7 +258,7 @@ def install() -> None:
 # ---- running commands ----
 
 
-def execute(command: Command) -> str:
+def execute(command: ShellCommand) -> str:
     """Its output. A session of its own, so that a Ctrl-C at the terminal does not end it halfway."""
     program, *arguments = command.arguments
     path = shutil.which(program, path=SEARCH) or program
@@ -292,7 +292,7 @@ def remove(topology: Topology) -> None:
     _delete(command for command in teardown_commands(topology))
 
 
-def _delete(commands: Iterable[Command]) -> None:
+def _delete(commands: Iterable[ShellCommand]) -> None:
     for command in commands:
         with suppress(ClusterError, OSError):  # one that will not go must not keep the others
             execute(command)

@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Target:
+class SpeedupTarget:
     """The speed-up that a way is to have over torch's."""
 
     part: str
@@ -44,16 +44,16 @@ class Target:
 
 
 TARGETS = (
-    Target("block", 1 << 24, ("levels", "auto"), 1.08),
-    Target("block", 1 << 26, ("levels", "auto"), 1.1),
-    Target("cyclic", 1 << 24, ("levels", "auto"), 2.0),
-    Target("cyclic", 1 << 26, ("levels", "auto"), 2.0),
-    Target("rails", 1 << 24, ("levels", "auto"), 1.9),
-    Target("rails", 1 << 26, ("levels", "auto"), 1.9),
-    Target("scatter", 1 << 24, (OWN_SCATTER,), 1.8),
-    Target("scatter", 1 << 26, (OWN_SCATTER,), 1.8),
-    Target("loopback", SMALL, (WORLD, MPI), 5.0, 4),
-    Target("loopback", SMALL, (WORLD, MPI), 10.0, 8),
+    SpeedupTarget("block", 1 << 24, ("levels", "auto"), 1.08),
+    SpeedupTarget("block", 1 << 26, ("levels", "auto"), 1.1),
+    SpeedupTarget("cyclic", 1 << 24, ("levels", "auto"), 2.0),
+    SpeedupTarget("cyclic", 1 << 26, ("levels", "auto"), 2.0),
+    SpeedupTarget("rails", 1 << 24, ("levels", "auto"), 1.9),
+    SpeedupTarget("rails", 1 << 26, ("levels", "auto"), 1.9),
+    SpeedupTarget("scatter", 1 << 24, (OWN_SCATTER,), 1.8),
+    SpeedupTarget("scatter", 1 << 26, (OWN_SCATTER,), 1.8),
+    SpeedupTarget("loopback", SMALL, (WORLD, MPI), 5.0, 4),
+    SpeedupTarget("loopback", SMALL, (WORLD, MPI), 10.0, 8),
 )
 
 
@@ -86,7 +86,7 @@ class CollectivesPlan:
 
 
 @dataclass
-class Case:
+class CollectiveCase:
     """One way at one size; seconds by round."""
 
     part: str
@@ -105,7 +105,7 @@ Run = Callable[..., list[Any]]
 
 def measure_collectives(plan: CollectivesPlan, say: Say = lambda text: None) -> dict[str, Any]:
     plan.check()
-    cases: list[Case] = []
+    cases: list[CollectiveCase] = []
     shares: list[float | None] = []
     for part in plan.parts:
         measure = {"loopback": measure_loopback, "rails": measure_rails, "scatter": measure_scatter}.get(part)
@@ -119,7 +119,7 @@ def measure_collectives(plan: CollectivesPlan, say: Say = lambda text: None) -> 
 
 # ---- parts ----
 
-Found = tuple[list[Case], float | None]  # and what others took of the cores
+Found = tuple[list[CollectiveCase], float | None]  # and what others took of the cores
 
 
 def measure_placement(plan: CollectivesPlan, placement: Any, say: Say) -> Found:
@@ -148,11 +148,11 @@ def _measured(plan: CollectivesPlan, run: Run, part: str, ways: Sequence[str], s
     for way in ways:
         if not all(run(ranks.check, way, 4 * 105_000, deadline=DEADLINE)):
             raise HaloclineError(f"{part}: {way} does not give the sum; that is a mistake of the library")
-    others, cases = Others(run), list[Case]()
+    others, cases = Others(run), list[CollectiveCase]()
     for size in sizes:
         taking_part = [way for way in ways if way != "doubling" or size <= DOUBLING_UP_TO]
         count = len(run(ranks.measure, ways[0], size, 1, deadline=DEADLINE))
-        by_way = {way: Case(part, count, size, way) for way in taking_part}
+        by_way = {way: CollectiveCase(part, count, size, way) for way in taking_part}
         for number in range(plan.rounds):
             say(f"{part}, {size_words(size)}: round {number + 1} of {plan.rounds}")
             at = number % len(taking_part)
@@ -172,10 +172,10 @@ def _repeat(size: int) -> int:
 
 def measure_loopback(plan: CollectivesPlan, say: Say) -> Found:
     """Small sums in a row on this machine alone: what agreements among ranks cost."""
-    cases: list[Case] = []
+    cases: list[CollectiveCase] = []
     shares = []
     for count in (4, 8):
-        by_way = {way: Case("loopback", count, SMALL, way) for way in (FLAT, WORLD)}
+        by_way = {way: CollectiveCase("loopback", count, SMALL, way) for way in (FLAT, WORLD)}
         with RankPool(count, collective_timeout=DEADLINE) as pool:
             pool.run(ranks.prepare, [FLAT, WORLD], deadline=DEADLINE)
             others = Others(pool.run)
@@ -188,14 +188,14 @@ def measure_loopback(plan: CollectivesPlan, say: Say) -> Found:
     return cases, max((share for share in shares if share is not None), default=None)
 
 
-def _over_mpi(plan: CollectivesPlan, count: int, say: Say) -> list[Case]:
+def _over_mpi(plan: CollectivesPlan, count: int, say: Say) -> list[CollectiveCase]:
     """The same sums in the world over MPI, if there is one here."""
     if find_spec("mpi4py") is None:
         return []
     from halocline.testing.mpi_place import MpiPlace
 
     say(f"loopback, {count} ranks over MPI")
-    case = Case("loopback", count, SMALL, MPI)
+    case = CollectiveCase("loopback", count, SMALL, MPI)
     with RankPool(count, collective_timeout=DEADLINE, place=MpiPlace()) as pool:
         for _ in range(plan.rounds):
             case.rounds.append(max(pool.run(ranks.stream, WORLD, SMALL, plan.stream, deadline=DEADLINE)))
@@ -205,14 +205,14 @@ def _over_mpi(plan: CollectivesPlan, count: int, say: Say) -> list[Case]:
 # ---- what is made of it ----
 
 
-def summary(cases: Sequence[Case]) -> dict[str, Any]:
+def summary(cases: Sequence[CollectiveCase]) -> dict[str, Any]:
     """With every target that something was measured for."""
     base = {(case.part, case.ranks, case.size): case.seconds for case in cases if case.way in (FLAT, TORCH_SCATTER)}
     shown = [_as_json(case, base[case.part, case.ranks, case.size]) for case in cases]
     return {"cases": shown, "targets": [met for target in TARGETS if (met := judged(target, shown)) is not None]}
 
 
-def _as_json(case: Case, base: float) -> dict[str, Any]:
+def _as_json(case: CollectiveCase, base: float) -> dict[str, Any]:
     return {
         "part": case.part,
         "ranks": case.ranks,
@@ -225,7 +225,7 @@ def _as_json(case: Case, base: float) -> dict[str, Any]:
     }
 
 
-def judged(target: Target, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def judged(target: SpeedupTarget, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     found = [
         case["speedup"]
         for case in cases

@@ -24,14 +24,14 @@ DEADLINE = 3600.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class CurvesPlan:
     workloads: tuple[str, ...]
     ranks: int = 2
     steps: int = 50
     single: bool = True  # float32 too
 
 
-def measure_curves(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_curves(plan: CurvesPlan, say: Callable[[str], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="halocline-curves-") as folder:
         found = {name: _compare(plan, name, Path(folder), say) for name in plan.workloads}
     return {
@@ -43,7 +43,7 @@ def measure_curves(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def _compare(plan: Plan, name: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def _compare(plan: CurvesPlan, name: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     def losses(ranks: int, precision: str, threads: int = 1) -> list[float]:
         say(f"{name}: {plan.steps} steps on {ranks} rank{'s'[: ranks > 1]}, {precision}, {threads} threads a rank")
         out = folder / f"{name}-{ranks}-{precision}-{threads}"

@@ -14,9 +14,9 @@ import torch
 
 from halocline.errors import HaloclineError
 
-from .gpu_case import PLAIN, WAYS, Case, card, ceilings, measure
-from .gpu_child import Children, Outcome
-from .gpu_count import LIMIT, Work, count_all
+from .gpu_case import PLAIN, WAYS, GpuCase, card, ceilings, measure
+from .gpu_child import ChildOutcome, Children
+from .gpu_count import LIMIT, StepCounts, count_all
 from .gpu_networks import MONAI, SUBJECTS, chosen
 from .gpu_profile import profile_step
 
@@ -31,7 +31,7 @@ CEILINGS = ("bf16_tflops", "tf32_tflops", "copy_tb_s")
 USUAL_FLOPS, SLOWER, SLOW = 2.5e14, 18, 10.0
 
 Pair = tuple[str, int]  # subject and size
-Works = Mapping[Pair, Work | None]
+Works = Mapping[Pair, StepCounts | None]
 Results = Mapping[str, Mapping[str, Any]]  # by way
 
 
@@ -40,7 +40,7 @@ class NoGpu(HaloclineError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """What to measure. ``device`` is "cuda", or "cpu" to try the machinery out."""
 
     pairs: tuple[Pair, ...]
@@ -50,7 +50,7 @@ class Plan:
     device: str = "cuda"
 
 
-def make_plan(subjects: Sequence[str], sizes: Sequence[int], ways: Sequence[str], **rest: Any) -> Plan:
+def make_plan(subjects: Sequence[str], sizes: Sequence[int], ways: Sequence[str], **rest: Any) -> GpuPlan:
     """Of names and sizes as a user gives them; without sizes each subject has its own."""
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
@@ -60,16 +60,16 @@ def make_plan(subjects: Sequence[str], sizes: Sequence[int], ways: Sequence[str]
         for size in sizes:
             subject.check_size(size)
     pairs = tuple((subject.name, size) for subject in found for size in sizes or subject.sizes)
-    return Plan(pairs, tuple(way for way in WAYS if way in ways), **rest)
+    return GpuPlan(pairs, tuple(way for way in WAYS if way in ways), **rest)
 
 
-def ordered(plan: Plan, works: Works) -> list[Case]:
+def ordered(plan: GpuPlan, works: Works) -> list[GpuCase]:
     """Plain and halocline before the other ways, slow cases after quick ones; else as asked for."""
-    cases = [Case(*pair, way) for pair in plan.pairs for way in plan.ways]
+    cases = [GpuCase(*pair, way) for pair in plan.pairs for way in plan.ways]
     return sorted(cases, key=lambda case: (case.way not in ("plain", "halocline"), is_slow(case, works)))
 
 
-def is_slow(case: Case, works: Works) -> bool:
+def is_slow(case: GpuCase, works: Works) -> bool:
     work = works.get((case.subject, case.size))
     if work is None:
         return False
@@ -77,7 +77,7 @@ def is_slow(case: Case, works: Works) -> bool:
     return work.flops / USUAL_FLOPS * factor > SLOW
 
 
-class Clock:
+class GpuTimeLimit:
     """What is left of the command's time."""
 
     def __init__(self, minutes: float) -> None:
@@ -92,11 +92,11 @@ class Clock:
         return self.limit - self.elapsed
 
 
-def measure_gpu(plan: Plan, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def measure_gpu(plan: GpuPlan, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Everything of the plan that its time allows for; the rest is listed as not run."""
     if plan.device == "cuda" and not torch.backends.cuda.is_built():
         raise NoGpu("no CUDA GPU: this PyTorch is built without CUDA; run it on a machine with a GPU")
-    run = Run(plan, say)
+    run = GpuMeasurement(plan, say)
     facts = run.look()
     limits = run.ceilings()
     works = run.count()
@@ -112,11 +112,11 @@ def measure_gpu(plan: Plan, say: Callable[[str], None] = lambda text: None) -> d
     }
 
 
-class Run:
+class GpuMeasurement:
     """The plan being carried out. All that touches the device happens in children."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
-        self.plan, self._say, self.clock = plan, say, Clock(plan.minutes)
+    def __init__(self, plan: GpuPlan, say: Callable[[str], None]) -> None:
+        self.plan, self._say, self.clock = plan, say, GpuTimeLimit(plan.minutes)
         # Should an import ask whether there is a GPU, let it ask in a way that leaves the server fit to be forked.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self.children = Children([*PRELOADED, *monai_modules(plan)])
@@ -143,26 +143,26 @@ class Run:
             raise NoGpu(f"no CUDA GPU is found ({found.error or 'torch.cuda.is_available() is False'})")
         return dict(found.value)
 
-    def ceilings(self) -> Outcome:
+    def ceilings(self) -> ChildOutcome:
         sizes = (256, 2**20) if self.plan.device == "cpu" else ()
         outcome = self.children.call(ceilings, self.plan.device, *sizes, deadline=DEADLINE)
         self.say(f"ceilings of the card: {outcome.error or 'measured'}")
         return outcome
 
-    def count(self) -> dict[Pair, Work | None]:
+    def count(self) -> dict[Pair, StepCounts | None]:
         pairs = [pair for pair in self.plan.pairs if SUBJECTS[pair[0]].installed]
         outcome = self.children.call(count_all, pairs, deadline=DEADLINE)
         self.say(f"work of {len(pairs)} steps: {outcome.error or 'counted'}")
-        works = [Work(**one) if one else None for one in outcome.value or []]
+        works = [StepCounts(**one) if one else None for one in outcome.value or []]
         return dict.fromkeys(self.plan.pairs) | dict(zip(pairs, works, strict=False))
 
     def profile(self) -> dict[str, Any]:
-        case = Case(*self.plan.pairs[0], "halocline")
+        case = GpuCase(*self.plan.pairs[0], "halocline")
         outcome = self.children.call(profile_step, case, self.plan.device, deadline=DEADLINE)
         self.say(f"profile of {case}: {outcome.error or 'taken'}")
         return {**asdict(case), **(outcome.value or {}), "error": outcome.error}
 
-    def case(self, case: Case) -> dict[str, Any]:
+    def case(self, case: GpuCase) -> dict[str, Any]:
         if not SUBJECTS[case.subject].installed:
             return {**asdict(case), "error": NOT_INSTALLED}
         if self.clock.left <= 0:
@@ -175,7 +175,7 @@ class Run:
         return {**asdict(case), **(outcome.value or {}), "error": error, "seconds": outcome.seconds}
 
 
-def monai_modules(plan: Plan) -> list[str]:
+def monai_modules(plan: GpuPlan) -> list[str]:
     wanted = any(SUBJECTS[name].package == MONAI and SUBJECTS[name].installed for name, _ in plan.pairs)
     return ["monai.networks.nets"] if wanted else []
 
@@ -185,7 +185,9 @@ def by_way(cases: Iterable[Mapping[str, Any]], pair: Pair) -> dict[str, Mapping[
     return {case["way"]: case for case in cases if (case["subject"], case["size"]) == pair and not case["error"]}
 
 
-def floor_of(work: Work | None, limits: Mapping[str, float] | None, way: str = "plain") -> dict[str, float] | None:
+def floor_of(
+    work: StepCounts | None, limits: Mapping[str, float] | None, way: str = "plain"
+) -> dict[str, float] | None:
     return work.floors(limits, WAYS[way].tf32) if work and limits else None
 
 
@@ -195,7 +197,7 @@ def with_floor(case: Mapping[str, Any], works: Works, limits: Mapping[str, float
     return {**case, "over_floor": ratio}
 
 
-def summary(pair: Pair, work: Work | None, ran: Results, limits: Mapping[str, float] | None) -> dict[str, Any]:
+def summary(pair: Pair, work: StepCounts | None, ran: Results, limits: Mapping[str, float] | None) -> dict[str, Any]:
     """Of a subject at a size: the library beside the fastest plain way, and its memory and losses beside plain's."""
     best = min((way for way in PLAIN if way in ran), key=lambda way: ran[way]["ms"], default=None)
     plain, ours = ran.get("plain", {}), ran.get("halocline", {})

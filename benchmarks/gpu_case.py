@@ -25,7 +25,7 @@ COPIED = 2**32  # bytes
 
 
 @dataclass(frozen=True)
-class Way:
+class StepMode:
     """How a step is run."""
 
     halocline: bool = False
@@ -35,19 +35,19 @@ class Way:
 
 
 WAYS = {
-    "plain": Way(),
-    "halocline": Way(halocline=True),
-    "contiguous": Way(channels_last=False),
-    "compiled": Way(compiled=True),
-    "tf32": Way(tf32=True),
-    "halocline-contiguous": Way(halocline=True, channels_last=False),
-    "halocline-compiled": Way(halocline=True, compiled=True),
+    "plain": StepMode(),
+    "halocline": StepMode(halocline=True),
+    "contiguous": StepMode(channels_last=False),
+    "compiled": StepMode(compiled=True),
+    "tf32": StepMode(tf32=True),
+    "halocline-contiguous": StepMode(halocline=True, channels_last=False),
+    "halocline-compiled": StepMode(halocline=True, compiled=True),
 }
 PLAIN = [name for name, way in WAYS.items() if not way.halocline]
 
 
 @dataclass(frozen=True)
-class Case:
+class GpuCase:
     subject: str
     size: int
     way: str
@@ -56,10 +56,10 @@ class Case:
         return f"{self.subject} {self.size}, {self.way}"
 
 
-class Step:
+class GpuStep:
     """A training step that can be called again and again."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: GpuCase, device: str) -> None:
         self.subject, self.way, self.device = SUBJECTS[case.subject], WAYS[case.way], device
         torch.backends.cuda.matmul.allow_tf32 = self.way.tf32  # convolutions may use it anyway, by torch's default
         layout = torch.channels_last_3d if self.way.channels_last else torch.contiguous_format
@@ -109,9 +109,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(case: Case, device: str) -> dict[str, Any]:
+def measure(case: GpuCase, device: str) -> dict[str, Any]:
     """Milliseconds a step (median), the peak of memory meanwhile, and the losses of the first steps."""
-    timed = Timed(Step(case, device), device)
+    timed = Timed(GpuStep(case, device), device)
     first = timed.seconds()
     if first <= ENOUGH or WAYS[case.way].compiled:  # the first call of a compiled model compiles
         timed.seconds()

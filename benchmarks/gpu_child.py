@@ -24,7 +24,7 @@ TEXT = 120  # characters of an error that are shown
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChildOutcome:
     """Of a call: its value (as JSON has it), or what went wrong."""
 
     value: Any
@@ -44,7 +44,7 @@ class Children:
         """Fork no more: every process imports for itself. For a server that proves unfit to be forked."""
         self._context = mp.get_context("spawn")
 
-    def call(self, function: Callable[..., Any], *arguments: Any, deadline: float) -> Outcome:
+    def call(self, function: Callable[..., Any], *arguments: Any, deadline: float) -> ChildOutcome:
         """``function(*arguments)``, found by its import name, within ``deadline`` seconds."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_answer, args=(theirs, function, arguments))
@@ -56,7 +56,7 @@ class Children:
         finally:
             _end(process)
             ours.close()
-        return Outcome(reply.get("value"), reply.get("error"), time.monotonic() - began)
+        return ChildOutcome(reply.get("value"), reply.get("error"), time.monotonic() - began)
 
 
 def _reply(ours: Connection, process: BaseProcess, deadline: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halocline.program.work import FORMULAS, tensors_of
 
-from .gpu_networks import SUBJECTS, Data, Subject
+from .gpu_networks import SUBJECTS, Data, GpuNetwork
 
 LIMIT = 2**31  # elements of one tensor: from here on cuDNN's fast ways are gone
 HALF, FULL = 2, 4  # bytes of an element
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Work:
+class StepCounts:
     """Of a training step of one network at one size.
 
     ``flops``: twice the multiplications of every convolution and matrix product, forward, input gradient and weight
@@ -93,7 +93,7 @@ def stored_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // size * (HALF if tensor.is_floating_point() else size)
 
 
-def count(subject: Subject, size: int) -> Work:
+def count(subject: GpuNetwork, size: int) -> StepCounts:
     """Built on the CPU, for some networks compute while they are built, and run on meta tensors."""
     model = subject.model(size).to("meta")
     target = subject.target(size, torch.Generator()).to("meta") if subject.target else None
@@ -101,14 +101,14 @@ def count(subject: Subject, size: int) -> Work:
     return count_step(model, Data(volume, target), subject.loss)
 
 
-def count_step(model: nn.Module, data: Data, loss: Callable[[Any, Data], Tensor]) -> Work:
+def count_step(model: nn.Module, data: Data, loss: Callable[[Any, Data], Tensor]) -> StepCounts:
     kept = _Kept(model)
     with _Tally() as tally:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
             value = loss(model(data.volume), data)
         tally.forward = False
         value.backward(None if value.dim() == 0 else value.detach())
-    return Work(tally.flops, tally.elements, max(tally.largest, data.volume.numel()), kept.bytes)
+    return StepCounts(tally.flops, tally.elements, max(tally.largest, data.volume.numel()), kept.bytes)
 
 
 def count_all(pairs: list[tuple[str, int]]) -> list[dict[str, Any] | None]:
@@ -116,7 +116,7 @@ def count_all(pairs: list[tuple[str, int]]) -> list[dict[str, Any] | None]:
     return [_count_one(SUBJECTS[name], size) for name, size in pairs]
 
 
-def _count_one(subject: Subject, size: int) -> dict[str, Any] | None:
+def _count_one(subject: GpuNetwork, size: int) -> dict[str, Any] | None:
     try:
         return asdict(count(subject, size))
     except (RuntimeError, ImportError, NotImplementedError):

@@ -35,7 +35,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Subject:
+class GpuNetwork:
     """A network. ``sizes``: sides of its cubes, the most telling first; it takes multiples of ``multiple``.
 
     ``loss`` may return the output itself, for a layer without a loss: it is then sent back as its own gradient.
@@ -101,15 +101,15 @@ def no_loss(output: Tensor, data: Data) -> Tensor:
     return output
 
 
-def monai(name: str, size: int, multiple: int, build: Callable[[Any], nn.Module]) -> Subject:
+def monai(name: str, size: int, multiple: int, build: Callable[[Any], nn.Module]) -> GpuNetwork:
     def built(_: int) -> nn.Module:
         return build(importlib.import_module("monai.networks.nets"))
 
-    return Subject(name, built, (size,), mean_square, multiple=multiple, package=MONAI)
+    return GpuNetwork(name, built, (size,), mean_square, multiple=multiple, package=MONAI)
 
 
 OWN = (
-    Subject(
+    GpuNetwork(
         "unet3d",
         lambda _: UNet3d(classes=CLASSES),
         (256, 320, 384, 192, 128),
@@ -117,7 +117,7 @@ OWN = (
         multiple=MULTIPLE,
         target=labels,
     ),
-    Subject(
+    GpuNetwork(
         "cosmoflow",
         lambda size: CosmoFlow(size=size, parameters=PARAMETERS),
         (512, 384, 256, 128),
@@ -126,7 +126,7 @@ OWN = (
         target=cosmology,
     ),
     # Alone, so that its own cost is seen: a loss would read and write more than the convolution does.
-    Subject("conv", lambda _: nn.Conv3d(4, 16, 3, padding=1), (512,), no_loss, channels=4, trains=False),
+    GpuNetwork("conv", lambda _: nn.Conv3d(4, 16, 3, padding=1), (512,), no_loss, channels=4, trains=False),
 )
 
 # Without dropout: two ways would draw different numbers. SegResNet's own group norms are float32 under autocast, and
@@ -151,7 +151,7 @@ OF_MONAI = (
 SUBJECTS = {subject.name: subject for subject in (*OWN, *OF_MONAI)}
 
 
-def chosen(names: list[str]) -> list[Subject]:
+def chosen(names: list[str]) -> list[GpuNetwork]:
     """By name, in the order given; ``monai`` stands for all of MONAI's."""
     wanted = [one for name in names for one in ([s.name for s in OF_MONAI] if name == MONAI else [name])]
     unknown = [name for name in wanted if name not in SUBJECTS]

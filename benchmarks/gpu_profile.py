@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from .gpu_case import Case, Step, synchronize
+from .gpu_case import GpuCase, GpuStep, synchronize
 
 COSTLIEST = 25
 WARM_UPS = 2
@@ -37,9 +37,9 @@ def family_of(kernel: str) -> str:
     return next((family for family, pattern in PATTERNS if re.search(pattern, name)), OTHER)
 
 
-def profile_step(case: Case, device: str) -> dict[str, Any]:
+def profile_step(case: GpuCase, device: str) -> dict[str, Any]:
     """One step after warm-up. Time is the kernels' own; what runs side by side is counted twice."""
-    step = Step(case, device)
+    step = GpuStep(case, device)
     for _ in range(WARM_UPS):
         step()
     synchronize(device)

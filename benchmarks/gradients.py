@@ -25,7 +25,7 @@ from halocline.errors import HaloclineError
 
 from . import gradients_ranks as ranks
 from .cluster import Cluster, check_possible
-from .gradients_case import Case, Round, bound, bound_ahead, slowest, spread, summary, typical
+from .gradients_case import GradientsCase, Round, bound, bound_ahead, slowest, spread, summary, typical
 from .gradients_models import SUBJECTS, bytes_of, check_models, layers_of, tensors_of
 from .gradients_ranks import (
     AHEAD,
@@ -35,8 +35,8 @@ from .gradients_ranks import (
     LAGGED,
     OURS,
     DdpSetting,
-    Task,
-    Told,
+    ModelOnRanks,
+    StepRecord,
     WireWay,
     task_of,
 )
@@ -60,7 +60,7 @@ Way = str | DdpSetting
 
 
 @dataclass(frozen=True)
-class Plan:
+class GradientsPlan:
     """What is measured, and how thoroughly."""
 
     nodes: int = 4
@@ -110,7 +110,7 @@ class Plan:
         return 1 if self.quick else 3
 
 
-class Clock:
+class TimeShares:
     """Divides the time that is left among the cases to come; without a limit there is always more."""
 
     def __init__(self, limit: float | None, weights: Sequence[float]) -> None:
@@ -138,12 +138,14 @@ class Clock:
         return self.until is not None and time.monotonic() > self.until
 
 
-def measure_gradients(plan: Plan, say: Say = lambda text: None, trace: list[Any] | None = None) -> dict[str, Any]:
+def measure_gradients(
+    plan: GradientsPlan, say: Say = lambda text: None, trace: list[Any] | None = None
+) -> dict[str, Any]:
     """Every model on every cluster. ``trace`` gets the events of a step of each."""
     plan.check()
     check_possible()
     weights = [bytes_of(name) + OVERHEAD for _ in plan.ranks_per_node for name in plan.models]
-    clock = Clock(QUICK_SECONDS if plan.quick else None, weights)
+    clock = TimeShares(QUICK_SECONDS if plan.quick else None, weights)
     cases, left_out = [], []
     for count in plan.ranks_per_node:
         found, late = measure_cluster(plan, count, clock, say, trace)
@@ -155,8 +157,8 @@ def measure_gradients(plan: Plan, say: Say = lambda text: None, trace: list[Any]
 
 
 def measure_cluster(
-    plan: Plan, ranks_per_node: int, clock: Clock, say: Say, trace: list[Any] | None
-) -> tuple[list[Case], list[str]]:
+    plan: GradientsPlan, ranks_per_node: int, clock: TimeShares, say: Say, trace: list[Any] | None
+) -> tuple[list[GradientsCase], list[str]]:
     """Its cases, and those that there was no time for."""
     shown = f"{plan.nodes} x {ranks_per_node} ranks"
     say(f"{shown}: starting")
@@ -171,7 +173,7 @@ def measure_cluster(
         cluster.run(ranks.drop, deadline=DEADLINE)  # when this is done, the ranks are there
         for name in plan.models:
             if clock.begin():
-                cases.append(Measurement(cluster, plan, name, clock, say).run(trace))
+                cases.append(GradientsMeasurement(cluster, plan, name, clock, say).run(trace))
                 clock.finish()
             else:
                 late.append(f"{name} on {shown}")
@@ -181,10 +183,10 @@ def measure_cluster(
 # ---- one case ----
 
 
-class Measurement:
+class GradientsMeasurement:
     """One model on a cluster that runs."""
 
-    def __init__(self, cluster: Cluster, plan: Plan, name: str, clock: Clock, say: Say) -> None:
+    def __init__(self, cluster: Cluster, plan: GradientsPlan, name: str, clock: TimeShares, say: Say) -> None:
         self.cluster, self.plan, self.name, self.clock = cluster, plan, name, clock
         self.layout = f"{plan.nodes} x {cluster.topology.ranks_per_node} ranks"
         self.say: Say = lambda text: say(f"{name} on {self.layout}: {text}")
@@ -193,7 +195,7 @@ class Measurement:
         self.sums: list[float] = []
         self.half_sums: list[float] = []
 
-    def run(self, trace: list[Any] | None) -> Case:
+    def run(self, trace: list[Any] | None) -> GradientsCase:
         way, alone = self.choose_wire()
         ways, tried = self.build(task_of(self.name, alone))
         told = self.call(ranks.tell)
@@ -220,7 +222,7 @@ class Measurement:
         by_rank = self.call(ranks.wire, size, way, repeat, dtype)
         return [max(seconds) for seconds in zip(*by_rank, strict=True)]
 
-    def build(self, task: Task) -> tuple[list[Way], dict[DdpSetting, float]]:
+    def build(self, task: ModelOnRanks) -> tuple[list[Way], dict[DdpSetting, float]]:
         """Every way, warm; of the settings of DDP the best, by a step of each."""
         self.call(ranks.build, task, COMPUTE, 1)
         tried: dict[DdpSetting, float] = {}
@@ -249,13 +251,15 @@ class Measurement:
                 else:
                     self.steps.setdefault(str(way), []).append(self.call(ranks.step, way))
 
-    def case(self, wire: WireWay, tried: Mapping[DdpSetting, float], told: Sequence[Told], share: float | None) -> Case:
+    def case(
+        self, wire: WireWay, tried: Mapping[DdpSetting, float], told: Sequence[StepRecord], share: float | None
+    ) -> GradientsCase:
         seconds = {way: typical(rounds) for way, rounds in self.steps.items()}
         measured = [setting for setting in (DEFAULT, *tried) if str(setting) in seconds]
         tuned = min(measured, key=lambda setting: seconds[str(setting)])
         communication = median(self.sums)
         bytes_per_second = sum(self.sizes) / communication
-        return Case(
+        return GradientsCase(
             model=self.name,
             nodes=self.plan.nodes,
             ranks_per_node=self.cluster.topology.ranks_per_node,

@@ -9,7 +9,7 @@ from typing import Any
 
 from halocline.reduction.buckets.cutting import done_by_need
 
-from .gradients_ranks import Step
+from .gradients_ranks import StepTimes
 
 SMALL = 25.0  # megabytes; DDP puts models below in a bucket or two, and hides next to nothing
 #: A step over the bound at most so much; over tuned DDP, and over DDP by default on small ResNets, at least.
@@ -25,11 +25,11 @@ TARGETS = {
     "lag_over_ideal": 1.12,
 }
 
-Round = Sequence[Step]  # one step, by rank
+Round = Sequence[StepTimes]  # one step, by rank
 
 
 @dataclass(frozen=True)
-class Case:
+class GradientsCase:
     """One model on one cluster; medians over rounds of the slowest rank's seconds."""
 
     model: str
@@ -92,7 +92,7 @@ class Case:
         }
 
 
-def summary(cases: Sequence[Case]) -> dict[str, Any]:
+def summary(cases: Sequence[GradientsCase]) -> dict[str, Any]:
     """The worst of the cases with emulated compute: those that compute share two cores, and say less of the network."""
     shown = [case.as_json() for case in cases]
     counted = [one for one in shown if one["emulated"]]

@@ -55,7 +55,7 @@ def _convolution(channels_in: int, channels_out: int, kernel: int, stride: int) 
     return [convolution, nn.BatchNorm2d(channels_out)]
 
 
-class ResNet(nn.Module):
+class BenchResNet(nn.Module):
     """He et al. 2015, with the stride of a bottleneck in its 3x3 convolution, as everybody trains it now."""
 
     def __init__(self, blocks: Sequence[int], bottleneck: bool, width: int = 64, classes: int = CLASSES) -> None:
@@ -78,7 +78,7 @@ class ResNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class Subject:
+class GradientsModel:
     """A network by name. An emulated one is never computed: its layers are read off on meta tensors."""
 
     build: Callable[[], nn.Module]
@@ -89,11 +89,17 @@ class Subject:
 
 
 #: The longest last: it is what a run that is short of time leaves out.
-SUBJECTS: Mapping[str, Subject] = {
-    "resnet24mb": Subject(partial(ResNet, (3, 4, 6, 3), True, 30), (1, 3, 224, 224), emulated=True, like_resnet=True),
-    "unet3d": Subject(partial(UNet3d, 26), (1, 1, 64, 64, 64), emulated=True, like_resnet=False),
-    "resnet18": Subject(partial(ResNet, (2, 2, 2, 2), False), (2, 3, 64, 64), emulated=False, like_resnet=True),
-    "resnet50": Subject(partial(ResNet, (3, 4, 6, 3), True), (1, 3, 224, 224), emulated=True, like_resnet=True),
+SUBJECTS: Mapping[str, GradientsModel] = {
+    "resnet24mb": GradientsModel(
+        partial(BenchResNet, (3, 4, 6, 3), True, 30), (1, 3, 224, 224), emulated=True, like_resnet=True
+    ),
+    "unet3d": GradientsModel(partial(UNet3d, 26), (1, 1, 64, 64, 64), emulated=True, like_resnet=False),
+    "resnet18": GradientsModel(
+        partial(BenchResNet, (2, 2, 2, 2), False), (2, 3, 64, 64), emulated=False, like_resnet=True
+    ),
+    "resnet50": GradientsModel(
+        partial(BenchResNet, (3, 4, 6, 3), True), (1, 3, 224, 224), emulated=True, like_resnet=True
+    ),
 }
 
 

@@ -74,7 +74,7 @@ def wrapped(way: str | DdpSetting, model: nn.Module, optimizer: torch.optim.Opti
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """Seconds of one rank's step; of compute alone, when within it each parameter was needed, and its gradient came."""
 
     forward: float
@@ -89,7 +89,7 @@ class Step:
         return self.forward + self.backward + self.optimizer
 
 
-class Trainer:
+class AveragedTraining:
     """One model under one way of averaging, with plain SGD."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor], way: str | DdpSetting) -> None:
@@ -120,7 +120,7 @@ class Trainer:
             if own:
                 module.register_forward_pre_hook(needed)
 
-    def step(self) -> Step:
+    def step(self) -> StepTimes:
         """One; or the mean of several in a row, from the end of a first one on."""
         begun = start_together()
         if not self.row:
@@ -131,7 +131,7 @@ class Trainer:
         forward, backward, optimizer = (
             sum(getattr(one, part) for one in taken) / self.row for part in ("forward", "backward", "optimizer")
         )
-        return Step(forward, backward, optimizer, begun=begun)
+        return StepTimes(forward, backward, optimizer, begun=begun)
 
     def _come_to_rest(self) -> None:
         """What is measured next is to have the wire for itself."""
@@ -141,7 +141,7 @@ class Trainer:
         elif after is not None:
             after.finish()
 
-    def _step(self, begun: float) -> Step:
+    def _step(self, begun: float) -> StepTimes:
         """From before the gradients are dropped to after the weights have moved."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(self.model)
@@ -152,7 +152,7 @@ class Trainer:
         done = time.perf_counter()
         ready = {index: moment - begun for index, moment in self.ready.items()}
         needed = {index: moment - begun for index, moment in self.needed.items()}
-        return Step(forward - begun, backward - forward, done - backward, ready, begun, needed)
+        return StepTimes(forward - begun, backward - forward, done - backward, ready, begun, needed)
 
 
 def start_together() -> float:
@@ -167,7 +167,7 @@ def start_together() -> float:
 
 
 @dataclass(frozen=True)
-class Task:
+class ModelOnRanks:
     """A subject by name. An emulated one has layers, and computes for so many ``seconds`` a step."""
 
     name: str
@@ -176,38 +176,42 @@ class Task:
     dtype: torch.dtype = torch.float32
 
 
-def task_of(name: str, seconds: float, dtype: torch.dtype = torch.float32) -> Task:
+def task_of(name: str, seconds: float, dtype: torch.dtype = torch.float32) -> ModelOnRanks:
     """Made once and sent to the ranks: to read layers off, torch imports what takes each of them seconds."""
-    return Task(name, layers_of(name), seconds, dtype) if SUBJECTS[name].emulated else Task(name, dtype=dtype)
+    return (
+        ModelOnRanks(name, layers_of(name), seconds, dtype)
+        if SUBJECTS[name].emulated
+        else ModelOnRanks(name, dtype=dtype)
+    )
 
 
-def make_trainer(task: Task, way: str | DdpSetting) -> Trainer:
+def make_trainer(task: ModelOnRanks, way: str | DdpSetting) -> AveragedTraining:
     """Weights are the same on every rank, data is not."""
     torch.manual_seed(0)
     if task.layers:
         model: nn.Module = emulated(task.layers, task.seconds).to(task.dtype)
         sample = torch.full((1,), 1.0 + dist.get_rank(), dtype=task.dtype)
-        return Trainer(model, lambda network: (network(sample) * sample).sum(), way)
+        return AveragedTraining(model, lambda network: (network(sample) * sample).sum(), way)
     subject = SUBJECTS[task.name]
     model = subject.build().to(task.dtype)
     generator = torch.Generator().manual_seed(dist.get_rank())
     images = torch.randn(subject.shape, generator=generator).to(task.dtype)
     labels = torch.randint(subject.classes, subject.shape[:1], generator=generator)
-    return Trainer(model, lambda network: F.cross_entropy(network(images), labels), way)
+    return AveragedTraining(model, lambda network: F.cross_entropy(network(images), labels), way)
 
 
 # ---- what the parent calls ----
 
-_trainers: dict[str, Trainer] = {}
+_trainers: dict[str, AveragedTraining] = {}
 
 
-def build(task: Task, way: str | DdpSetting, warm_up: int) -> Step:
+def build(task: ModelOnRanks, way: str | DdpSetting, warm_up: int) -> StepTimes:
     """Buckets are arranged, plans are made and memory is had in the first steps. The last of them."""
     trainer = _trainers[str(way)] = make_trainer(task, way)
     return [trainer.step() for _ in range(max(1, warm_up))][-1]
 
 
-def step(way: str | DdpSetting) -> Step:
+def step(way: str | DdpSetting) -> StepTimes:
     return _trainers[str(way)].step()
 
 
@@ -240,23 +244,23 @@ def wire(size: int, way: WireWay, repeat: int = 1, dtype: torch.dtype = torch.fl
 
 
 @dataclass(frozen=True)
-class Told:
+class StepRecord:
     """One step of ``halocline``, its groups and messages as the engine writes them down; None where it does not."""
 
-    step: Step
+    step: StepTimes
     groups: list[dict[str, Any]] | None
     messages: int | None
     control_messages: int | None
 
 
-def tell() -> Told:
+def tell() -> StepRecord:
     trainer = _trainers[OURS]
     engine = engine_of(trainer.model)
     if engine is None:
-        return Told(trainer.step(), None, None, None)
+        return StepRecord(trainer.step(), None, None, None)
     before, engine.journal, control = engine.journal, [], engine.control_messages
     try:
         taken, groups = trainer.step(), list(engine.journal)
     finally:
         engine.journal = before
-    return Told(taken, groups, len(groups), engine.control_messages - control)
+    return StepRecord(taken, groups, len(groups), engine.control_messages - control)

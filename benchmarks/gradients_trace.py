@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from .gradients_ranks import Told
+from .gradients_ranks import StepRecord
 
 MICRO = 1e6
 COMPUTING, READY, SENDING = 0, 1, 2  # a rank's lines
@@ -14,14 +14,14 @@ LINES = {COMPUTING: "step", READY: "groups become ready", SENDING: "groups on th
 Event = dict[str, Any]
 
 
-def trace_events(label: str, ranks: Sequence[Told], first: int = 0) -> list[Event]:
+def trace_events(label: str, ranks: Sequence[StepRecord], first: int = 0) -> list[Event]:
     """One process a rank, numbered from ``first`` so that cases do not mix; all begin at 0."""
     return [
         event for rank, told in enumerate(ranks) for event in rank_events(f"{label} rank {rank}", told, first + rank)
     ]
 
 
-def rank_events(name: str, told: Told, process: int) -> Iterator[Event]:
+def rank_events(name: str, told: StepRecord, process: int) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     for line, words in LINES.items():
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": line, "args": {"name": words}}

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkDemand:
     """What a link gives and what a step asks of it."""
 
     bytes_per_second: float
@@ -42,7 +42,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Case:
+class HaloCase:
     """One number of nodes at one link speed; medians over rounds of the slowest rank's seconds."""
 
     nodes: int
@@ -95,7 +95,7 @@ def measure_halo(
     return {**summary(cases), "size": size, "width": width, "rounds": rounds, "machine": facts}
 
 
-def summary(cases: Sequence[Case]) -> dict[str, Any]:
+def summary(cases: Sequence[HaloCase]) -> dict[str, Any]:
     """The worst case among those whose wire could be hidden; None if there is none."""
     shares = [case.exposed_share for case in cases if case.hideable]
     return {
@@ -115,7 +115,7 @@ def check_sizes(nodes: Sequence[int], rates: Sequence[str], size: int) -> None:
             raise ClusterError(f"a volume of {size} does not cut over {count} nodes in multiples of {MULTIPLE}")
 
 
-def measure_nodes(count: int, rates: Sequence[str], size: int, width: int, rounds: int, say: Say) -> list[Case]:
+def measure_nodes(count: int, rates: Sequence[str], size: int, width: int, rounds: int, say: Say) -> list[HaloCase]:
     found = []
     with Cluster(nodes=count, rate=rates[0], collective_timeout=DEADLINE) as cluster:
         say(f"{count} nodes: starting")
@@ -126,7 +126,7 @@ def measure_nodes(count: int, rates: Sequence[str], size: int, width: int, round
     return found
 
 
-def measure_rate(cluster: Cluster, rate: str, ways: Sequence[str], rounds: int, say: Say) -> Case:
+def measure_rate(cluster: Cluster, rate: str, ways: Sequence[str], rounds: int, say: Say) -> HaloCase:
     """Turn by turn, so that noise hits all ways alike."""
     nodes = cluster.topology.nodes
     link = measure_link(cluster, rate)
@@ -138,7 +138,7 @@ def measure_rate(cluster: Cluster, rate: str, ways: Sequence[str], rounds: int, 
         for way in ways:
             times[way].append(max(one.seconds for one in cluster.run(ranks.step, way, deadline=DEADLINE)))
     medians: dict[str, float | None] = {way: median(seconds) for way, seconds in times.items()}
-    return Case(
+    return HaloCase(
         nodes=nodes,
         rate=rate,
         plain_s=median(times["plain"]),
@@ -165,12 +165,12 @@ def measure_link(cluster: Cluster, rate: str) -> tuple[float, float]:
     return sent / found.seconds, found.latency
 
 
-def measure_wire(cluster: Cluster, rate: float, latency: float) -> Wire:
+def measure_wire(cluster: Cluster, rate: float, latency: float) -> LinkDemand:
     """Bytes and messages of a step, as the network cards count them."""
     before = _counters(cluster)
     steps = cluster.run(ranks.step, "step", deadline=DEADLINE)
     busiest = max(after - then for after, then in zip(_counters(cluster), before, strict=True))
-    return Wire(rate, latency, busiest, max(one.messages for one in steps))
+    return LinkDemand(rate, latency, busiest, max(one.messages for one in steps))
 
 
 def _counters(cluster: Cluster) -> list[int]:

@@ -87,17 +87,17 @@ def _cut(volume: Tensor, labels: Tensor, width: int) -> Stage:
 
 
 @dataclass
-class Step:
+class HaloStepTimes:
     seconds: float
     messages: int
 
 
-def step(way: str) -> Step:
+def step(way: str) -> HaloStepTimes:
     stage = _stages["step" if way == "without overlap" else way]
     before = _messages(stage)
     with _waiting_at_once(stage.world, way == "without overlap"):
         seconds = stage.step()
-    return Step(seconds, _messages(stage) - before)
+    return HaloStepTimes(seconds, _messages(stage) - before)
 
 
 def _messages(stage: Stage) -> int:
@@ -121,12 +121,12 @@ def _waiting_at_once(world: World | None, wanted: bool) -> Iterator[None]:
 
 
 @dataclass
-class Link:
+class LinkFigures:
     seconds: float  # that the stream took
     latency: float  # half a round trip of one byte
 
 
-def measure_link(address: str, size: int) -> Link | None:
+def measure_link(address: str, size: int) -> LinkFigures | None:
     """A stream of ``size`` bytes from rank 1 to rank 0 and small round trips, on a plain connection; on rank 0."""
     return _on_connection(address, lambda line: _receive(line, size), lambda line: _send(line, size))
 
@@ -147,7 +147,7 @@ def _on_connection(address: str, first: Callable[[socket.socket], Any], second: 
     return found
 
 
-def _receive(line: socket.socket, size: int) -> Link:
+def _receive(line: socket.socket, size: int) -> LinkFigures:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trips = []
     for _ in range(PING):
@@ -158,7 +158,7 @@ def _receive(line: socket.socket, size: int) -> Link:
     _take(line, size)  # a token bucket lets its burst through at once
     started = time.perf_counter()
     _take(line, size)
-    return Link(time.perf_counter() - started, median(trips) / 2)
+    return LinkFigures(time.perf_counter() - started, median(trips) / 2)
 
 
 def _send(line: socket.socket, size: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from halocline.errors import DataError
 from halocline.testing.pool import RankPool
 
-from .io_ranks import Case, memory_case, read_case, reader_case, waiting_case
+from .io_ranks import ReadCase, memory_case, read_case, reader_case, waiting_case
 
 #: Channels, depth, height, width of a sample; 256 MiB.
 SHAPE = (4, 256, 256, 256)
@@ -41,7 +41,7 @@ def measure_io(
             say(f"writing {samples} samples as {kind}")
             path = write_samples(kind, place, samples)
             for cut in CUTS:
-                cases.append(_measure(Case(kind, str(path), cut, rounds), samples, say))
+                cases.append(_measure(ReadCase(kind, str(path), cut, rounds), samples, say))
         if "hdf5" in formats:
             say("compressed HDF5: readers")
             readers = _measure_readers(write_compressed(place))
@@ -89,7 +89,7 @@ def write_compressed(folder: Path) -> Path:
 
 def _measure_readers(path: Path) -> dict[str, float]:
     """HDF5 reads one box at a time in a process: do several readers pay, as threads or as processes?"""
-    case = Case("hdf5", str(path), {})
+    case = ReadCase("hdf5", str(path), {})
     with RankPool(1) as pool:
         ways = {"1_thread": (1, False), "2_threads": (2, False), "2_processes": (2, True)}
         return {name: pool.run(reader_case, case, *way, deadline=_DEADLINE)[0] for name, way in ways.items()}
@@ -101,7 +101,7 @@ def _fill(array: Any, plane: Any, samples: int) -> None:
             array[sample, channel] = plane + np.float32(sample + channel / 8)
 
 
-def _measure(case: Case, samples: int, say: Say) -> dict[str, Any]:
+def _measure(case: ReadCase, samples: int, say: Say) -> dict[str, Any]:
     budget = samples * int(np.prod(SHAPE)) * 4 // case.ranks + 1
     with RankPool(case.ranks) as pool:
         say(f"{case.name}: bytes and throughput")

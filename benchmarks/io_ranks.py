@@ -23,7 +23,7 @@ _STEPS = 60  # of which the first few find an empty pipeline
 
 
 @dataclass(frozen=True)
-class Case:
+class ReadCase:
     """A format, and a cut: parts by letter."""
 
     format: str
@@ -73,7 +73,7 @@ def together(mesh: Mesh) -> float:
     return time.perf_counter()
 
 
-def read_case(case: Case) -> dict[str, Any]:
+def read_case(case: ReadCase) -> dict[str, Any]:
     """Bytes of one epoch as the kernel counts them, and seconds of epochs, the bare library's and ours in turn."""
     torch.set_num_threads(1)
     mesh, axes = case.mesh()
@@ -108,7 +108,7 @@ def _epoch(loader: Loader, mesh: Mesh) -> float:
 class _Bare:
     """The same boxes in the same order, by h5py or zarr alone, into one array that is used again."""
 
-    def __init__(self, case: Case, box: Any) -> None:
+    def __init__(self, case: ReadCase, box: Any) -> None:
         self._format, self._samples = case.format, len(case.store())
         self._index = slices(box)
         self._out = np.empty(shape_of(box), "f4")
@@ -129,7 +129,7 @@ class _Bare:
                 self._out = self._data[(sample, *self._index)]
 
 
-def reader_case(case: Case, readers: int, processes: bool) -> float:
+def reader_case(case: ReadCase, readers: int, processes: bool) -> float:
     """Gigabytes a second of an epoch."""
     torch.set_num_threads(1)
     mesh, axes = case.mesh()
@@ -139,7 +139,7 @@ def reader_case(case: Case, readers: int, processes: bool) -> float:
         return size / _epoch(loader, mesh) / 1e9
 
 
-def memory_case(case: Case, budget: int) -> dict[str, Any]:
+def memory_case(case: ReadCase, budget: int) -> dict[str, Any]:
     """Bytes read in epoch 1, when epoch 0 is in memory."""
     torch.set_num_threads(1)
     mesh, axes = case.mesh()
@@ -155,7 +155,7 @@ def memory_case(case: Case, budget: int) -> dict[str, Any]:
         return {"epoch1": counted, "held_share": report.held_share, "moved": report.moved_bytes}
 
 
-def waiting_case(case: Case, sleeping: bool) -> dict[str, Any]:
+def waiting_case(case: ReadCase, sleeping: bool) -> dict[str, Any]:
     """Steps that compute as long as they read: what share of the time is spent waiting for data?
 
     The median of some trials: where both take equally long, whatever else the machine does shows at once.
@@ -164,7 +164,7 @@ def waiting_case(case: Case, sleeping: bool) -> dict[str, Any]:
     return sorted(trials, key=lambda trial: trial["wait_share"])[_TRIALS // 2]
 
 
-def _waiting(case: Case, sleeping: bool) -> dict[str, Any]:
+def _waiting(case: ReadCase, sleeping: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh, _ = case.mesh()
     own = torch.tensor(_steps(case, lambda: None)[0])
@@ -174,7 +174,7 @@ def _waiting(case: Case, sleeping: bool) -> dict[str, Any]:
     return {"wait_share": _steps(case, work)[1], "step_seconds": seconds}
 
 
-def _steps(case: Case, work: Callable[[], object]) -> tuple[float, float]:
+def _steps(case: ReadCase, work: Callable[[], object]) -> tuple[float, float]:
     """Seconds of a step, and the share of them that was spent waiting."""
     mesh, axes = case.mesh()
     epochs = -(-_STEPS // len(case.store()))

@@ -38,7 +38,7 @@ Operation = Callable[[Any, Any], Tensor]  # of a network (or operand) and an inp
 
 
 @dataclass
-class Subject:
+class OverheadCall:
     name: str
     forward: dict[str, Call]
     backward: dict[str, Call] = field(default_factory=dict)  # forward and backward
@@ -48,7 +48,7 @@ class Subject:
 class Kept:
     """What stays on a rank from one round to the next."""
 
-    subjects: list[Subject]
+    subjects: list[OverheadCall]
     notes: dict[str, str]  # by subject: why DTensor is left out
 
 
@@ -107,7 +107,7 @@ def make_networks(make: Callable[[], nn.Module], mesh: Mesh, device_mesh: Any) -
     return made
 
 
-def make_subject(name: str, operation: Operation, operands: dict[str, Any], inputs: Inputs) -> tuple[Subject, str]:
+def make_subject(name: str, operation: Operation, operands: dict[str, Any], inputs: Inputs) -> tuple[OverheadCall, str]:
     """The subject, and why DTensor is not among its contenders, if it is not."""
 
     def forward(who: str) -> Call:
@@ -122,7 +122,7 @@ def make_subject(name: str, operation: Operation, operands: dict[str, Any], inpu
         raise ArithmeticError(f"{name}: {fault}")
     note = _fault("dtensor", operation, operands, inputs)
     contenders = ["plain", "halocline"] if note else ["plain", "halocline", "dtensor"]
-    return Subject(name, {who: forward(who) for who in contenders}, {who: both(who) for who in contenders}), note
+    return OverheadCall(name, {who: forward(who) for who in contenders}, {who: both(who) for who in contenders}), note
 
 
 def _fault(who: str, operation: Operation, operands: dict[str, Any], inputs: Inputs) -> str:
@@ -212,7 +212,7 @@ def make_subjects() -> Kept:
 
     mesh, device_mesh = Mesh(depth=RANKS), init_device_mesh("cpu", (RANKS,))
 
-    def subject(name: str, operation: Operation, operands: dict[str, Any]) -> tuple[Subject, str]:
+    def subject(name: str, operation: Operation, operands: dict[str, Any]) -> tuple[OverheadCall, str]:
         return make_subject(name, operation, operands, make_inputs(mesh, device_mesh))
 
     def layers(make: Callable[[], nn.Module]) -> dict[str, nn.Module]:

@@ -59,11 +59,11 @@ def measure_stage(plan: StagePlan, say: Say = lambda text: None, folder: Path | 
         say(f"writing {plan.files} files")
         make_source(source, plan)
         with Cluster(nodes=plan.nodes, rate=plan.rate, collective_timeout=DEADLINE) as cluster:
-            whole = Trial(cluster, plan, source, "whole")
+            whole = StagingTrial(cluster, plan, source, "whole")
             say("staging")
             undisturbed = whole.undisturbed()
             say("staging, with a node killed in the middle")
-            killed = Trial(cluster, plan, source, "killed").killed()
+            killed = StagingTrial(cluster, plan, source, "killed").killed()
     return {**vars(plan), **undisturbed, **killed, "machine": describe(None)}
 
 
@@ -75,7 +75,7 @@ def make_source(root: Path, plan: StagePlan) -> None:
         path.write_bytes(chance.bytes(int(plan.megabytes * 1e6 * chance.uniform(0.5, 1.5))))
 
 
-class Trial:
+class StagingTrial:
     """Staging to a folder of its own for each node."""
 
     def __init__(self, cluster: Cluster, plan: StagePlan, source: Path, name: str) -> None:

@@ -27,7 +27,7 @@ class ClusterError(HaloclineError):
     """A cluster that cannot be made here; the message says what is missing and how to get it."""
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     """Arguments of a program. Where an optional one fails, the cluster is as it would be without."""
 
     arguments: tuple[str, ...]
@@ -118,7 +118,7 @@ def _at_least_one(name: str, value: int) -> None:
         raise ClusterError(f"{name}={value}: a cluster has at least one")
 
 
-def setup_commands(topology: Topology) -> list[Command]:
+def setup_commands(topology: Topology) -> list[ShellCommand]:
     """What makes the cluster, in order."""
     switch = topology.switch
     made = [_command("ip", "netns", "add", switch)]
@@ -135,7 +135,7 @@ def setup_commands(topology: Topology) -> list[Command]:
     return made + rate_commands(topology)
 
 
-def _cable(topology: Topology, node: int, rail: int, ours: str, theirs: str) -> list[Command]:
+def _cable(topology: Topology, node: int, rail: int, ours: str, theirs: str) -> list[ShellCommand]:
     name, switch, address = topology.namespace(node), topology.switch, topology.address(node, rail)
     subnet = f"10.77.{rail}.0/24"
     # Both ends are born in their namespaces: the machine's own network never sees them.
@@ -147,11 +147,11 @@ def _cable(topology: Topology, node: int, rail: int, ours: str, theirs: str) -> 
         _ip(name, "address", "add", f"{address}/24", "dev", ours),
         _ip(name, "link", "set", ours, "up"),
         _ip(switch, "link", "set", theirs, "master", f"br{rail}", "up"),
-        Command(_ip(name, *steady).arguments, optional=True),
+        ShellCommand(_ip(name, *steady).arguments, optional=True),
     ]
 
 
-def rate_commands(topology: Topology) -> list[Command]:
+def rate_commands(topology: Topology) -> list[ShellCommand]:
     """What gives every link its rate, or takes it away; also of a cluster that runs."""
     made = []
     for node, _, ours, theirs in topology.cables():
@@ -160,31 +160,31 @@ def rate_commands(topology: Topology) -> list[Command]:
     return made
 
 
-def _bucket(namespace: str, interface: str, rate: str | None) -> Command:
+def _bucket(namespace: str, interface: str, rate: str | None) -> ShellCommand:
     place = ("dev", interface, "root")
     if rate is None:
-        return Command(("tc", "-n", namespace, "qdisc", "del", *place), optional=True)  # there may be none
+        return ShellCommand(("tc", "-n", namespace, "qdisc", "del", *place), optional=True)  # there may be none
     limits = ("rate", rate, "burst", burst(rate), "latency", QUEUE)
     return _command("tc", "-n", namespace, "qdisc", "replace", *place, "tbf", *limits)
 
 
-def teardown_commands(topology: Topology) -> list[Command]:
+def teardown_commands(topology: Topology) -> list[ShellCommand]:
     """Cables and bridges go with their namespaces."""
     names = [*(topology.namespace(node) for node in range(topology.nodes)), topology.switch]
     return [delete_command(name) for name in names]
 
 
-def delete_command(namespace: str) -> Command:
-    return Command(("ip", "netns", "delete", namespace), optional=True)
+def delete_command(namespace: str) -> ShellCommand:
+    return ShellCommand(("ip", "netns", "delete", namespace), optional=True)
 
 
-def counter_command(namespace: str) -> Command:
+def counter_command(namespace: str) -> ShellCommand:
     return _ip(namespace, "-json", "-statistics", "link", "show")
 
 
-def _command(*arguments: str) -> Command:
-    return Command(arguments)
+def _command(*arguments: str) -> ShellCommand:
+    return ShellCommand(arguments)
 
 
-def _ip(namespace: str, *arguments: str) -> Command:
-    return Command(("ip", "-n", namespace, *arguments))
+def _ip(namespace: str, *arguments: str) -> ShellCommand:
+    return ShellCommand(("ip", "-n", namespace, *arguments))

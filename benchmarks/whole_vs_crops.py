@@ -32,7 +32,7 @@ PARTS = 2  # along each dim: an eighth
 
 
 @dataclass(frozen=True)
-class Trial:
+class CropsTrial:
     """How both are trained, each cube seen once. ``batch`` is in cubes; of crops eight times as many.
 
     A batch of four cubes has deviations of its own: were batch norm to go by them to the end, they would be taken for
@@ -74,7 +74,7 @@ class Repeated:
         return self.targets(sample // PARTS**3, box)
 
 
-def fields_of(trial: Trial, samples: int, seed: int) -> dict[str, Field]:
+def fields_of(trial: CropsTrial, samples: int, seed: int) -> dict[str, Field]:
     whole = universes(samples, seed, trial.size)
     if not trial.crops:
         return whole
@@ -86,7 +86,7 @@ def fields_of(trial: Trial, samples: int, seed: int) -> dict[str, Field]:
     return {"x": Field(chopped), "y": Field(Generated(Repeated(y.make), count, y.shape, "C"))}
 
 
-def measure(trial: Trial) -> dict[str, Any]:
+def measure(trial: CropsTrial) -> dict[str, Any]:
     """Both trainings, side by side on two cores."""
     found = dict(in_processes(run, [trial, replace(trial, crops=True)], jobs=2))
     whole, single, averaged = found[False]["mse"], found[True]["mse"], found[True]["averaged_mse"]
@@ -105,7 +105,7 @@ def measure(trial: Trial) -> dict[str, Any]:
     }
 
 
-def run(trial: Trial) -> tuple[bool, dict[str, Any]]:
+def run(trial: CropsTrial) -> tuple[bool, dict[str, Any]]:
     """Train, and compare with the truth of cubes that were never seen."""
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -126,7 +126,7 @@ def run(trial: Trial) -> tuple[bool, dict[str, Any]]:
     return trial.crops, found
 
 
-def _train(trial: Trial, model: Any) -> Iterator[float]:
+def _train(trial: CropsTrial, model: Any) -> Iterator[float]:
     batch = trial.batch * (PARTS**3 if trial.crops else 1)
     optimizer = make_optimizer(model, OptimizerSettings(lr=trial.lr))
     precision, schedule = Precision("fp32", torch.device("cpu")), ScheduleSettings("cosine", warmup=20)
@@ -153,7 +153,7 @@ def _loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _answers(trial: Trial, model: Any) -> tuple[Tensor, Tensor]:
+def _answers(trial: CropsTrial, model: Any) -> tuple[Tensor, Tensor]:
     model.eval()
     answers, truth = [], []
     with Loader(fields_of(trial, trial.validation, trial.seed + 1), batch=8, shuffle=False, epochs=1) as loader:

@@ -266,3 +266,7 @@ def set_gradient_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None:
 def set_group_timeout(group: dist.ProcessGroup, wait: timedelta) -> None:
     """Also of what it does in threads of its own."""
     dist.distributed_c10d._set_pg_timeout(wait, group)
+
+
+#: One norm of each tensor of a list, and each tensor of a list times its own number, in place: a few kernels for all.
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_

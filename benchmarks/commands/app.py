@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from halocline.cli.output import (
-    Command,
+    CliCommand,
     Debug,
     Json,
     add_command,
@@ -62,7 +62,7 @@ def group() -> None:
     """Measure what things cost on this machine."""
 
 
-@bench.command(cls=Command)
+@bench.command(cls=CliCommand)
 def dry(
     size: Size = 256,
     data: Data = 1725,
@@ -99,7 +99,7 @@ def dry(
     )
 
 
-@bench.command(cls=Command)
+@bench.command(cls=CliCommand)
 def overhead(repeat: Rounds = 30, as_json: Json = False, debug: Debug = False) -> None:
     """What does the library add to an operation? Small tiles on two ranks, where nothing hides it.
 
@@ -194,7 +194,7 @@ def disturbance(result: Mapping[str, Any]) -> Iterable[str]:
         yield f"[yellow]disturbed[/yellow]: {taken}; measure again on a quiet machine"
 
 
-@bench.command(cls=Command)
+@bench.command(cls=CliCommand)
 def halo(
     nodes: Nodes = "2,4",
     rates: Rates = "200mbit,500mbit,1gbit,2gbit",

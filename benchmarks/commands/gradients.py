@@ -78,16 +78,16 @@ def gradients(
     **Exit status**: 0 measured, 2 no root, no iproute2, or a model, rate or placement that is not there.
     """
     from .. import cluster
-    from ..gradients import Plan, measure_gradients
+    from ..gradients import GradientsPlan, measure_gradients
 
     progress = stderr()
     with clear_errors(COMMAND, debug):
-        plan = Plan(
+        plan = GradientsPlan(
             nodes=nodes,
             ranks_per_node=numbers(ranks_per_node),
             rate=rate.strip(),
             models=tuple(part.strip() for part in models.split(",") if part.strip()),
-            rounds=rounds or (QUICK_ROUNDS if quick else Plan.rounds),
+            rounds=rounds or (QUICK_ROUNDS if quick else GradientsPlan.rounds),
             placement=cast(Any, placement),  # checked with the rest
             quick=quick,
         )

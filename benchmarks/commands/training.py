@@ -57,12 +57,12 @@ def curves(
     """
     from halocline.workloads import WORKLOADS
 
-    from ..curves import Plan, measure_curves
+    from ..curves import CurvesPlan, measure_curves
 
     progress = stderr()
     names = tuple(name.strip() for name in workloads.split(",")) if workloads else tuple(WORKLOADS)
     with clear_errors("bench curves", debug):
-        plan = Plan(names, ranks, steps, not only_float64)
+        plan = CurvesPlan(names, ranks, steps, not only_float64)
         result = measure_curves(plan, lambda text: say(progress, text))
     if as_json:
         print_json(result)
@@ -103,10 +103,10 @@ def whole_vs_crops(
     their eighths. Both are asked for the parameters of universes they never saw; of the eighths also the average over
     a cube's eight answers. It takes some ten minutes on two cores.
     """
-    from ..whole_vs_crops import Trial, measure
+    from ..whole_vs_crops import CropsTrial, measure
 
     with clear_errors("bench whole-vs-crops", debug):
-        result = measure(Trial(size=size, steps=steps, seed=seed))
+        result = measure(CropsTrial(size=size, steps=steps, seed=seed))
     if as_json:
         print_json(result)
         return

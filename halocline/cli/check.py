@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..testing.check import BadUsage, Report, check_network
+from ..testing.check import BadUsage, NetworkReport, check_network
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 from .zoo import check_all, list_names
 
@@ -159,7 +159,7 @@ def parse_cut(text: str) -> dict[str, int]:
     return found
 
 
-def show(report: Report) -> None:
+def show(report: NetworkReport) -> None:
     console = stdout()
     cut = ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
     facts = refused_facts(report) if report.verdict == "refused" else measured_facts(report)
@@ -169,7 +169,7 @@ def show(report: Report) -> None:
         say(console, "[yellow]Every gradient of the one-rank run is zero, so the comparison says little.[/yellow]")
 
 
-def measured_facts(report: Report) -> dict[str, str]:
+def measured_facts(report: NetworkReport) -> dict[str, str]:
     worst = f"{report.worst_parameter}; allowed {report.tolerance:.0e}"
     facts = {
         "output error": f"{report.output_error:.1e}",
@@ -190,7 +190,7 @@ def measured_facts(report: Report) -> dict[str, str]:
     return facts
 
 
-def refused_facts(report: Report) -> dict[str, str]:
+def refused_facts(report: NetworkReport) -> dict[str, str]:
     facts: dict[str, str] = {}
     for refusal in report.refusals:
         facts |= {part: escape(text) for part, text in refusal.items()}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..doctor import Finding, Report, examine
+from ..doctor import DoctorReport, Finding, examine
 from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 
 MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
@@ -67,20 +67,20 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
-def tell(report: Report, as_json: bool) -> None:
+def tell(report: DoctorReport, as_json: bool) -> None:
     if as_json:
         print_json(report.as_json())
     else:
         show(report, stdout())
 
 
-def complain(report: Report) -> None:
+def complain(report: DoctorReport) -> None:
     for one in report.findings:
         if one.status == "problem":
             say(stderr(), escape(f"halocline doctor: {one.name}: {one.found}; {one.remedy}"))
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: DoctorReport, console: Console) -> None:
     table = Table(title="What the doctor found", title_style="bold", title_justify="left")
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("", style="cyan")
@@ -95,7 +95,7 @@ def show(report: Report, console: Console) -> None:
     say(console, verdict(report))
 
 
-def order(report: Report, finding: Finding) -> int:
+def order(report: DoctorReport, finding: Finding) -> int:
     """Topics in the order they were looked at: other ranks' findings come last, but belong to their topics."""
     return [one.topic for one in report.findings].index(finding.topic)
 
@@ -104,7 +104,7 @@ def words(finding: Finding) -> str:
     return escape(finding.found) + (f"\n[bold]do:[/bold] {escape(finding.remedy)}" if finding.remedy else "")
 
 
-def verdict(report: Report) -> str:
+def verdict(report: DoctorReport) -> str:
     warnings = f"{report.warnings} warning{'' if report.warnings == 1 else 's'}"
     if report.problems:
         return f"[red]{report.problems} problem{'' if report.problems == 1 else 's'}[/red], {warnings}"

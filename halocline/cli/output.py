@@ -34,20 +34,22 @@ class _NoTypeOfFlags:
         return params
 
 
-class Command(_NoTypeOfFlags, typer.core.TyperCommand):
+class CliCommand(_NoTypeOfFlags, typer.core.TyperCommand):
     """A command of `halocline`."""
 
 
-class Group(_NoTypeOfFlags, typer.core.TyperGroup):
+class CommandGroup(_NoTypeOfFlags, typer.core.TyperGroup):
     """`halocline` itself, and groups of its commands."""
 
 
 def new_app(**texts: Any) -> typer.Typer:
-    return typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", cls=Group, **texts)
+    return typer.Typer(
+        no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", cls=CommandGroup, **texts
+    )
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    app.command(name, cls=Command)(function)
+    app.command(name, cls=CliCommand)(function)
 
 
 def stdout() -> Console:

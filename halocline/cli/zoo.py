@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..testing.check import Report
+from ..testing.check import NetworkReport
 from ..testing.zoo import ZooReport, check_zoo
 from ..zoo import find_zoo
 from .output import print_json, say, size_text, stderr, stdout
@@ -26,7 +26,9 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
     """The exit status: 1 if any network is wrong, or fewer than ``at_least`` are right."""
     console = stderr()
 
-    def done(count: str, name: str, found: Report) -> None:  # a line each: whoever watches a pipe should see it move
+    def done(
+        count: str, name: str, found: NetworkReport
+    ) -> None:  # a line each: whoever watches a pipe should see it move
         console.print(f"{count}, {name}: {found.verdict} ({found.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     with console.status("starting ranks") as status:
@@ -69,7 +71,7 @@ def coloured(verdict: str) -> str:
     return f"[{colour}]{verdict}[/{colour}]"
 
 
-def figures(one: Report) -> list[str]:
+def figures(one: NetworkReport) -> list[str]:
     """Errors of output and worst gradient, a rank's peak of activations as part of one rank's, bytes gathered."""
     if one.output_error is None or one.gradient_error is None:
         return []
@@ -78,7 +80,7 @@ def figures(one: Report) -> list[str]:
     return [f"{one.output_error:.0e}", f"{one.gradient_error:.0e}", ratio, gathered]
 
 
-def reasons(one: Report) -> list[str]:
+def reasons(one: NetworkReport) -> list[str]:
     """Why a network is not exact."""
     if one.verdict == "gathered":
         return [", ".join(f"{where} ({often})" for where, often in one.gathers.items())]

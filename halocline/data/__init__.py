@@ -1,8 +1,11 @@
 """Samples too large to be read whole: every rank reads its own boxes, once."""
 
-from .loading.augment import Augmentation, Crop, Dice, Flip, Move, Rotate90, Shift
+from typing import Any
+from warnings import warn
+
+from .loading.augment import Augmentation, Crop, Dice, Flip, Rotate90, Shift, ViewChange
 from .loading.fields import Field
-from .loading.loader import Loader, Report
+from .loading.loader import Loader, LoaderReport
 from .loading.order import Order
 from .loading.pipeline import Batch
 from .loading.values import At, Noise, Normalize, Recode, Scale, Value
@@ -31,7 +34,7 @@ __all__ = [
     "Generated",
     "Labels",
     "Loader",
-    "Move",
+    "LoaderReport",
     "Nifti",
     "Noise",
     "Normalize",
@@ -39,7 +42,6 @@ __all__ = [
     "OneChannel",
     "Order",
     "Recode",
-    "Report",
     "Rotate90",
     "Scale",
     "Shift",
@@ -48,6 +50,7 @@ __all__ = [
     "Statistics",
     "Store",
     "Value",
+    "ViewChange",
     "Wish",
     "Zarr",
     "advised_chunks",
@@ -55,3 +58,12 @@ __all__ = [
     "open_store",
     "stage",
 ]
+
+_RENAMED = {"Move": ViewChange, "Report": LoaderReport}  # deprecated names, kept for one release
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn(f"hc.data.{name} is now hc.data.{_RENAMED[name].__name__}", DeprecationWarning, stacklevel=2)
+    return _RENAMED[name]

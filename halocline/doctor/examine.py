@@ -18,7 +18,7 @@ Voice = Literal["all", "problems", "none"]
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """All that was found. Rank 0 speaks for all; another rank only of its problems, if it cannot reach rank 0."""
 
     findings: list[Finding]
@@ -48,7 +48,7 @@ class Report:
 
 def examine(
     count: int = 2, meet: bool = True, deadline: float = 60.0, say: Callable[[str], None] = lambda text: None
-) -> Report:
+) -> DoctorReport:
     """Look at this machine, then at the ranks: those of the run that this process is part of, or ``count`` new ones."""
     say("looking at this machine")
     run, findings = _read_run()
@@ -61,7 +61,7 @@ def examine(
     return _with_new_ranks(report, count, deadline, say)
 
 
-def _read_run() -> tuple[launch.Launch | None, list[Finding]]:
+def _read_run() -> tuple[launch.DoctorLaunch | None, list[Finding]]:
     """None where the environment contradicts itself, and nobody can say which rank this is."""
     if wrong := launch.contradictions(os.environ):
         return None, wrong
@@ -71,7 +71,7 @@ def _read_run() -> tuple[launch.Launch | None, list[Finding]]:
         return None, [Finding(launch.TOPIC, "environment", "problem", str(error), "set MASTER_ADDR by hand")]
 
 
-def _examine_machine(run: launch.Launch | None, count: int, findings: list[Finding]) -> Report:
+def _examine_machine(run: launch.DoctorLaunch | None, count: int, findings: list[Finding]) -> DoctorReport:
     env, host = os.environ, socket.gethostname()
     versions, backends = software.versions(), software.backends()
     devices, interfaces = hardware.devices(), network.interfaces()
@@ -83,10 +83,10 @@ def _examine_machine(run: launch.Launch | None, count: int, findings: list[Findi
         *network.examine_network(interfaces, env, host),
         *(launch.examine_launch(run, env, gpus) if run else findings),
     ]
-    return Report(findings, versions, backends, devices, interfaces)
+    return DoctorReport(findings, versions, backends, devices, interfaces)
 
 
-def _with_new_ranks(report: Report, count: int, deadline: float, say: Callable[[str], None]) -> Report:
+def _with_new_ranks(report: DoctorReport, count: int, deadline: float, say: Callable[[str], None]) -> DoctorReport:
     """A port that is taken is no hindrance here: these ranks find one of their own."""
     if problems(report.findings, software.TOPIC, network.TOPIC):
         return replace(report, findings=[*report.findings, ranks.not_tried()])
@@ -94,7 +94,9 @@ def _with_new_ranks(report: Report, count: int, deadline: float, say: Callable[[
     return replace(report, findings=[*report.findings, *met.findings], links=met.links, ranks=met.ranks)
 
 
-def _with_this_run(report: Report, run: launch.Launch, deadline: float, say: Callable[[str], None]) -> Report:
+def _with_this_run(
+    report: DoctorReport, run: launch.DoctorLaunch, deadline: float, say: Callable[[str], None]
+) -> DoctorReport:
     """A rank that can reach rank 0 leaves its own findings there; what it hears back is the verdict on them all."""
     if problems(report.findings, launch.TOPIC):
         return replace(report, findings=[*report.findings, ranks.not_tried()])
@@ -105,7 +107,7 @@ def _with_this_run(report: Report, run: launch.Launch, deadline: float, say: Cal
     return replace(report, findings=[*report.findings, *met.findings])
 
 
-def _about(report: Report, run: launch.Launch) -> About:
+def _about(report: DoctorReport, run: launch.DoctorLaunch) -> About:
     host, amiss = socket.gethostname(), [one for one in report.findings if one.status != "ok"]
     loopback = network.gloo_loopback(report.interfaces, os.environ, host)
     found = report.devices

@@ -18,7 +18,7 @@ NUMBERS = (*TORCHRUN, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 
 
 @dataclass(frozen=True)
-class Launch:
+class DoctorLaunch:
     """This process among the ranks of its run; a run of one where nobody started more."""
 
     by: str = ""  # torchrun or Slurm
@@ -47,12 +47,12 @@ def contradictions(env: Mapping[str, str]) -> list[Finding]:
     return [*_missing(env), *_too_large(env, "RANK", "WORLD_SIZE"), *_too_large(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 
 
-def read_launch() -> Launch:
+def read_launch() -> DoctorLaunch:
     """From the environment as the library reads it, which for Slurm puts torchrun's names there."""
     env, by = os.environ, "torchrun's variables" if "RANK" in os.environ else "Slurm"
     if not launched(env) or not adopt_environment():
-        return Launch()
-    return Launch(
+        return DoctorLaunch()
+    return DoctorLaunch(
         by=by,
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
@@ -63,7 +63,7 @@ def read_launch() -> Launch:
     )
 
 
-def examine_launch(launch: Launch, env: Mapping[str, str], gpus: int) -> list[Finding]:
+def examine_launch(launch: DoctorLaunch, env: Mapping[str, str], gpus: int) -> list[Finding]:
     if not launch.by:
         text = "none: RANK and SLURM_PROCID are not set, so that a script would run as a single rank"
         if started_by_mpiexec(env):

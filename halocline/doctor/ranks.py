@@ -24,7 +24,7 @@ from ..world import ProcessWorld, forget, init, this_world
 from ..world.rendezvous import within
 from .compare import About, about_this_rank, compare
 from .finding import Finding, problems, ranks_text
-from .launch import Launch
+from .launch import DoctorLaunch
 from .links import Links, examine_links, measure_links, together
 from .network import is_loopback, resolve
 
@@ -87,7 +87,7 @@ def _silence(who: str, error: Exception, deadline: float) -> Finding:
 # ---- ranks that torchrun or Slurm started ----
 
 
-def join_ranks(launch: Launch, me: About, deadline: float, say: Say) -> Meeting:
+def join_ranks(launch: DoctorLaunch, me: About, deadline: float, say: Say) -> Meeting:
     """Every rank calls this; what comes of it is whole on rank 0 alone. The others get the verdict."""
     try:
         _reach(launch, deadline)
@@ -102,7 +102,7 @@ def join_ranks(launch: Launch, me: About, deadline: float, say: Say) -> Meeting:
         return Meeting([Finding(TOPIC, "meeting point", "problem", text, remedy)], alone=True, stuck=stuck)
 
 
-def _reach(launch: Launch, deadline: float) -> None:
+def _reach(launch: DoctorLaunch, deadline: float) -> None:
     """Wait until somebody listens at the meeting point: torch's own way of not getting there fills a screen."""
     until = time.monotonic() + deadline
     while launch.rank and not launch.held:
@@ -115,7 +115,7 @@ def _reach(launch: Launch, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def meeting_point(launch: Launch, deadline: float) -> Any:
+def meeting_point(launch: DoctorLaunch, deadline: float) -> Any:
     """The store of the run: torchrun's, or one that rank 0 keeps and torch will share when it asks for its own."""
     options: dict[str, Any] = {}
     serve = launch.rank == 0 and not launch.held

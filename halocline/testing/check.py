@@ -27,9 +27,9 @@ from ..rules.table import entries, name_of
 from ..world import Mesh, Traffic, init
 from .compare import EXACT, relative_error
 from .memory import count_every_thread
-from .observe import Answer, CutSide, Tensors, named, observe, one_rank
+from .observe import CutSide, Observation, Tensors, named, observe, one_rank
 from .pool import RankError, RankPool
-from .task import BadUsage, Task, make_inputs, make_keywords, make_model, make_task
+from .task import BadUsage, NetworkTask, make_inputs, make_keywords, make_model, make_task
 
 #: In float32 rounding sets one rank itself apart from the true answer, some tensors far. The cut run may be so many
 #: times as far from one rank as that is from its own float64 answer, and need never be nearer than the second number.
@@ -43,11 +43,11 @@ MARK = "_halocline_of_the_inputs"
 
 Errors = dict[str, dict[str, float]]  # by kind and name, as Tensors
 
-__all__ = ["BadUsage", "Report", "check_network"]
+__all__ = ["BadUsage", "NetworkReport", "check_network"]
 
 
 @dataclass
-class Report:
+class NetworkReport:
     """What was found. Errors are relative; bytes and messages are the worst rank's in one forward and backward."""
 
     target: str
@@ -99,7 +99,7 @@ def check_network(
     deadline: float | None = None,
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Report:
+) -> NetworkReport:
     """Run a network on one rank and cut over ``ranks``; compare outputs, gradients, buffers and loss curves.
 
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
@@ -121,7 +121,7 @@ def check_network(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _cut_run(task: Task, true: Answer, pool: RankPool, deadline: float) -> Report:
+def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: float) -> NetworkReport:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one-rank.pt"
         torch.save(true.tensors, path)
@@ -140,7 +140,7 @@ def _cut_run(task: Task, true: Answer, pool: RankPool, deadline: float) -> Repor
 
 
 @dataclass
-class Found:
+class RankResult:
     """What one rank reports."""
 
     errors: Errors
@@ -148,12 +148,12 @@ class Found:
     traffic: Traffic
 
 
-def on_rank(task: Task, path: str, deadline: float) -> Found:
+def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
     count_every_thread()  # first: whatever is taken before it is not counted when it goes
     init(deadline)
     with _quiet():
         answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)
-    return Found(_errors(answer.tensors, torch.load(path, mmap=True)), answer.peak, answer.traffic)
+    return RankResult(_errors(answer.tensors, torch.load(path, mmap=True)), answer.peak, answer.traffic)
 
 
 @contextmanager
@@ -197,13 +197,13 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 # ---- the verdict ----
 
 
-def _report(task: Task, verdict: str, **found: Any) -> Report:
+def _report(task: NetworkTask, verdict: str, **found: Any) -> NetworkReport:
     cut, shapes, arguments = dict(task.cut), [list(shape) for shape in task.shapes], dict(task.arguments)
     asked = {"cut": cut, "shapes": shapes, "arguments": arguments, "dtype": task.dtype, "steps": task.steps}
-    return Report(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **found)  # type: ignore[arg-type]
+    return NetworkReport(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **found)  # type: ignore[arg-type]
 
 
-def _judged(task: Task, true: Answer, found: list[Found]) -> Report:
+def _judged(task: NetworkTask, true: Observation, found: list[RankResult]) -> NetworkReport:
     errors = {kind: _maximum([one.errors[kind] for one in found]) for kind in found[0].errors}
     allowed, noise = _allowed(task, true.tensors, errors)
     worst = {kind: _worst(errors[kind], allowed[kind]) for kind in errors}
@@ -257,7 +257,7 @@ def _maximum(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0) for one in errors) for name in sorted(names)}
 
 
-def _allowed(task: Task, found: Tensors, errors: Errors) -> tuple[dict[str, Mapping[str, float]], float | None]:
+def _allowed(task: NetworkTask, found: Tensors, errors: Errors) -> tuple[dict[str, Mapping[str, float]], float | None]:
     """What each tensor may be off by, and the network's own noise where that decides.
 
     float64: one bound, unless the network itself is less exact (:mod:`.noise`), which is looked at only if the bound is
@@ -275,7 +275,7 @@ def _allowed(task: Task, found: Tensors, errors: Errors) -> tuple[dict[str, Mapp
     }, None
 
 
-def _noise(task: Task, found: Tensors) -> dict[str, float]:
+def _noise(task: NetworkTask, found: Tensors) -> dict[str, float]:
     """How far one rank is from itself with all numbers off by one unit in the last place, by kind.
 
     Infinite where whole numbers change (a class, a position): then it says nothing about the others.
@@ -284,7 +284,7 @@ def _noise(task: Task, found: Tensors) -> dict[str, float]:
     return {kind: max((e for e in named.values() if e != inf), default=0.0) for kind, named in errors.items()}
 
 
-def _rounding(task: Task, found: Tensors) -> Errors:
+def _rounding(task: NetworkTask, found: Tensors) -> Errors:
     """How far one rank is from float64; a network that fails in float64, from itself with weights and inputs nudged."""
     try:
         exact = one_rank(replace(task, dtype="float64")).tensors
@@ -309,13 +309,13 @@ def _as_float64(tensor: Tensor) -> Tensor:
     return tensor.to(wider.get(tensor.dtype, tensor.dtype))
 
 
-def _refused(task: Task, refusals: Sequence[Refused]) -> Report:
+def _refused(task: NetworkTask, refusals: Sequence[Refused]) -> NetworkReport:
     told = {str(one): {part: getattr(one, part) for part in PARTS} for one in refusals}
     without = functions_without_rule(task) if any(isinstance(one, NoRule) for one in refusals) else []
     return _report(task, "refused", refusals=list(told.values()), without_rule=without)
 
 
-def functions_without_rule(task: Task) -> list[str]:
+def functions_without_rule(task: NetworkTask) -> list[str]:
     """Every function that the network calls on something made of its inputs and that no rule covers.
 
     A run ends at the first of them; this finds the others, by watching the untouched network.

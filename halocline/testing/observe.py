@@ -19,7 +19,7 @@ from ..tensor import ShardedTensor, unwrap
 from ..world import AVERAGED, Label, Mesh, Traffic
 from .memory import peak_bytes
 from .noise import LastPlaces, is_real, nudge
-from .task import BadUsage, Task, make_inputs, make_keywords, make_model
+from .task import BadUsage, NetworkTask, make_inputs, make_keywords, make_model
 
 RATE, MOMENTUM = 0.01, 0.9  # of the SGD that loss curves come from
 
@@ -31,7 +31,7 @@ class Side:
 
     traffic = Traffic()
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: NetworkTask) -> None:
         self.task, self.model, self.keywords = task, make_model(task), make_keywords(task)
         self.leaves = make_inputs(task)
 
@@ -55,7 +55,7 @@ class Side:
 class CutSide(Side):
     """One rank of many: each input's tile is the leaf."""
 
-    def __init__(self, task: Task, mesh: Mesh) -> None:
+    def __init__(self, task: NetworkTask, mesh: Mesh) -> None:
         super().__init__(task)
         self.mesh, self.traffic, self.model = mesh, mesh.world.traffic, distribute(self.model, mesh)
         cut = [shard(x, mesh, task.dims(index)) for index, x in enumerate(self.leaves)]
@@ -79,7 +79,7 @@ class CutSide(Side):
 
 
 @dataclass
-class Answer:
+class Observation:
     """What a network gave in whole tensors, and what one forward and backward took."""
 
     tensors: Tensors
@@ -88,7 +88,7 @@ class Answer:
 
 
 @reproducible(0)
-def observe(side: Side, steps: int) -> Answer:
+def observe(side: Side, steps: int) -> Observation:
     """One step to measure, one to compare, and ``steps`` to train.
 
     Gradients are allocated before and are not averaged while measuring: neither they nor the buckets they travel in are
@@ -110,7 +110,7 @@ def observe(side: Side, steps: int) -> Answer:
         "buffers": {name: buffer.detach().clone() for name, buffer in side.model.named_buffers()},
         "losses": {"curve": torch.tensor(list(_train(side, steps)), dtype=torch.float64)},
     }
-    return Answer(tensors, peak, traffic)
+    return Observation(tensors, peak, traffic)
 
 
 def _is_fixed(model: nn.Module) -> bool:
@@ -172,7 +172,7 @@ def _train(side: Side, steps: int) -> Iterator[float]:
         yield loss.item()
 
 
-def one_rank(task: Task, *, nudged: bool = False) -> Answer:
+def one_rank(task: NetworkTask, *, nudged: bool = False) -> Observation:
     """The untouched network on plain tensors; ``nudged``: with every weight and input off by about a rounding.
 
     So are all results of less precision than float64, if the task is in float64.

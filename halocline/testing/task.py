@@ -28,7 +28,7 @@ class BadUsage(HaloclineError, ValueError):
 
 
 @dataclass(frozen=True)
-class Task:
+class NetworkTask:
     """The same on every rank. The first input is the volume."""
 
     target: str
@@ -63,7 +63,7 @@ def make_task(
     dtype: str = "float64",
     steps: int = 0,
     seed: int = 0,
-) -> Task:
+) -> NetworkTask:
     """Defaults filled in, and everything checked that can be checked without running."""
     if dtype not in DTYPES:
         raise BadUsage(f"no dtype {dtype!r} here; it is {' or '.join(DTYPES)}")
@@ -74,10 +74,10 @@ def make_task(
         if arguments or shapes:
             raise BadUsage(f"{target} has arguments and inputs of its own; leave out those given")
         dtype = entry.dtype if dtype == "float64" else dtype
-        return Task(target, {}, entry.shapes, _cut(entry.shapes[0], ranks, cut), dtype, steps, seed)
+        return NetworkTask(target, {}, entry.shapes, _cut(entry.shapes[0], ranks, cut), dtype, steps, seed)
     sizes = _shapes(target, shapes)
     fitted = WORKLOADS[target].fit(sizes) if target in WORKLOADS else {}
-    return Task(target, {**fitted, **(arguments or {})}, sizes, _cut(sizes[0], ranks, cut), dtype, steps, seed)
+    return NetworkTask(target, {**fitted, **(arguments or {})}, sizes, _cut(sizes[0], ranks, cut), dtype, steps, seed)
 
 
 def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +122,7 @@ def axes_of(volume: Sequence[int]) -> list[str]:
     return [axis for axis, dim in DIMS.items() if axis == "data" or len(volume) + dim >= 2]
 
 
-def make_model(task: Task) -> nn.Module:
+def make_model(task: NetworkTask) -> nn.Module:
     """From the task's seed. Weights are drawn in torch's default dtype, so every dtype has the same ones."""
     factory = find_factory(task.target)
     torch.manual_seed(task.seed)
@@ -137,7 +137,7 @@ def make_model(task: Task) -> nn.Module:
     return _cast_model(model, task)
 
 
-def _cast_model(model: nn.Module, task: Task) -> nn.Module:
+def _cast_model(model: nn.Module, task: NetworkTask) -> nn.Module:
     """``model.to(dtype)``, but for complex weights: of those it would take the real part, and they stay complex."""
     complex_ones = {t: t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_complex()}
     with warnings.catch_warnings():
@@ -165,21 +165,21 @@ def find_factory(target: str) -> Callable[..., Any]:
     return found
 
 
-def make_inputs(task: Task) -> list[Tensor]:
+def make_inputs(task: NetworkTask) -> list[Tensor]:
     """The same numbers for every dtype; whole numbers stay what they are."""
     generator = torch.Generator().manual_seed(task.seed + 1)
     entry = entry_of(task.target)
     return [_cast(tensor, task) for tensor in draw(entry.inputs if entry else task.shapes, generator)]
 
 
-def make_keywords(task: Task) -> dict[str, Any]:
+def make_keywords(task: NetworkTask) -> dict[str, Any]:
     """What a zoo's network is given besides its inputs, whole on every rank."""
     entry = entry_of(task.target)
     given = entry.keywords if entry is not None else {}
     return {name: _cast(value, task) if isinstance(value, Tensor) else value for name, value in given.items()}
 
 
-def _cast(tensor: Tensor, task: Task) -> Tensor:
+def _cast(tensor: Tensor, task: NetworkTask) -> Tensor:
     if tensor.is_complex():
         return tensor.to(COMPLEX[task.dtype])
     return tensor.to(DTYPES[task.dtype]) if tensor.is_floating_point() else tensor

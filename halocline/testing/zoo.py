@@ -12,9 +12,9 @@ from typing import Any
 
 from ..errors import HaloclineError
 from ..zoo import find_zoo
-from .check import Report, check_network
+from .check import NetworkReport, check_network
 from .pool import RankError, RankPool
-from .task import Task, make_task
+from .task import NetworkTask, make_task
 
 DEADLINE = 120.0  # seconds for the cut run of one network; those of the zoos take a few
 VERDICTS = ("exact", "gathered", "refused", "wrong")
@@ -34,7 +34,7 @@ class ZooReport:
     zoo: str
     ranks: int
     cut: Mapping[str, int]
-    networks: Mapping[str, Report]
+    networks: Mapping[str, NetworkReport]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ def check_zoo(
     deadline: float | None = None,
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
-    done: Callable[[str, str, Report], None] = lambda number, name, report: None,
+    done: Callable[[str, str, NetworkReport], None] = lambda number, name, report: None,
 ) -> ZooReport:
     """Every network of a zoo, or ``only`` those named, as `check_network` does one.
 
@@ -71,7 +71,7 @@ def check_zoo(
     tasks = {one: make_task(f"{name}/{one}", **asked) for one in only or zoo.names}  # type: ignore[arg-type]
     zoo.package()
     first = next(iter(tasks.values()))
-    found: dict[str, Report] = {}
+    found: dict[str, NetworkReport] = {}
     with nullcontext(pool) if pool else RankPool(first.ranks) as ready:
         for number, (one, task) in enumerate(tasks.items(), 1):
             count = f"{number} of {len(tasks)}"
@@ -86,9 +86,9 @@ def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:
     say(prefix + text)
 
 
-def _found(task: Task, pool: RankPool, deadline: float, say: Callable[[str], None]) -> Report:
+def _found(task: NetworkTask, pool: RankPool, deadline: float, say: Callable[[str], None]) -> NetworkReport:
     """A refusal is an answer. Any other failure of the ranks is a defect of the library, one of one rank is not."""
-    nothing = Report(task.target, "broken", ranks=task.ranks, cut=dict(task.cut), dtype=task.dtype)
+    nothing = NetworkReport(task.target, "broken", ranks=task.ranks, cut=dict(task.cut), dtype=task.dtype)
     asked = {"cut": task.cut, "dtype": task.dtype, "steps": task.steps, "seed": task.seed}
     try:
         with warnings.catch_warnings():

@@ -231,7 +231,7 @@ def _write_zeros(path: Path, header: Any, shape: tuple[int, ...], dtype: Any) ->
     nibabel.save(image, path)
 
 
-class Writer:
+class PredictionWriter:
     """Every rank writes its own tile; a failure on one is raised on all, and removes what was written."""
 
     def __init__(self, file: AnswerFile, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..data.loading.layout import Layout
+from ..data.loading.layout import BatchLayout
 from ..distribute import distribute
 from ..geometry import whole
 from ..program import dry
@@ -24,7 +24,7 @@ from ..world import Mesh
 from .guard import TrainingError
 from .precision import Precision
 from .settings import ConfigError, Settings
-from .task import Task, augmentations
+from .task import TrainingTask, augmentations
 
 _log = logging.getLogger("halocline.train")
 _CGROUP = "/sys/fs/cgroup"
@@ -50,7 +50,9 @@ class Forecast:
         return f"{size_text(self.total)} a rank ({parts})"
 
 
-def forecast(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str], precision: Precision) -> Forecast:
+def forecast(
+    settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str], precision: Precision
+) -> Forecast:
     with dry(mesh.rank, mesh.size), torch.device("meta"):
         here = Mesh(**mesh.sizes)
         model = task.make_model().to(precision.dtype)
@@ -63,15 +65,15 @@ def forecast(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str],
     return Forecast(weights, weights, states, max(0, activations - weights), buffers)
 
 
-def _step(model: nn.Module, task: Task, batch: Mapping[str, Tensor], precision: Precision) -> None:
+def _step(model: nn.Module, task: TrainingTask, batch: Mapping[str, Tensor], precision: Precision) -> None:
     with precision.autocast():
         loss = task.loss(model(batch["x"]), batch)
     loss.backward()
 
 
-def _batch(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str]) -> tuple[dict[str, Tensor], int]:
+def _batch(settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str]) -> tuple[dict[str, Tensor], int]:
     """A batch without values, and the bytes of its tiles."""
-    layout = Layout(task.training, mesh, cut, augmentations(settings.data), settings.seed, settings.multiple)
+    layout = BatchLayout(task.training, mesh, cut, augmentations(settings.data), settings.seed, settings.multiple)
     found, size = {}, 0
     for name, each in task.training.items():
         sharding = layout.sharding(name, layout.batch(settings.batch))
@@ -81,7 +83,9 @@ def _batch(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str]) -
     return found, size
 
 
-def check_room(settings: Settings, task: Task, mesh: Mesh, cut: Mapping[str, str], precision: Precision) -> None:
+def check_room(
+    settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str], precision: Precision
+) -> None:
     """Refuse a run that would not fit; say nothing where a dry run cannot tell."""
     try:
         needed = forecast(settings, task, mesh, cut, precision)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import foreach_mul_, foreach_norm
 from .imports import called, named
 from .settings import ConfigError, OptimizerSettings, ScheduleSettings
 
@@ -54,12 +55,12 @@ class LARC:
         self.base.step(closure)
 
     def _scale(self, weights: list[Tensor], gradients: list[Any], rate: float) -> None:
-        sizes = torch.stack([norm.double() for norm in torch._foreach_norm(weights)])
-        slopes = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+        sizes = torch.stack([norm.double() for norm in foreach_norm(weights)])
+        slopes = torch.stack([norm.double() for norm in foreach_norm(gradients)])
         silent = (sizes == 0) | (slopes == 0)
         local = torch.where(silent, LARC_EPSILON, self.trust * sizes / torch.where(silent, 1.0, slopes))
         factors = (local / rate).clamp(max=1.0) if self.mode == "clip" else local
-        torch._foreach_mul_(gradients, list(factors.unbind()))
+        foreach_mul_(gradients, list(factors.unbind()))
 
 
 Optimizer = torch.optim.Optimizer | LARC

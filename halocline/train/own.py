@@ -14,7 +14,7 @@ from ..data.stores.contents import contents
 from ..data.stores.derived import Labels, OneChannel
 from ..data.stores.files import FileStore
 from ..data.stores.open import files_of
-from ..data.stores.part import Part
+from ..data.stores.sample_range import SampleRange
 from ..errors import DataError, HaloclineError
 from ..geometry import Interval
 from .inputs import Input
@@ -162,7 +162,7 @@ def _normalizing(store: Store, how: str) -> Normalize:
 
 
 def _some(fields: Mapping[str, Field], samples: Interval) -> dict[str, Field]:
-    return {name: replace(each, store=Part(each.store, samples)) for name, each in fields.items()}
+    return {name: replace(each, store=SampleRange(each.store, samples)) for name, each in fields.items()}
 
 
 # -- do x and y belong together?

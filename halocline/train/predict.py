@@ -20,7 +20,7 @@ from ..data.stores.open import open_store
 from ..distribute import distribute
 from ..errors import DataError
 from ..world import init, this_world
-from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, Writer
+from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, PredictionWriter
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .config import read_settings
 from .imports import use_code
@@ -59,7 +59,9 @@ class Predictor:
         self.step = found.step
 
     @torch.no_grad()
-    def run(self, store: Store, writer: Writer, *, classes: bool = False, progress: Progress | None = None) -> None:
+    def run(
+        self, store: Store, writer: PredictionWriter, *, classes: bool = False, progress: Progress | None = None
+    ) -> None:
         """The answer to every sample; with ``classes`` the number of the likeliest."""
         with self._loader(self.input.field(store)) as loader:
             for batch in loader:
@@ -121,7 +123,7 @@ def predict(
     for store, _ in parts:
         Input.read(run).field(store)
     predictor = Predictor(run)
-    done, writers = 0, [Writer(file, predictor.mesh) for _, file in parts]
+    done, writers = 0, [PredictionWriter(file, predictor.mesh) for _, file in parts]
     with _discarded_on_failure(writers):
         for (store, _), writer in zip(parts, writers, strict=True):
 
@@ -137,7 +139,7 @@ def predict(
 
 
 @contextmanager
-def _discarded_on_failure(writers: list[Writer]) -> Iterator[None]:
+def _discarded_on_failure(writers: list[PredictionWriter]) -> Iterator[None]:
     try:
         yield
     except BaseException:

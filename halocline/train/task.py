@@ -28,7 +28,7 @@ _LABEL = Label("start", "the training loop", "control")
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     make_model: Callable[[], nn.Module]
     loss: Loss
     make_meter: Callable[[], Meter] | None
@@ -44,7 +44,7 @@ class Task:
         return self.input.letters
 
 
-def make_task(settings: Settings, dtype: torch.dtype) -> Task:
+def make_task(settings: Settings, dtype: torch.dtype) -> TrainingTask:
     return _of_workload(settings, dtype) if settings.workload is not None else _of_user(settings, dtype)
 
 
@@ -91,7 +91,7 @@ def _known(key: str, value: object, there: Iterable[str]) -> None:
         raise ConfigError(f"{key} = {value!r}: {hint}there are {', '.join(names)}")
 
 
-def _of_workload(settings: Settings, dtype: torch.dtype) -> Task:
+def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:
     workload = known_workload(settings.workload or "")
     scale = getattr(workload, settings.scale)
     data = settings.data
@@ -110,7 +110,7 @@ def _of_workload(settings: Settings, dtype: torch.dtype) -> Task:
     training = fields(data.samples, data.seed)
     letters = "".join(scale.training.get("cut", ("D", "H", "W")))
     meter = workload.meter if AUTO in settings.metrics else meter_maker(settings)
-    return Task(
+    return TrainingTask(
         model_maker(settings),
         workload.loss,
         meter,
@@ -126,12 +126,12 @@ def _as(field: Field, dtype: torch.dtype) -> Field:
     return replace(field, dtype=dtype) if field.tensor_dtype.is_floating_point else field
 
 
-def _of_user(settings: Settings, dtype: torch.dtype) -> Task:
+def _of_user(settings: Settings, dtype: torch.dtype) -> TrainingTask:
     if settings.data.arguments:
         raise ConfigError(f"data.arguments = {settings.data.arguments}: they are for data that a workload makes")
     loss = make_loss(settings.loss or "", settings.loss_options)
     data = own_data(settings.data, dtype)
-    return Task(
+    return TrainingTask(
         model_maker(settings),
         lambda output, batch: loss(output, batch["y"]),
         meter_maker(settings),

@@ -157,8 +157,8 @@ def _row_name(row: int, thread: str, work: str) -> tuple[int, str]:
         return 10 + row - _STREAMS, f"GPU {card} stream {stream}"
     if thread == "MainThread":
         return 0, "main"
-    if "feeder" in thread:
-        return 2, "feeder"
+    if "prefetcher" in thread:
+        return 2, "prefetcher"
     if thread and not thread.startswith("Dummy"):  # so Python calls threads that torch started
         return 3, thread
     known = (kind for start, kind in _THREADS.items() if work.startswith(start))

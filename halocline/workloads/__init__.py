@@ -1,7 +1,10 @@
 """Scientific workloads: networks as their papers have them, in plain PyTorch, with data that anyone can make."""
 
+from typing import Any
+from warnings import warn
+
 from . import cosmoflow, deeplab, resnet, stemdl, tiramisu, unet3d
-from .workload import Meter, Scale, Workload
+from .workload import Meter, Workload, WorkloadSize
 
 WORKLOADS = {
     "unet3d": unet3d.WORKLOAD,
@@ -13,4 +16,11 @@ WORKLOADS = {
     "resnet101": resnet.RESNET101,
 }
 
-__all__ = ["WORKLOADS", "Meter", "Scale", "Workload"]
+__all__ = ["WORKLOADS", "Meter", "Workload", "WorkloadSize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Scale":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn("halocline.workloads.Scale is now halocline.workloads.WorkloadSize", DeprecationWarning, stacklevel=2)
+    return WorkloadSize

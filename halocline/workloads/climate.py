@@ -231,7 +231,7 @@ class Weather:
 
 
 @dataclass(frozen=True)
-class Channels:
+class WeatherChannels:
     """For a store, which may go to another process: ``box`` of the channels of a sample."""
 
     weather: Weather
@@ -241,7 +241,7 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Labels:
+class WeatherLabels:
     weather: Weather
 
     def __call__(self, sample: int, box: Box) -> Array:
@@ -255,8 +255,8 @@ def fields(
     weather = Weather(seed, height, width, storms, rivers)
     shape = (len(CHANNELS), height, width)
     return {
-        "x": Field(Generated(Channels(weather), samples, shape, "CHW")),
-        "y": Field(Generated(Labels(weather), samples, shape[1:], "HW", "int64")),
+        "x": Field(Generated(WeatherChannels(weather), samples, shape, "CHW")),
+        "y": Field(Generated(WeatherLabels(weather), samples, shape[1:], "HW", "int64")),
     }
 
 

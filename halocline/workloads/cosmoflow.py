@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .metrics import Regression
 from .universes import universes
-from .workload import Batch, Scale, Workload
+from .workload import Batch, Workload, WorkloadSize
 
 CHANNELS = (1, 2, 4, 8, 16, 16, 16)  # of the seven convolutions, in units of the width
 SLOPE = 0.01  # of LeakyReLU below zero
@@ -107,7 +107,7 @@ WORKLOAD = Workload(
     loss=loss,
     meter=Regression,
     data=universes,
-    small=Scale(
+    small=WorkloadSize(
         network={"width": 8, "size": 64, "batch_norm": True},
         data={"size": 64},
         training={
@@ -119,7 +119,7 @@ WORKLOAD = Workload(
             "cut": ("D", "H", "W"),
         },
     ),
-    full=Scale(
+    full=WorkloadSize(
         network={"size": 512, "batch_norm": True, "dropout": 0.2},
         data={"size": 512},
         training={"batch": 64, "steps": 12_500, "lr": 1e-3, "optimizer": "adam", "cut": ("D", "H", "W")},

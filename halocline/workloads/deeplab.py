@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import climate
 from .metrics import Confusion
 from .tiramisu import initialise
-from .workload import Scale, Workload
+from .workload import Workload, WorkloadSize
 
 MULTIPLE = 8
 BLOCKS = (3, 4, 6, 3)
@@ -62,7 +62,7 @@ class DeepLab(nn.Module):
         self.head = nn.Conv2d(deep, classes, 1)
         self.apply(initialise)
         for block in self.encoder.modules():
-            if isinstance(block, Bottleneck):
+            if isinstance(block, DeepLabBottleneck):
                 nn.init.zeros_(block.expand.weight)  # at first it passes on what it gets (Goyal et al. 2017)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Encoder(nn.Module):
             inner = width * 2**number
             for place in range(count):
                 stride = 2 if number == 0 and place == count - 1 else 1
-                self.blocks.append(Bottleneck(make, channels, inner, stride, dilation))
+                self.blocks.append(DeepLabBottleneck(make, channels, inner, stride, dilation))
                 channels = EXPANSION * inner
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class Encoder(nn.Module):
         return x, lows[self._first - 1]
 
 
-class Bottleneck(nn.Module):
+class DeepLabBottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, each after its norm; strided is the second. Returns its first features too."""
 
     def __init__(self, make: Make, channels: int, inner: int, stride: int, dilation: int) -> None:
@@ -172,10 +172,10 @@ WORKLOAD = Workload(
     loss=climate.loss,
     meter=partial(Confusion, climate.CLASSES),
     data=climate.fields,
-    small=Scale(
+    small=WorkloadSize(
         network={"width": 8, "rates": (1, 2, 3)},
         data=climate.SMALL,
         training=climate.SMALL_TRAINING,
     ),
-    full=Scale(training=climate.FULL_TRAINING),
+    full=WorkloadSize(training=climate.FULL_TRAINING),
 )

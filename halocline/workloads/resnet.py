@@ -19,7 +19,7 @@ from ..data import Field, Generated
 from ..geometry import Box
 from .climate import drawn, grain, wave
 from .metrics import Accuracy
-from .workload import Batch, Scale, Workload
+from .workload import Batch, Workload, WorkloadSize
 
 Array = np.ndarray[Any, Any]
 
@@ -47,12 +47,12 @@ class ResNet(nn.Module):
         for number, count in enumerate(blocks):
             inner = width * 2**number
             for place in range(count):
-                self.groups.append(Bottleneck(channels, inner, 2 if number and not place else 1))
+                self.groups.append(ResNetBottleneck(channels, inner, 2 if number and not place else 1))
                 channels = EXPANSION * inner
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
         self.apply(_initialise)
         for block in self.groups.modules():
-            if isinstance(block, Bottleneck):
+            if isinstance(block, ResNetBottleneck):
                 # At first it passes on what it gets (Goyal et al. 2017).
                 nn.init.zeros_(block.way[-1].get_parameter("weight"))
 
@@ -60,7 +60,7 @@ class ResNet(nn.Module):
         return self.head(self.groups(self.stem(x)))
 
 
-class Bottleneck(nn.Module):
+class ResNetBottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions beside a way on which features pass as they are, or projected to the new shape."""
 
     def __init__(self, channels: int, inner: int, stride: int) -> None:
@@ -122,7 +122,7 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Labels:
+class StripeLabels:
     stripes: Stripes
 
     def __call__(self, sample: int, box: Box) -> int:
@@ -134,7 +134,7 @@ def fields(samples: int, seed: int = 0, size: int = 224, classes: int = 1000) ->
     stripes = Stripes(seed, size, classes)
     return {
         "x": Field(Generated(Images(stripes), samples, (3, size, size), "CHW")),
-        "y": Field(Generated(Labels(stripes), samples, (1,), "C", "int64")),
+        "y": Field(Generated(StripeLabels(stripes), samples, (1,), "C", "int64")),
     }
 
 
@@ -149,7 +149,7 @@ class RowAccuracy(Accuracy):
         super().update(output, {"y": batch["y"][:, 0]})
 
 
-SMALL = Scale(
+SMALL = WorkloadSize(
     network={"width": 8, "classes": 10},
     data={"size": 48, "classes": 10},
     training={
@@ -164,7 +164,7 @@ SMALL = Scale(
     },
 )
 #: 90 epochs of ImageNet, 32 images a GPU.
-_FULL50 = Scale(
+_FULL50 = WorkloadSize(
     training={
         "batch": 8_192,
         "steps": 14_075,
@@ -178,7 +178,7 @@ _FULL50 = Scale(
     }
 )
 #: Ten epochs of half the images of ImageNet-22K, 20 images a GPU.
-_FULL101 = Scale(
+_FULL101 = WorkloadSize(
     network={"classes": 21_841},
     data={"classes": 21_841},
     training={
@@ -195,7 +195,7 @@ _FULL101 = Scale(
 )
 
 
-def _workload(layers: int, full: Scale) -> Workload:
+def _workload(layers: int, full: WorkloadSize) -> Workload:
     factory = partial(ResNet, blocks=BLOCKS[layers])
     return Workload(factory, SHAPES, fit, loss, RowAccuracy, fields, SMALL, full)
 

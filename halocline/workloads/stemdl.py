@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .diffraction import scans
 from .metrics import Regression
-from .workload import Batch, Scale, Workload
+from .workload import Batch, Workload, WorkloadSize
 
 SHAPES = ((1, 16, 32, 32),)
 
@@ -47,17 +47,17 @@ class FCDenseNet(nn.Module):
         self.down, self.shrink = nn.ModuleList(), nn.ModuleList()
         channels, skips = growth, list[int]()
         for count in counts[:pools]:
-            self.down.append(DenseBlock(channels, growth, kernel, count, dropout))
+            self.down.append(StemdlBlock(channels, growth, kernel, count, dropout))
             channels += count * growth
             skips.append(channels)
             self.shrink.append(_transition(channels))
-        self.bottom = DenseBlock(channels, growth, kernel, counts[pools], dropout)
+        self.bottom = StemdlBlock(channels, growth, kernel, counts[pools], dropout)
         self.rise, self.up = nn.ModuleList(), nn.ModuleList()
         for before, count in zip(counts[pools:], counts[pools + 1 :], strict=False):
             made = before * growth
             self.rise.append(nn.ConvTranspose2d(made, made, 3, 2, 1, output_padding=1))
             channels = made + skips.pop()
-            self.up.append(DenseBlock(channels, growth, kernel, count, dropout))
+            self.up.append(StemdlBlock(channels, growth, kernel, count, dropout))
             channels += count * growth
         self.last = nn.Conv2d(channels, outputs, 1)
 
@@ -74,7 +74,7 @@ class FCDenseNet(nn.Module):
         return self.last(torch.cat([x, made], 1))
 
 
-class DenseBlock(nn.Module):
+class StemdlBlock(nn.Module):
     """Layers that each see the input and what all before them made; it returns what they made."""
 
     def __init__(self, channels: int, growth: int, kernel: int, count: int, dropout: float) -> None:
@@ -110,12 +110,12 @@ WORKLOAD = Workload(
     loss=loss,
     meter=Regression,
     data=scans,
-    small=Scale(
+    small=WorkloadSize(
         network={"patterns": 16, "growth": 12, "kernel": 3, "pools": 2, "dropout": 0.0},
         data={"size": 32, "scan": 4},
         training={"batch": 8, "steps": 300, "lr": 3e-3, "optimizer": "adam", "cut": ("H", "W")},
     ),
-    full=Scale(
+    full=WorkloadSize(
         network={},
         data={"size": 512, "scan": 32, "spacing": 24.0, "atom": 4.0},
         training={"batch": 1, "steps": 10_000, "lr": 1e-3, "optimizer": "larc", "cut": ("H", "W")},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import climate
 from .metrics import Confusion
-from .workload import Scale, Workload
+from .workload import Workload, WorkloadSize
 
 LAYERS = (2, 2, 2, 4, 5)  # of the dense blocks on the way down, the last of which is the bottom
 SHAPES = ((1, 16, 32, 48),)
@@ -49,16 +49,16 @@ class Tiramisu(nn.Module):
         self.down, self.shrink, skips = nn.ModuleList(), nn.ModuleList(), []
         width = first
         for count in above:
-            self.down.append(DenseBlock(width, growth, count, kernel, dropout, batch_norm))
+            self.down.append(TiramisuBlock(width, growth, count, kernel, dropout, batch_norm))
             width += count * growth
             skips.append(width)
             self.shrink.append(_convolution(width, width, 1, 2, dropout, batch_norm))
-        self.bottom = DenseBlock(width, growth, bottom, kernel, dropout, batch_norm)
+        self.bottom = TiramisuBlock(width, growth, bottom, kernel, dropout, batch_norm)
         self.rise, self.up = nn.ModuleList(), nn.ModuleList()
         new = bottom * growth
         for skip, count in zip(reversed(skips), reversed(above), strict=True):
             self.rise.append(nn.ConvTranspose2d(new, new, 3, 2, 1, output_padding=1))
-            self.up.append(DenseBlock(new + skip, growth, count, kernel, dropout, batch_norm))
+            self.up.append(TiramisuBlock(new + skip, growth, count, kernel, dropout, batch_norm))
             width, new = new + skip + count * growth, count * growth
         self.head = nn.Conv2d(width, classes, 1)
         self.apply(initialise)
@@ -78,7 +78,7 @@ class Tiramisu(nn.Module):
         return self.head(torch.cat([x, *new], 1))
 
 
-class DenseBlock(nn.Module):
+class TiramisuBlock(nn.Module):
     """Each layer sees the input and what all layers before it made. Returned is what they made, the new features."""
 
     def __init__(self, channels: int, growth: int, count: int, kernel: int, dropout: float, batch_norm: bool) -> None:
@@ -121,10 +121,10 @@ WORKLOAD = Workload(
     loss=climate.loss,
     meter=partial(Confusion, climate.CLASSES),
     data=climate.fields,
-    small=Scale(
+    small=WorkloadSize(
         network={"growth": 8, "first": 16, "dropout": 0.2},
         data=climate.SMALL,
         training={**climate.SMALL_TRAINING, "steps": 100, "samples": 200},
     ),
-    full=Scale(network={"dropout": 0.2}, training=climate.FULL_TRAINING),
+    full=WorkloadSize(network={"dropout": 0.2}, training=climate.FULL_TRAINING),
 )

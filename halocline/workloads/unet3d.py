@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .metrics import Confusion
 from .volumes import volumes
-from .workload import Batch, Scale, Workload
+from .workload import Batch, Workload, WorkloadSize
 
 CLASSES = 3  # background, organ, lesion
 DEPTH = 3  # levels above the bottom; each halves the volume
@@ -91,12 +91,12 @@ WORKLOAD = Workload(
     loss=loss,
     meter=partial(Confusion, CLASSES),
     data=volumes,
-    small=Scale(
+    small=WorkloadSize(
         network={"width": 4},
         data={"size": 32},
         training={"batch": 2, "steps": 150, "lr": 5e-3, "optimizer": "adam", "cut": ("D", "H", "W")},
     ),
-    full=Scale(
+    full=WorkloadSize(
         network={},
         data={"size": 256},
         training={"batch": 1, "steps": 20_000, "lr": 1e-3, "optimizer": "adam", "cut": ("D", "H", "W")},

@@ -88,7 +88,7 @@ class Scans:
 
 
 @dataclass(frozen=True)
-class Labels:
+class OrganLabels:
     """The class of each voxel: background, organ or lesion."""
 
     seed: int
@@ -105,7 +105,7 @@ class Labels:
 def volumes(samples: int, seed: int = 0, size: int = 32) -> dict[str, Field]:
     """``x``: scans of ``size`` voxels a side; ``y``: the classes of their voxels."""
     scans = Generated(Scans(seed, size), samples, (1, size, size, size), "CDHW")
-    return {"x": Field(scans), "y": Field(Generated(Labels(seed, size), samples, (size,) * 3, "DHW", "int64"))}
+    return {"x": Field(scans), "y": Field(Generated(OrganLabels(seed, size), samples, (size,) * 3, "DHW", "int64"))}
 
 
 def body(seed: int, sample: int) -> Body:

@@ -23,7 +23,7 @@ class Meter(Protocol):
 
 
 @dataclass(frozen=True)
-class Scale:
+class WorkloadSize:
     """One size of a workload: arguments of the network and of the data, and how it is trained."""
 
     network: Arguments = field(default_factory=dict)
@@ -45,5 +45,5 @@ class Workload:
     loss: Callable[[Tensor, Batch], Tensor]
     meter: Callable[[], Meter]
     data: Callable[..., dict[str, Field]]
-    small: Scale
-    full: Scale
+    small: WorkloadSize
+    full: WorkloadSize

@@ -32,7 +32,7 @@ class NotInstalled(HaloclineError, ImportError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ZooEntry:
     """A network (or a loss, a metric) and what goes into it.
 
     ``build`` takes the zoo's package. An input is a shape, for normal numbers, or a tensor; the first is the volume to
@@ -59,7 +59,7 @@ class Zoo:
 
     name: str
     library: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ZooEntry, ...]
     extra: str = ""
     alone: tuple[str, ...] = ()
 
@@ -67,7 +67,7 @@ class Zoo:
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> ZooEntry:
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -115,7 +115,7 @@ def split(target: str) -> tuple[str, str] | None:
     return (zoo, network) if slash else None
 
 
-def entry_of(target: str) -> Entry | None:
+def entry_of(target: str) -> ZooEntry | None:
     """The entry of ``zoo/network``."""
     parts = split(target)
     return find_zoo(parts[0])[parts[1]] if parts else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import Entry, Zoo
+from . import Zoo, ZooEntry
 from .segmentation import (
     IGNORED,
     ConfusionScores,
@@ -81,16 +81,16 @@ class ClassMetric(Metric):
         return self.one_hot(target.squeeze(1))
 
 
-def own(name: str, loss: Callable[[], nn.Module], *targets: Tensor, prediction: tuple[int, ...] = LOGITS) -> Entry:
-    return Entry(name, lambda monai: loss(), (prediction, *targets))
+def own(name: str, loss: Callable[[], nn.Module], *targets: Tensor, prediction: tuple[int, ...] = LOGITS) -> ZooEntry:
+    return ZooEntry(name, lambda monai: loss(), (prediction, *targets))
 
 
-def monai_loss(name: str, *targets: Any, prediction: tuple[int, ...] = LOGITS, **options: Any) -> Entry:
-    return Entry(name, lambda monai: getattr(monai.losses, name)(**options), (prediction, *(targets or (LABELS,))))
+def monai_loss(name: str, *targets: Any, prediction: tuple[int, ...] = LOGITS, **options: Any) -> ZooEntry:
+    return ZooEntry(name, lambda monai: getattr(monai.losses, name)(**options), (prediction, *(targets or (LABELS,))))
 
 
-def metric(name: str, *, kind: type[Metric] = ClassMetric, target: Tensor = LABELS, **options: Any) -> Entry:
-    return Entry(name, lambda monai: kind(getattr(monai.metrics, name)(**options)), (LOGITS, target))
+def metric(name: str, *, kind: type[Metric] = ClassMetric, target: Tensor = LABELS, **options: Any) -> ZooEntry:
+    return ZooEntry(name, lambda monai: kind(getattr(monai.metrics, name)(**options)), (LOGITS, target))
 
 
 def log_softmax(prediction: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ MONAI = (
     monai_loss("LocalNormalizedCrossCorrelationLoss", VALUES[:, :1], prediction=ONE_CHANNEL),
     monai_loss("GlobalMutualInformationLoss", VALUES[:, :1], prediction=ONE_CHANNEL),
     monai_loss("JukeboxLoss", VALUES, spatial_dims=3),
-    Entry("BendingEnergyLoss", lambda monai: monai.losses.BendingEnergyLoss(), (FIELD,)),
-    Entry("DiffusionLoss", lambda monai: monai.losses.DiffusionLoss(), (FIELD,)),
-    Entry(
+    ZooEntry("BendingEnergyLoss", lambda monai: monai.losses.BendingEnergyLoss(), (FIELD,)),
+    ZooEntry("DiffusionLoss", lambda monai: monai.losses.DiffusionLoss(), (FIELD,)),
+    ZooEntry(
         "DeepSupervisionLoss",
         lambda monai: monai.losses.DeepSupervisionLoss(monai.losses.DiceCELoss(**HOT)),
         (LOGITS, LABELS),

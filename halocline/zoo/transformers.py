@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from . import Entry, Zoo
+from . import Zoo, ZooEntry
 
 IMAGE = (2, 3, 64, 64)  # batch norm at the bottom sees more than one pixel
 CLASSES = "ForImageClassification"
@@ -35,8 +35,8 @@ def on_backbone(family: str, backbone: str, settings: dict[str, Any], **options:
     )
 
 
-def image(name: str, build: Callable[[Any], nn.Module], size: tuple[int, ...] = IMAGE, **keywords: Any) -> Entry:
-    return Entry(name, build, (size,), keywords)
+def image(name: str, build: Callable[[Any], nn.Module], size: tuple[int, ...] = IMAGE, **keywords: Any) -> ZooEntry:
+    return ZooEntry(name, build, (size,), keywords)
 
 
 CONVOLUTIONS = (

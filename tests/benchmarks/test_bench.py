@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import halocline as hc
 from benchmarks import cluster, halo, overhead, overhead_ranks
-from benchmarks.halo import Case, Wire
+from benchmarks.halo import HaloCase, LinkDemand
 from benchmarks.halo_ranks import StillWorld
 from benchmarks.machine import Others, describe
 from benchmarks.overhead import Figure
@@ -23,7 +23,7 @@ from halocline.cli.app import app
 from halocline.testing.pool import shared_pool
 from halocline.world import as_world
 
-CASE = Case(2, "1gbit", 0.9, 1.0, 1.25, 1.6, 0.4, 10**6, 50, 950.0, 30.0, False, 0.05)
+CASE = HaloCase(2, "1gbit", 0.9, 1.0, 1.25, 1.6, 0.4, 10**6, 50, 950.0, 30.0, False, 0.05)
 FACTS = describe(0.2)
 
 
@@ -118,7 +118,7 @@ def test_exposed_and_bound() -> None:
     assert (shown["exposed_share"], shown["bound_s"], shown["over_bound"]) == (0.2, 1.0, 1.25)
     assert shown["exposed_share_without_overlap"] == pytest.approx(0.375)
     assert replace(CASE, step_without_overlap_s=None).as_json()["exposed_share_without_overlap"] is None
-    assert Wire(1e6, 1e-3, 500_000, 100).seconds == pytest.approx(0.6)
+    assert LinkDemand(1e6, 1e-3, 500_000, 100).seconds == pytest.approx(0.6)
 
 
 def test_only_a_wire_that_can_be_hidden_counts() -> None:

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 
 import halocline as hc
 from benchmarks import gpu, gpu_case, gpu_child, gpu_count, gpu_profile
-from benchmarks.gpu import Plan, make_plan, measure_gpu, ordered
-from benchmarks.gpu_case import WAYS, Case, Step
+from benchmarks.gpu import GpuPlan, make_plan, measure_gpu, ordered
+from benchmarks.gpu_case import WAYS, GpuCase, GpuStep
 from benchmarks.gpu_child import Children
-from benchmarks.gpu_count import Work, count, count_step
+from benchmarks.gpu_count import StepCounts, count, count_step
 from benchmarks.gpu_networks import OF_MONAI, OWN, SUBJECTS, Data, mean_square, no_loss
 from halocline.cli.app import app
 
 CEILINGS = {"bf16_tflops": 500.0, "tf32_tflops": 250.0, "copy_tb_s": 4.0}
-WORK = Work(flops=1e12, elements=10**9, largest=2**30, kept=2**30)
-HUGE = Work(flops=2e14, elements=10**11, largest=2**32, kept=2**36)
+WORK = StepCounts(flops=1e12, elements=10**9, largest=2**30, kept=2**30)
+HUGE = StepCounts(flops=2e14, elements=10**11, largest=2**32, kept=2**36)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -78,7 +78,7 @@ def test_the_largest_tensor_is_where_the_limit_is_passed() -> None:
 
 
 def test_a_network_that_meta_tensors_cannot_run_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Work:
+    def fail(*_: object) -> StepCounts:
         raise RuntimeError("no meta kernel")
 
     monkeypatch.setattr(gpu_count, "count", fail)
@@ -106,9 +106,9 @@ def test_plain_and_halocline_come_first_and_slow_cases_last() -> None:
     cases = ordered(plan, works)
     assert len(cases) == len(set(cases)) == 12
     assert [case.way for case in cases[-4:]] == ["tf32"] * 4
-    assert cases[7] == Case("conv", 64, "plain")
-    assert cases[0] == Case("conv", 64, "halocline")  # is not slow: the library keeps the fast kernels
-    assert cases[-1] == Case("conv", 64, "tf32")
+    assert cases[7] == GpuCase("conv", 64, "plain")
+    assert cases[0] == GpuCase("conv", 64, "halocline")  # is not slow: the library keeps the fast kernels
+    assert cases[-1] == GpuCase("conv", 64, "tf32")
 
 
 def test_monai_stands_for_all_its_networks() -> None:
@@ -149,7 +149,7 @@ def test_a_cuda_build_without_a_gpu_is_found_out(monkeypatch: pytest.MonkeyPatch
     if torch.cuda.is_available():
         pytest.skip("here is a GPU")
     with pytest.raises(hc.HaloclineError, match="no CUDA GPU is found"):
-        measure_gpu(Plan((("conv", 8),), ("plain",)))
+        measure_gpu(GpuPlan((("conv", 8),), ("plain",)))
 
 
 # ---- how a case ends ----
@@ -202,7 +202,7 @@ def test_what_there_is_no_time_or_package_for_is_listed(monkeypatch: pytest.Monk
 def test_every_step_starts_from_the_same_weights_and_data(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_case, "hc", SimpleNamespace(distribute=lambda model: model))
     monkeypatch.setitem(WAYS, "full", gpu_case.Way(halocline=True, channels_last=False, tf32=True))
-    losses = [float(Step(Case(subject, 16, way), "cpu")()) for way in ("tf32", "full")]
+    losses = [float(GpuStep(GpuCase(subject, 16, way), "cpu")()) for way in ("tf32", "full")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -255,7 +255,7 @@ def test_a_profile_counts_kernels_only() -> None:
 
 
 def case(way: str, ms: float | None, error: str | None = None, peak: int = 2**30) -> dict[str, Any]:
-    found = {**asdict(Case("conv", 8, way)), "error": error}
+    found = {**asdict(GpuCase("conv", 8, way)), "error": error}
     if ms is None:
         return found
     return {**found, "ms": ms, "steps": 3, "peak_bytes": peak, "reserved_bytes": 2 * peak, "losses": [1.0, 0.5]}
@@ -266,8 +266,8 @@ def canned(halocline_ms: float = 10.0) -> dict[str, Any]:
     cases = [case("plain", 40.0), ours, case("compiled", 20.0), case("tf32", None, "crashed: [x] y")]
     cases.append({**case("plain", None, gpu.OUT_OF_TIME), "size": 16})
     cases.append({**case("plain", None, gpu.NOT_INSTALLED), "subject": "VNet", "size": 416})
-    works: dict[gpu.Pair, Work | None] = {("conv", 8): WORK, ("conv", 16): None, ("VNet", 416): None}
-    profiled = {**asdict(Case("conv", 8, "halocline")), **gpu_profile.shares([("gemm", 3.0)]), "error": None}
+    works: dict[gpu.Pair, StepCounts | None] = {("conv", 8): WORK, ("conv", 16): None, ("VNet", 416): None}
+    profiled = {**asdict(GpuCase("conv", 8, "halocline")), **gpu_profile.shares([("gemm", 3.0)]), "error": None}
     return {
         "cases": [gpu.with_floor(one, works, CEILINGS) for one in cases],
         "subjects": [gpu.summary(pair, work, gpu.by_way(cases, pair), CEILINGS) for pair, work in works.items()],
@@ -295,10 +295,10 @@ def test_losses_that_overflow_agree_with_nothing() -> None:
 
 
 def test_the_command_shows_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Plan] = []
+    asked: list[GpuPlan] = []
     monkeypatch.setattr(gpu, "measure_gpu", lambda plan, say: asked.append(plan) or canned())
     code, out, _ = run("--subjects", "conv", "--sizes", "8, 16", "--ways", "halocline, plain", "--minutes", "2")
-    assert (code, asked[0]) == (0, Plan((("conv", 8), ("conv", 16)), ("plain", "halocline"), 2.0))
+    assert (code, asked[0]) == (0, GpuPlan((("conv", 8), ("conv", 16)), ("plain", "halocline"), 2.0))
     for words in (
         "2.00x",
         "0.50x",
@@ -320,7 +320,7 @@ def test_the_command_shows_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profile_that_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = {**asdict(Case("conv", 8, "halocline")), "error": "out of memory", "floor": None}
+    failed = {**asdict(GpuCase("conv", 8, "halocline")), "error": "out of memory", "floor": None}
     result = {**canned(), "profile": failed, "ceilings": {**dict.fromkeys(CEILINGS), "error": "deadline"}}
     monkeypatch.setattr(gpu, "measure_gpu", lambda plan, say: result)
     code, out, _ = run()

@@ -18,17 +18,26 @@ from typer.testing import CliRunner
 
 import halocline as hc
 from benchmarks import cluster, gradients, gradients_models, gradients_ranks
-from benchmarks.gradients import Clock, Plan
-from benchmarks.gradients_case import Case, bound, earliest_finish, summary
-from benchmarks.gradients_models import SUBJECTS, Layer, ResNet, Subject, bytes_of, emulated, layers_of, tensors_of
-from benchmarks.gradients_ranks import COMPUTE, IN_A_ROW, OURS, DdpSetting, Step, Told, task_of
+from benchmarks.gradients import GradientsPlan, TimeShares
+from benchmarks.gradients_case import GradientsCase, bound, earliest_finish, summary
+from benchmarks.gradients_models import (
+    SUBJECTS,
+    BenchResNet,
+    GradientsModel,
+    Layer,
+    bytes_of,
+    emulated,
+    layers_of,
+    tensors_of,
+)
+from benchmarks.gradients_ranks import COMPUTE, IN_A_ROW, OURS, DdpSetting, StepRecord, StepTimes, task_of
 from benchmarks.gradients_trace import trace_events
 from benchmarks.machine import describe
 from benchmarks.topology import Topology
 from halocline.cli.app import app
 from halocline.testing.pool import shared_pool
 
-CASE = Case(
+CASE = GradientsCase(
     model="resnet24mb",
     nodes=4,
     ranks_per_node=1,
@@ -145,8 +154,8 @@ def test_a_wire_waits_for_gradients_and_gradients_for_the_wire() -> None:
 
 
 def test_the_bound_takes_medians_over_rounds_and_the_latest_rank() -> None:
-    def step(early: float, late: float) -> Step:
-        return Step(1.0, 4.0, 0.5, {0: late, 1: early})
+    def step(early: float, late: float) -> StepTimes:
+        return StepTimes(1.0, 4.0, 0.5, {0: late, 1: early})
 
     rounds = [(step(2, 4), step(3, 4)), (step(2, 4), step(3, 4)), (step(9, 9), step(0, 0))]
     assert bound(rounds, [10, 30], 10) == 3 + 4 + 0.5
@@ -172,7 +181,7 @@ def test_the_worst_emulated_case_counts() -> None:
 def test_time_is_divided_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = Clock(30.0, [1.0, 1.0, 1.0])
+    clock = TimeShares(30.0, [1.0, 1.0, 1.0])
     assert clock.begin() and clock.until == 110 and not clock.over
     now[0] = 114.0  # the first took longer: the others share what is left
     assert clock.over
@@ -181,16 +190,16 @@ def test_time_is_divided_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 120.0
     clock.finish()
     assert not clock.begin()  # at the pace of the first it would take longer than there is
-    endless = Clock(None, [1.0])
+    endless = TimeShares(None, [1.0])
     assert endless.begin() and endless.begin() and not endless.over
 
 
 # ---- on ranks ----
 
-TINY: dict[str, Subject] = {
-    "tiny": Subject(partial(ResNet, (1, 1), True, 2), (1, 3, 32, 32), emulated=True, like_resnet=True),
-    "real": Subject(
-        partial(ResNet, (1, 1), False, 4, 10), (2, 3, 32, 32), emulated=False, like_resnet=True, classes=10
+TINY: dict[str, GradientsModel] = {
+    "tiny": GradientsModel(partial(BenchResNet, (1, 1), True, 2), (1, 3, 32, 32), emulated=True, like_resnet=True),
+    "real": GradientsModel(
+        partial(BenchResNet, (1, 1), False, 4, 10), (2, 3, 32, 32), emulated=False, like_resnet=True, classes=10
     ),
 }
 WAYS = (OURS, DdpSetting(), DdpSetting(0.5, True, True), DdpSetting(1.0, True, False), DdpSetting(25.0, False, True))
@@ -263,7 +272,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_way_is_measured_in_turn() -> None:
     said: list[str] = []
     events: list[Any] = []
-    plan = Plan(nodes=2, ranks_per_node=(1,), models=("tiny", "real"), rounds=2, quick=True)
+    plan = GradientsPlan(nodes=2, ranks_per_node=(1,), models=("tiny", "real"), rounds=2, quick=True)
     result = gradients.measure_gradients(plan, said.append, events)
     assert [case["model"] for case in result["cases"]] == ["tiny", "real"]
     for case in result["cases"]:
@@ -278,7 +287,7 @@ def test_every_way_is_measured_in_turn() -> None:
 @pytest.mark.usefixtures("loopback")
 def test_the_best_settings_take_part_in_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "SETTINGS", gradients.SETTINGS[:4])
-    plan = Plan(nodes=2, ranks_per_node=(1,), models=("tiny",), rounds=1)
+    plan = GradientsPlan(nodes=2, ranks_per_node=(1,), models=("tiny",), rounds=1)
     [case] = gradients.measure_gradients(plan)["cases"]
     best = sorted(case["tried"], key=case["tried"].get)[:3]
     assert set(case["spread"]) == {"communication", COMPUTE, OURS, *IN_A_ROW, "ddp", *best}
@@ -287,7 +296,7 @@ def test_the_best_settings_take_part_in_the_rounds(monkeypatch: pytest.MonkeyPat
 
 def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, loopback: None) -> None:
     monkeypatch.setattr(gradients, "QUICK_SECONDS", -1.0)
-    result = gradients.measure_gradients(Plan(nodes=2, ranks_per_node=(1,), models=("tiny",), quick=True))
+    result = gradients.measure_gradients(GradientsPlan(nodes=2, ranks_per_node=(1,), models=("tiny",), quick=True))
     assert (result["cases"], result["left_out"]) == ([], ["tiny on 2 x 1 ranks"])
     assert result["step_over_bound"] is None
 
@@ -300,7 +309,11 @@ GROUP = {"step": 3, "group": 0, "parameters": ["a", "b"], "bytes": 12, **TIMES}
 
 def test_a_trace_shows_groups_from_the_start_of_the_step() -> None:
     events = trace_events(
-        "tiny", [Told(Step(0.5, 1.0, 0.1, begun=-0.5), [GROUP], 1, 0), Told(Step(0.5, 1.0, 0.1), None, None, None)]
+        "tiny",
+        [
+            StepRecord(StepTimes(0.5, 1.0, 0.1, begun=-0.5), [GROUP], 1, 0),
+            StepRecord(StepTimes(0.5, 1.0, 0.1), None, None, None),
+        ],
     )
     spans = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0]
     assert [name for name, *_ in spans] == ["forward", "backward and waiting", "optimizer"]
@@ -312,10 +325,10 @@ def test_a_trace_shows_groups_from_the_start_of_the_step() -> None:
 def test_the_engine_tells_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(journal=None, control_messages=5)
 
-    def step() -> Step:
+    def step() -> StepTimes:
         engine.journal.append(GROUP)
         engine.control_messages += 2
-        return Step(1, 1, 1)
+        return StepTimes(1, 1, 1)
 
     monkeypatch.setitem(gradients_ranks._trainers, OURS, SimpleNamespace(model=None, step=step))
     monkeypatch.setattr(gradients_ranks, "engine_of", lambda model: engine)
@@ -331,9 +344,9 @@ def canned(rate: str = "1gbit") -> dict[str, Any]:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Plan] = []
+    asked: list[GradientsPlan] = []
 
-    def measure(plan: Plan, say: Any, events: list[Any] | None) -> dict[str, Any]:
+    def measure(plan: GradientsPlan, say: Any, events: list[Any] | None) -> dict[str, Any]:
         asked.append(plan)
         if events is not None:
             events.append({"ph": "M"})
@@ -354,10 +367,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "20% of the cores",
     ):
         assert words in out
-    assert asked[0] == Plan(4, (1, 2), "500mbit", ("resnet50", "unet3d"), 3, "block", True)
+    assert asked[0] == GradientsPlan(4, (1, 2), "500mbit", ("resnet50", "unet3d"), 3, "block", True)
     assert json.loads(trace.read_text()) == {"traceEvents": [{"ph": "M"}]}
     assert json.loads(run("--json", "--rounds", "9", "--ranks-per-node", "2")[1])["step_over_bound"] == 0.42 / 0.4
-    assert asked[1] == Plan(ranks_per_node=(2,), rounds=9)
+    assert asked[1] == GradientsPlan(ranks_per_node=(2,), rounds=9)
 
 
 @pytest.mark.parametrize(
@@ -397,4 +410,4 @@ def test_help_teaches() -> None:
 
 def test_plans_are_checked_without_the_command() -> None:
     with pytest.raises(hc.HaloclineError, match="such as 1,2"):
-        Plan(ranks_per_node=()).check()
+        GradientsPlan(ranks_per_node=()).check()

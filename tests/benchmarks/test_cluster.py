@@ -16,7 +16,7 @@ from benchmarks import cluster as cluster_module
 from benchmarks.cluster import Cluster, Nodes, check_possible, missing, remove_leftovers
 from benchmarks.topology import (
     ClusterError,
-    Command,
+    ShellCommand,
     Topology,
     bits_per_second,
     burst,
@@ -94,7 +94,7 @@ tc -n hc7s qdisc replace dev n0r0 root tbf rate 2gbit burst 512kb latency 50ms
 """
 
 
-def text(commands: list[Command]) -> list[str]:
+def text(commands: list[ShellCommand]) -> list[str]:
     return [" ".join(command.arguments) for command in commands]
 
 
@@ -163,8 +163,8 @@ def test_a_failed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cluster_module.subprocess, "run", fail)
     with pytest.raises(ClusterError, match=r"`ip netns add x` failed: Operation not permitted; .*--privileged"):
-        cluster_module.execute(Command(("ip", "netns", "add", "x")))
-    assert cluster_module.execute(Command(("ip", "netns", "add", "x"), optional=True)) == ""
+        cluster_module.execute(ShellCommand(("ip", "netns", "add", "x")))
+    assert cluster_module.execute(ShellCommand(("ip", "netns", "add", "x"), optional=True)) == ""
 
 
 @pytest.mark.usefixtures("able")
@@ -192,7 +192,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Commands that would have been run."""
     done: list[str] = []
 
-    def execute(command: Command) -> str:
+    def execute(command: ShellCommand) -> str:
         done.append(" ".join(command.arguments))
         if "bridge" in command.arguments:
             raise ClusterError("no bridges today")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import cluster, collectives, collectives_ranks
-from benchmarks.collectives import PARTS, TARGETS, Case, CollectivesPlan, judged, summary
+from benchmarks.collectives import PARTS, TARGETS, CollectiveCase, CollectivesPlan, judged, summary
 from benchmarks.machine import describe
 from halocline.cli.app import app
 from halocline.errors import HaloclineError
@@ -26,7 +26,9 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def found(levels_s: float) -> dict[str, Any]:
-    cases = [Case("block", 8, 1 << 24, way, [s, 2 * s, s / 2]) for way, s in (("gloo", 0.25), ("levels", levels_s))]
+    cases = [
+        CollectiveCase("block", 8, 1 << 24, way, [s, 2 * s, s / 2]) for way, s in (("gloo", 0.25), ("levels", levels_s))
+    ]
     return {**summary(cases), "nodes": 4, "rounds": 3, "quick": True, "machine": describe(0.0)}
 
 

@@ -21,7 +21,7 @@ from halocline.cli.app import app
 from halocline.cli.bench import add_benchmarks
 from halocline.cli.output import add_command, new_app, size_text
 from halocline.cli.train_rank import run_rank
-from halocline.testing.check import Report, check_network
+from halocline.testing.check import NetworkReport, check_network
 from halocline.testing.pool import Outcome, RankError, shared_pool
 from halocline.train.settings import Settings
 
@@ -47,7 +47,9 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the check find a given thing; what it finds by itself is tested elsewhere."""
 
     def set_report(verdict: str, **found: Any) -> None:
-        report = Report("net", verdict, 0.0, 0.0, "weight", cut={"depth": 2}, ranks=2, tolerance=1e-8, buffer_error=0.0)
+        report = NetworkReport(
+            "net", verdict, 0.0, 0.0, "weight", cut={"depth": 2}, ranks=2, tolerance=1e-8, buffer_error=0.0
+        )
         monkeypatch.setattr(check_command, "check_network", lambda target, **_: replace(report, **found))
 
     return set_report

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import halocline as hc
-from halocline.data import Field, Generated, Loader, Move, Normalize, Npy
+from halocline.data import Field, Generated, Loader, Normalize, Npy, ViewChange
 from halocline.errors import BadSample, DataError, RankFailure
 from halocline.testing import RankPool, run_local, shared_pool
 
@@ -143,7 +143,7 @@ class _Odd:
         return "D"
 
     def moves(self, sizes, dice):
-        return [Move("crop", "D", (0, 3 if dice._sample == 5 else 4))]
+        return [ViewChange("crop", "D", (0, 3 if dice._sample == 5 else 4))]
 
 
 def test_a_step_that_cannot_begin_is_told_in_its_turn():
@@ -255,13 +255,13 @@ def test_a_state_knows_only_what_was_handed_out():
 # -- interruptions and leaks
 
 
-def test_an_interrupt_leaves_one_feeder():
+def test_an_interrupt_leaves_one_prefetcher():
     def slow(sample, box):
         time.sleep(0.03)
         return constant(sample, box)
 
-    feeders = lambda: [thread.name for thread in threading.enumerate()].count("halocline-feeder")  # noqa: E731
-    before = feeders()
+    prefetchers = lambda: [thread.name for thread in threading.enumerate()].count("halocline-prefetcher")  # noqa: E731
+    before = prefetchers()
     with Loader({"x": store(slow)}, memory=1 << 20) as loader:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -269,7 +269,7 @@ def test_an_interrupt_leaves_one_feeder():
                 pass
         for _ in range(2):
             assert all(is_right(batch) for batch in loader)
-            assert feeders() == before + 1
+            assert prefetchers() == before + 1
 
 
 def test_loaders_that_nobody_closes():

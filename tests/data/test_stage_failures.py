@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from benchmarks.stage import StagePlan
 from halocline.cli.data_stage import stage as stage_command
-from halocline.data.staging import StageError, StageReport, reading, shelf, stage
+from halocline.data.staging import StageError, StageReport, node_store, reading, stage
 from halocline.data.staging.listing import PREFIX
 from halocline.errors import HaloclineError, RankFailure
 from halocline.testing import run_local, shared_pool
@@ -65,14 +65,14 @@ def test_a_source_that_changes_is_the_same_error_on_every_rank(
 
 
 def test_a_read_that_fails_once_is_tried_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures, read = [OSError(errno.EIO, "Input/output error")], reading.Readers._read
+    failures, read = [OSError(errno.EIO, "Input/output error")], reading.SourceReaders._read
 
     def flaky(readers: Any, *arguments: Any) -> None:
         read(readers, *arguments)
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr(reading.Readers, "_read", flaky)
+    monkeypatch.setattr(reading.SourceReaders, "_read", flaky)
     report = run_nodes(2, source)[0]
     assert report.total("retried") == 1 and report.opens == len(opened(source)) == 13
     check_same(source, 2)
@@ -80,7 +80,7 @@ def test_a_read_that_fails_once_is_tried_again(source: Path, monkeypatch: pytest
 
 def test_a_read_that_hangs_is_given_up(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
-    monkeypatch.setattr(reading.Readers, "_read", lambda *arguments: end.wait(5))
+    monkeypatch.setattr(reading.SourceReaders, "_read", lambda *arguments: end.wait(5))
     told = errors_of(2, source, retries=0, timeout=0.2)
     end.set()
     assert len(set(told)) == 1 and "nothing moved for 0.2 s" in told[0]
@@ -90,7 +90,7 @@ def test_a_read_that_hangs_is_given_up(source: Path, monkeypatch: pytest.MonkeyP
 def test_a_disk_that_fills_up_is_told_on_every_rank_and_leaves_no_half_file(
     source: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
-    left, write = [20_000 * nodes], shelf.write_all
+    left, write = [20_000 * nodes], node_store.write_all
 
     def filling(target: int, data: memoryview) -> None:
         left[0] -= data.nbytes
@@ -99,19 +99,19 @@ def test_a_disk_that_fills_up_is_told_on_every_rank_and_leaves_no_half_file(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(target, data)
 
-    monkeypatch.setattr(shelf, "write_all", filling)
+    monkeypatch.setattr(node_store, "write_all", filling)
     told = errors_of(nodes, source)
     assert len(set(told)) == 1 and "is full: No space left on device while writing" in told[0]
     expected = tree(source)
     for destination in destinations(source, nodes):
         assert tree(destination).items() <= expected.items() and not (destination / PREFIX).exists()
-    monkeypatch.setattr(shelf, "write_all", write)
+    monkeypatch.setattr(node_store, "write_all", write)
     run_nodes(nodes, source)
     check_same(source, nodes)
 
 
 def test_too_little_room_is_known_before_anything_is_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "free_bytes", lambda folder: 100 if folder.name == "node1" else 10**9)
+    monkeypatch.setattr(node_store, "free_bytes", lambda folder: 100 if folder.name == "node1" else 10**9)
     told = errors_of(2, source)
     assert len(set(told)) == 1 and opened(source) == []
     assert "node 1: " in told[0] and "/node1 needs 66,000 bytes and has 100" in told[0]
@@ -181,7 +181,7 @@ def test_nodes_that_share_a_folder_are_refused(source: Path, tmp_path: Path) -> 
 
 
 def test_a_place_in_use_is_left_alone(source: Path, tmp_path: Path) -> None:
-    other = shelf.Shelf(tmp_path / "node0", 0)
+    other = node_store.NodeStore(tmp_path / "node0", 0)
     other.open()
     put(other.parts / "1.part", b"of another run")
     with pytest.raises(StageError, match="somebody else stages to"):
@@ -254,7 +254,7 @@ def stage_and_die(source: Path, destination: Path, log: Path, dying: int | None)
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    read = reading.Readers._read
+    read = reading.SourceReaders._read
 
     def slowly(*arguments: Any) -> None:
         time.sleep(0.03)
@@ -262,7 +262,7 @@ def stage_and_die(source: Path, destination: Path, log: Path, dying: int | None)
 
     sys.addaudithook(note)
     if dying is not None:  # otherwise the process is a new one
-        reading.Readers._read = slowly
+        reading.SourceReaders._read = slowly
     if node == dying:
         threading.Thread(target=die, daemon=True).start()
     return stage(source, destination, readers=1)

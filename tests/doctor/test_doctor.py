@@ -24,7 +24,7 @@ from halocline.cli.app import app
 from halocline.doctor import hardware, launch, links, network, ranks, software
 from halocline.doctor.compare import About, about_this_rank, compare
 from halocline.doctor.finding import Finding, problems, ranks_text
-from halocline.doctor.launch import Launch
+from halocline.doctor.launch import DoctorLaunch
 from halocline.doctor.network import Interface
 from halocline.testing.pool import Outcome, RankError, shared_pool
 
@@ -209,12 +209,12 @@ def test_contradictions(changes: dict[str, str | None], words: str) -> None:
 
 def test_a_rank_exported_in_a_slurm_script() -> None:
     env = {**RUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
-    found = launch.examine_launch(Launch("Slurm", port=29500, rank=1), env, gpus=0)
+    found = launch.examine_launch(DoctorLaunch("Slurm", port=29500, rank=1), env, gpus=0)
     assert "RANK=0, but Slurm calls this task 1" in next(one.found for one in found if one.status == "warning")
 
 
 def test_a_port_out_of_range() -> None:
-    found = launch.examine_launch(Launch(), {"MASTER_PORT": "70000"}, gpus=0)
+    found = launch.examine_launch(DoctorLaunch(), {"MASTER_PORT": "70000"}, gpus=0)
     assert "70000 is no port" in problems(found)[0].found
 
 
@@ -308,12 +308,12 @@ def stranger() -> Iterator[int]:
 
 
 def test_a_meeting_point_that_is_no_store(stranger: int) -> None:
-    met = ranks.join_ranks(Launch("torchrun", rank=1, size=2, port=stranger), replace(ABOUT, rank=1), 0.2, print)
+    met = ranks.join_ranks(DoctorLaunch("torchrun", rank=1, size=2, port=stranger), replace(ABOUT, rank=1), 0.2, print)
     assert met.alone and f"cannot meet the others at 127.0.0.1:{stranger}" in met.findings[0].found
 
 
 def test_a_meeting_point_where_nobody_is() -> None:
-    nobody = Launch("torchrun", rank=1, size=2, port=launch.free_port())
+    nobody = DoctorLaunch("torchrun", rank=1, size=2, port=launch.free_port())
     met = ranks.join_ranks(nobody, replace(ABOUT, rank=1), 0.3, print)
     assert met.alone and not met.stuck and "refused" in met.findings[0].found
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import halocline as hc
-from halocline.testing.check import BadUsage, Report, _error, _verdict, check_network
+from halocline.testing.check import BadUsage, NetworkReport, _error, _verdict, check_network
 from halocline.testing.pool import Outcome, RankError, RankPool, shared_pool
 from halocline.testing.task import make_model, make_task
 
@@ -24,7 +24,7 @@ KEYS = {
 VOLUME = [[1, 2, 8, 8, 8]]
 
 
-def check(target: str, **options: Any) -> Report:
+def check(target: str, **options: Any) -> NetworkReport:
     return check_network(target, pool=shared_pool(2), **options)
 
 
@@ -233,7 +233,7 @@ def test_little_memory_saved_counts_only_where_something_was_gathered() -> None:
 
 
 def test_the_report_is_json() -> None:
-    shown = Report("unet3d", "wrong", output_error=float("inf"), gradient_error=1e-3).as_json()
+    shown = NetworkReport("unet3d", "wrong", output_error=float("inf"), gradient_error=1e-3).as_json()
     assert set(shown) > KEYS
     assert json.loads(json.dumps(shown, allow_nan=False))["output_error"] == sys.float_info.max
 

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from halocline.cli.report import report
-from halocline.train.reporting.charts import Scale, log_ticks, smoothed, thinned, value_scale
+from halocline.train.reporting.charts import ChartScale, log_ticks, smoothed, thinned, value_scale
 from halocline.train.reporting.images import limits, overlaid, png, ramped
 from halocline.train.reporting.mesh import mesh_figures
 from halocline.train.reporting.report import NoRun, write_report
@@ -298,7 +298,7 @@ def test_scales_are_logarithmic_where_values_span_decades() -> None:
     assert value_scale(np.array([1e-4, 1.0, np.nan])).log
     assert not value_scale(np.array([0.5, 1.0])).log and not value_scale(np.array([0.0, 1e4])).log
     assert log_ticks(1e-4, 1.0) == [0.0001, 0.001, 0.01, 0.1, 1.0]
-    assert Scale(0.01, 1, 0, 100, log=True)(0.1) == pytest.approx(50)
+    assert ChartScale(0.01, 1, 0, 100, log=True)(0.1) == pytest.approx(50)
 
 
 def test_smoothing_passes_over_what_is_not_finite() -> None:

@@ -86,13 +86,13 @@ def test_threads_that_read_ahead_have_a_row(tmp_path: Path) -> None:
         while not over.wait(0.001):
             torch.ones(16) + 1
 
-    feeder = threading.Thread(target=feed, name="halocline-feeder")
-    feeder.start()
+    prefetcher = threading.Thread(target=feed, name="halocline-prefetcher")
+    prefetcher.start()
     with tracer.step(0):
         time.sleep(0.05)
     over.set()
-    feeder.join()
-    assert {"main", "feeder"} <= rows(read(rank_file(tmp_path, 0)), "thread_name")[0]
+    prefetcher.join()
+    assert {"main", "prefetcher"} <= rows(read(rank_file(tmp_path, 0)), "thread_name")[0]
 
 
 def test_streams_of_a_card_have_rows_of_their_own() -> None:

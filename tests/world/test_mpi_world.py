@@ -211,7 +211,7 @@ STARTED = {
 def test_mpiexec_is_known_by_its_variables(case: str) -> None:
     variables, several = STARTED[case]
     assert joining.started_by_mpiexec(variables) is several
-    told = launch.examine_launch(launch.Launch(), variables, gpus=0)[0].found
+    told = launch.examine_launch(launch.DoctorLaunch(), variables, gpus=0)[0].found
     assert ("over MPI" if several else "single rank") in told
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halocline.testing import check_rule
-from halocline.zoo import Entry, draw
+from halocline.zoo import ZooEntry, draw
 from halocline.zoo.losses import MONAI, SEGMENTATION, TORCH, ZOO
 
 CUTS: list[tuple[dict[str, int], dict[int, str]]] = [
@@ -16,7 +16,7 @@ CUTS: list[tuple[dict[str, int], dict[int, str]]] = [
 ]
 
 
-def inputs(entry: Entry) -> list[Tensor]:
+def inputs(entry: ZooEntry) -> list[Tensor]:
     drawn = draw(entry.inputs, torch.Generator().manual_seed(0))
     return [tensor.double() if tensor.is_floating_point() else tensor for tensor in drawn]
 
@@ -28,7 +28,7 @@ def cut_of(tensor: Tensor, cut: dict[int, str]) -> dict[int, str]:
 
 @pytest.mark.parametrize("entry", [*TORCH, *SEGMENTATION], ids=lambda entry: entry.name)
 @pytest.mark.parametrize(("mesh", "cut"), CUTS)
-def test_losses_are_those_of_one_rank(entry: Entry, mesh: dict[str, int], cut: dict[int, str]) -> None:
+def test_losses_are_those_of_one_rank(entry: ZooEntry, mesh: dict[str, int], cut: dict[int, str]) -> None:
     loss, tensors = entry.build(None), inputs(entry)
 
     def values(*given: Tensor) -> list[Tensor]:

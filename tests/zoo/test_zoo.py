@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from halocline.cli import zoo as zoo_command
-from halocline.testing.check import Report
+from halocline.testing.check import NetworkReport
 from halocline.testing.pool import Outcome, RankError, RankPool, shared_pool
 from halocline.testing.task import BadUsage, make_inputs, make_keywords, make_model, make_task
 from halocline.testing.zoo import ZooReport, check_zoo
-from halocline.zoo import ZOOS, Entry, NoSuchNetwork, NotInstalled, Zoo, find_zoo, prepare
+from halocline.zoo import ZOOS, NoSuchNetwork, NotInstalled, Zoo, ZooEntry, find_zoo, prepare
 
 # ---- a zoo; ranks import it from here ----
 
@@ -58,13 +58,13 @@ class Net(nn.Module):
         return y.view(-1, 7)
 
 
-def network(kind: str, dtype: str = "float64") -> Entry:
+def network(kind: str, dtype: str = "float64") -> ZooEntry:
     mask = (torch.arange(8 * 6 * 5) % 5 == 0).view(1, 1, 8, 6, 5).to(torch.uint8)
     keywords = {"label": torch.tensor([1]), "sign": -1}
-    return Entry(kind, lambda nn: Net(kind), ((1, 1, 8, 6, 5), torch.tensor([2]), mask), keywords, dtype)
+    return ZooEntry(kind, lambda nn: Net(kind), ((1, 1, 8, 6, 5), torch.tensor([2]), mask), keywords, dtype)
 
 
-def single() -> Entry:
+def single() -> ZooEntry:
     """Fails in float64, as some networks do."""
 
     class Single(nn.Module):
@@ -76,7 +76,7 @@ def single() -> Entry:
             assert volume.dtype == torch.float32
             return self.first(volume).relu()
 
-    return Entry("a/single", lambda nn: Single(), ((1, 1, 8, 6, 5),), dtype="float32")
+    return ZooEntry("a/single", lambda nn: Single(), ((1, 1, 8, 6, 5),), dtype="float32")
 
 
 KINDS = ("exact", "vacuous", "wrong", "broken", "refused")
@@ -198,7 +198,7 @@ def test_a_missing_package_says_how_to_install_it() -> None:
 
 def canned(**verdicts: str) -> ZooReport:
     found = {
-        name: Report(f"mine/{name}", verdict, 0.0, 0.0, "weight", [], 0.5, 1, 0, 2, {"depth": 2})
+        name: NetworkReport(f"mine/{name}", verdict, 0.0, 0.0, "weight", [], 0.5, 1, 0, 2, {"depth": 2})
         for name, verdict in verdicts.items()
     }
     return ZooReport("mine", 2, {"depth": 2}, found)

@@ -32,7 +32,7 @@ class Dice:
         return self.below(1 << 53) < probability * (1 << 53)
 
 
-class Move(NamedTuple):
+class ViewChange(NamedTuple):
     """One change of view, of dims by their letters."""
 
     what: str
@@ -55,7 +55,7 @@ class Augmentation(Protocol):
         """The dims that it moves."""
         ...
 
-    def moves(self, sizes: Sizes, dice: Dice) -> Sequence[Move]:
+    def moves(self, sizes: Sizes, dice: Dice) -> Sequence[ViewChange]:
         """What is done to this sample, whose dims have these sizes."""
         ...
 
@@ -73,8 +73,8 @@ class Flip:
     def letters(self) -> str:
         return "".join(self._letters)
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
-        return [Move("flip", letter) for letter in self._letters if dice.chance(self._chance)]
+    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+        return [ViewChange("flip", letter) for letter in self._letters if dice.chance(self._chance)]
 
 
 class Rotate90:
@@ -88,12 +88,12 @@ class Rotate90:
     def letters(self) -> str:
         return self._plane
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
         turns = 2 * dice.below(2) if self._half else dice.below(4)
         if not self._half and len({sizes[letter] for letter in self._plane}) > 1:
             text = " and ".join(f"{letter} of {sizes[letter]}" for letter in self._plane)
             raise DataError(f"Rotate90: a quarter turn would change the shape: {text}; crop first, or half=True")
-        return [Move("rotate", self._plane, (turns,))] if turns else []
+        return [ViewChange("rotate", self._plane, (turns,))] if turns else []
 
 
 class Crop:
@@ -105,14 +105,14 @@ class Crop:
     def letters(self) -> str:
         return "".join(self._sizes)
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
         found = []
         for letter, size in self._sizes.items():
             room = sizes[letter] - size
             if room < 0 or size < 1:
                 raise DataError(f"Crop: {letter} has {sizes[letter]}, of which {size} cannot be cut out")
             start = room // 2 if self._centre else dice.below(room + 1)
-            found.append(Move("crop", letter, (start, start + size)))
+            found.append(ViewChange("crop", letter, (start, start + size)))
         return found
 
 
@@ -127,15 +127,15 @@ class Shift:
     def letters(self) -> str:
         return "".join(self._most)
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[Move]:
+    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
         drawn = ((letter, dice.below(2 * most + 1) - most) for letter, most in self._most.items())
-        return [Move(self._what, letter, (by,)) for letter, by in drawn if by]
+        return [ViewChange(self._what, letter, (by,)) for letter, by in drawn if by]
 
 
-def drawn_moves(augment: Sequence[Augmentation], sizes: Sizes, dice: Dice) -> tuple[list[Move], dict[str, int]]:
+def drawn_moves(augment: Sequence[Augmentation], sizes: Sizes, dice: Dice) -> tuple[list[ViewChange], dict[str, int]]:
     """The moves of one sample in order, and the sizes of its dims after them."""
     letters = "".join(sizes)
-    frame, moves = SampleView.of(list(sizes.values())), list[Move]()
+    frame, moves = SampleView.of(list(sizes.values())), list[ViewChange]()
     for each in augment:
         for move in each.moves(dict(zip(letters, frame.shape, strict=True)), dice):
             frame = move.on(frame, letters)

@@ -154,7 +154,7 @@ class Pool:
         self._free.put(buffer)
 
 
-class Lease:
+class BufferLease:
     """One use of a buffer. It is given back when the last array handed out on it is gone."""
 
     def __init__(self, pool: Pool) -> None:

@@ -11,21 +11,21 @@ import torch
 from ...world import Label, Receive, Send, World
 from ..stores.seen import oriented
 from ..stores.store import Array, put
-from .held import Held
-from .layout import Layout
+from .cache import SampleCache
+from .layout import BatchLayout
 from .order import Step
 
 _LABEL = Label("tiles from memory", "hc.data")
 Targets = Mapping[tuple[int, str], Array]
 
 
-class Exchange:
+class SampleExchange:
     """For one step: both ends work out the same list of parts for each pair of ranks, and nobody asks."""
 
-    def __init__(self, held: Held, layout: Layout, step: Step, positions: list[int]) -> None:
-        self._held, self._layout, self._step = held, layout, step
+    def __init__(self, cache: SampleCache, layout: BatchLayout, step: Step, positions: list[int]) -> None:
+        self._cache, self._layout, self._step = cache, layout, step
         self._mesh = layout.mesh
-        self._positions = [p for p in positions if held.keeps(step.samples[p])]
+        self._positions = [p for p in positions if cache.keeps(step.samples[p])]
         self.outgoing: dict[int, list[Array]] = defaultdict(list)
         self.incoming: dict[int, list[tuple[Array, np.dtype[np.generic]]]] = defaultdict(list)
 
@@ -35,7 +35,7 @@ class Exchange:
         mine = self._layout.group(self._mesh.coordinates)
         for position in self._positions:
             needing = next(g for g, piece in enumerate(batch.pieces()) if piece.lo <= position < piece.hi)
-            home = self._held.home(self._step.samples[position])
+            home = self._cache.home(self._step.samples[position])
             for name in self._layout.fields:
                 if needing == mine:
                     self._collect(position, name, home, targets[position, name])
@@ -50,24 +50,24 @@ class Exchange:
         box = self._layout.needed(name, self._mesh.coordinates)
         if view.fills(box):
             target.fill(each.fill)
-        for where in self._held.ranks(each, home):
+        for where in self._cache.ranks(each, home):
             holder = self._mesh.rank_at(where)
-            for piece in view.pieces(box, self._held.home_box(each, where)):
+            for piece in view.pieces(box, self._cache.home_box(each, where)):
                 place = oriented(target, piece, view)
                 if holder == self._mesh.rank:
-                    put(self._held.part(sample, name, piece.source), place)
+                    put(self._cache.part(sample, name, piece.source), place)
                 else:
                     self.incoming[holder].append((place, each.kept_dtype))
 
     def _hand_out(self, position: int, name: str, needing: int) -> None:
         each, sample = self._layout.fields[name], self._step.samples[position]
         view = self._layout.views(self._step.epoch, sample)[name]
-        mine = self._held.home_box(each, self._mesh.coordinates)
-        for where in self._held.ranks(each, needing):
+        mine = self._cache.home_box(each, self._mesh.coordinates)
+        for where in self._cache.ranks(each, needing):
             needer = self._mesh.rank_at(where)
             if needer != self._mesh.rank:
                 for piece in view.pieces(self._layout.needed(name, where), mine):
-                    self.outgoing[needer].append(self._held.part(sample, name, piece.source))
+                    self.outgoing[needer].append(self._cache.part(sample, name, piece.source))
 
     def _send(self, world: World) -> int:
         sends = [Send(peer, _packed(parts)) for peer, parts in sorted(self.outgoing.items())]

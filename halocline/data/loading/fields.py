@@ -13,9 +13,9 @@ from ...errors import DataError
 from ...geometry import Box, Interval, Partition, SampleView, whole
 from ...tensor import Cut, Sharding
 from ...world import Mesh
-from ..stores.channels import Channels
+from ..stores.channels import ChannelSubset
 from ..stores.store import SAMPLES, Store, can_hold
-from .augment import Move
+from .augment import ViewChange
 from .values import Value
 
 #: torch computes little with these: the next wider that it computes with.
@@ -89,9 +89,9 @@ class Field:
     @cached_property
     def source(self) -> Store:
         """The store, or the asked-for channels of it."""
-        return self.store if self.channels is None else Channels(self.store, self.channels)
+        return self.store if self.channels is None else ChannelSubset(self.store, self.channels)
 
-    def moved(self, moves: Iterable[Move]) -> SampleView:
+    def moved(self, moves: Iterable[ViewChange]) -> SampleView:
         """A sample after these moves."""
         view = SampleView.of(self.source.shape)
         for move in moves:

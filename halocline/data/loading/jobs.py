@@ -18,7 +18,7 @@ from .values import At, Value
 
 
 @dataclass
-class Job:
+class TileJob:
     """Fill ``tile`` with what ``parts`` say; then look at the values, and transform them."""
 
     store: Store
@@ -42,12 +42,12 @@ class Job:
             check_fits(self.tile, self.into, self.store, self.at)
         transform(self.tile, self.values, self.at)
 
-    def sent(self, memory: Memory) -> Job:
+    def sent(self, memory: Memory) -> TileJob:
         """For another process: targets in place of arrays."""
         parts = [(source, Target.of(target, memory)) for source, target in self.parts]
         return replace(self, tile=Target.of(self.tile, memory), parts=parts)
 
-    def received(self, memory: Array) -> Job:
+    def received(self, memory: Array) -> TileJob:
         parts = [(source, target.on(memory)) for source, target in self.parts]
         return replace(self, tile=self.tile.on(memory), parts=parts)
 

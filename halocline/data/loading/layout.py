@@ -17,7 +17,7 @@ from .values import At
 Coordinates = Mapping[str, int]
 
 
-class Layout:
+class BatchLayout:
     """Fields on a mesh. The same on every rank, and the same for all samples: only views differ."""
 
     def __init__(

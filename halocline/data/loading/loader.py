@@ -28,12 +28,12 @@ from ...world import Label, Mesh
 from ..stores.store import SAMPLES, Store
 from .augment import Augmentation
 from .buffers import Pool
-from .feeder import Feeder
+from .cache import SampleCache
 from .fields import Field, Fields, as_fields
-from .held import Held
-from .layout import Layout
+from .layout import BatchLayout
 from .order import Order
 from .pipeline import ALONE, Batch, Pipeline
+from .prefetcher import Prefetcher
 from .readers import make_readers
 from .transport import Transport
 
@@ -43,7 +43,7 @@ _POLICIES = ("raise", "skip")
 
 
 @dataclass(frozen=True)
-class Report:
+class LoaderReport:
     """What this rank has done since the loader was made. Times in seconds, sizes in bytes."""
 
     steps: int
@@ -108,21 +108,21 @@ class Loader:
             raise DataError(f"prefetch={prefetch}: one batch at least is prepared ahead")
         samples = len(next(iter(self.fields.values())).store)
         self.order = Order(samples, batch, seed, shuffle, drop_last)
-        self.layout = Layout(self.fields, mesh, cut, augment, seed, multiple, points)
+        self.layout = BatchLayout(self.fields, mesh, cut, augment, seed, multiple, points)
         self._transport = None if device is None else Transport(torch.device(device))
         self._check_same(mesh, augment, [memory, prefetch, epochs, on_bad_sample])
         self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
         self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
-        self._held = self._make_held(memory) if memory else None
+        self._cache = self._make_cache(memory) if memory else None
         self._world = mesh.world.duplicate() if mesh.size > 1 else mesh.world
         self._pipeline = Pipeline(
-            self.layout, self.order, self._pool, self._readers, self._held, self._world, on_bad_sample, self._transport
+            self.layout, self.order, self._pool, self._readers, self._cache, self._world, on_bad_sample, self._transport
         )
         self._prefetch, self._last = prefetch, None if epochs is None else epochs * self.order.steps
-        self._feeder: Feeder | None = None
+        self._prefetcher: Prefetcher | None = None
         self._tick, self._resumed = 0, True  # the next step; a new loader stands at a beginning
         self._clock = _Clock()
-        self._closed, self._agreed = False, False  # has every rank raised what ended the last feeder?
+        self._closed, self._agreed = False, False  # has every rank raised what ended the last prefetcher?
 
     # -- what is read, and by whom
 
@@ -138,16 +138,18 @@ class Loader:
     def _pins(self, device: torch.device | str | None) -> bool:
         return device is not None and torch.device(device).type == "cuda" and not self._readers.shared
 
-    def _make_held(self, memory: int) -> Held:
+    def _make_cache(self, memory: int) -> SampleCache:
         layout = self.layout
-        held = Held(self.fields, layout.home, layout.batch_axis, self.order, memory, shared=self._readers.shared)
-        if held.share < 1 and layout.mesh.rank == 0:
+        cache = SampleCache(
+            self.fields, layout.home, layout.batch_axis, self.order, memory, shared=self._readers.shared
+        )
+        if cache.share < 1 and layout.mesh.rank == 0:
             _log.warning(
                 "%.0f %% of the samples fit into the given memory; the others are read from disk in every epoch. Give "
                 "more memory=..., or more ranks",
-                100 * held.share,
+                100 * cache.share,
             )
-        return held
+        return cache
 
     def _check_same(self, mesh: Mesh, augment: Sequence[Augmentation], options: list[Any]) -> None:
         """All ranks must mean the same data: a rank that sees other files would read other samples."""
@@ -192,18 +194,18 @@ class Loader:
     def _next(self) -> Batch | None:
         if self._closed:
             raise DataError("this loader was closed; make another one")
-        if self._feeder is None:
-            self._feeder = Feeder(self._pipeline, self._tick, self._prefetch, self._last)
-            self._forgotten = weakref.finalize(self, self._feeder.end)
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._pipeline, self._tick, self._prefetch, self._last)
+            self._forgotten = weakref.finalize(self, self._prefetcher.end)
             self._agreed = False
         try:
-            batch = self._feeder.get(self._tick)
+            batch = self._prefetcher.get(self._tick)
         except BaseException as error:
-            if self._feeder.over:  # and not, say, interrupted
+            if self._prefetcher.over:  # and not, say, interrupted
                 self._agreed = isinstance(error, DataError)
                 self._stop()
             raise
-        self._clock.waited(self._feeder.waited)
+        self._clock.waited(self._prefetcher.waited)
         self._tick += 1
         if batch is not None and self._transport is not None:
             for tensor in batch.values():
@@ -216,10 +218,10 @@ class Loader:
         self._tick = tick
 
     def _stop(self) -> None:
-        if self._feeder is not None:
-            feeder, self._feeder = self._feeder, None
+        if self._prefetcher is not None:
+            prefetcher, self._prefetcher = self._prefetcher, None
             self._forgotten.detach()
-            feeder.stop(self._world.deadline or ALONE)
+            prefetcher.stop(self._world.deadline or ALONE)
 
     def close(self) -> None:
         """End the readers and let go of all memory. All ranks together, at the same step."""
@@ -287,16 +289,16 @@ class Loader:
         self._resumed = True
 
     @property
-    def report(self) -> Report:
-        counts, held = self._pipeline.counts, self._held
-        return Report(
+    def report(self) -> LoaderReport:
+        counts, cache = self._pipeline.counts, self._cache
+        return LoaderReport(
             steps=self._clock.steps,
             waited=self._clock.total,
             wait_share=self._clock.share,
             read_bytes=counts.read_bytes,
             moved_bytes=counts.moved_bytes,
-            held_bytes=0 if held is None else held.nbytes,
-            held_share=0.0 if held is None else held.share,
+            held_bytes=0 if cache is None else cache.nbytes,
+            held_share=0.0 if cache is None else cache.share,
             buffer_bytes=self._pool.nbytes,
             skipped=tuple(counts.skipped),
         )

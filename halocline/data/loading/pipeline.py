@@ -20,11 +20,11 @@ from ...world import World
 from ..stores.seen import parts_of
 from ..stores.store import Array
 from .agree import agreed
-from .buffers import Lease, Memory, Pool
-from .exchange import Exchange
-from .held import Held
-from .jobs import Job, transform
-from .layout import Layout
+from .buffers import BufferLease, Memory, Pool
+from .cache import SampleCache
+from .exchange import SampleExchange
+from .jobs import TileJob, transform
+from .layout import BatchLayout
 from .order import Order, Step
 from .readers import Readers
 from .transport import Transport
@@ -69,7 +69,7 @@ class Started:
 
     tick: int
     step: Step
-    lease: Lease
+    lease: BufferLease
     targets: dict[tuple[int, str], Array]
     reads: list[tuple[int, Future[None]]] = field(default_factory=list)
     from_disk: bool = False  # does any rank read?
@@ -81,17 +81,17 @@ class Started:
 class Pipeline:
     def __init__(
         self,
-        layout: Layout,
+        layout: BatchLayout,
         order: Order,
         pool: Pool,
         readers: Readers,
-        held: Held | None,
+        cache: SampleCache | None,
         world: World,
         policy: str,
         transport: Transport | None = None,
     ) -> None:
         self._layout, self._order, self._pool, self._readers = layout, order, pool, readers
-        self._held, self._world, self._policy, self._transport = held, world, policy, transport
+        self._cache, self._world, self._policy, self._transport = cache, world, policy, transport
         self._me = layout.mesh.coordinates
         self._checked: set[tuple[str, int]] = set()
         self.bad: dict[int, int] = {}  # and at which tick each was found
@@ -104,7 +104,7 @@ class Pipeline:
 
     def start(self, tick: int) -> Started:
         """Take a buffer and begin to read."""
-        started = Started(tick, self._order.step(tick), Lease(self._pool), {})
+        started = Started(tick, self._order.step(tick), BufferLease(self._pool), {})
         try:
             self._begin(started)
         except Exception as error:  # noqa: BLE001  raised when the steps before it are done
@@ -116,8 +116,8 @@ class Pipeline:
         started.targets = self._rooms(step, started.lease)
         mine = self._layout.positions(len(step.samples), self._me)
         for position, sample in enumerate(step.samples):
-            if self._held is not None and self._held.keeps(sample):
-                if self._held.first_time(sample):
+            if self._cache is not None and self._cache.keeps(sample):
+                if self._cache.first_time(sample):
                     started.from_disk = True
                     started.fresh.append(sample)
                     self._read_home(started, position)
@@ -126,7 +126,7 @@ class Pipeline:
                 if mine.lo <= position < mine.hi:
                     self._read_own(started, position)
 
-    def _rooms(self, step: Step, lease: Lease) -> dict[tuple[int, str], Array]:
+    def _rooms(self, step: Step, lease: BufferLease) -> dict[tuple[int, str], Array]:
         mine = self._layout.positions(len(step.samples), self._me)
         targets: dict[tuple[int, str], Array] = {}
         for name, each in self._layout.fields.items():
@@ -143,7 +143,7 @@ class Pipeline:
             box, target = self._layout.needed(name, self._me), started.targets[position, name]
             at = self._layout.at(name, sample, step.epoch, box)
             fill = each.fill if views[name].fills(box) else None
-            job = Job(each.source, sample, target, parts_of(views[name], box, target), at, fill, values=each.values)
+            job = TileJob(each.source, sample, target, parts_of(views[name], box, target), at, fill, values=each.values)
             job.check = self._layout.augmented or (name, sample) not in self._checked
             started.looked_at.append((name, sample))
             self._submit(started, position, job, started.lease.buffer.memory)
@@ -151,15 +151,15 @@ class Pipeline:
     def _read_home(self, started: Started, position: int) -> None:
         """The part of a sample that this rank will hold, as it lies on disk."""
         sample = started.step.samples[position]
-        if self._held is None or not self._held.at_home(sample):
+        if self._cache is None or not self._cache.at_home(sample):
             return
         for name, each in self._layout.fields.items():
-            box, tile, memory = self._held.new_tile(sample, name)
+            box, tile, memory = self._cache.new_tile(sample, name)
             at = self._layout.at(name, sample, started.step.epoch, box)
-            job = Job(each.source, sample, tile, [(box, tile)], at, into=each.array_dtype)
+            job = TileJob(each.source, sample, tile, [(box, tile)], at, into=each.array_dtype)
             self._submit(started, position, job, memory)
 
-    def _submit(self, started: Started, position: int, job: Job, memory: Memory) -> None:
+    def _submit(self, started: Started, position: int, job: TileJob, memory: Memory) -> None:
         if started.step.samples[position] in self.bad:
             return
         size = job.store.dtype.itemsize
@@ -183,8 +183,8 @@ class Pipeline:
         reads = [future for _, future in started.reads]
         for future in reads:
             future.cancel()
-        if self._held is not None:
-            self._held.forget(started.fresh)
+        if self._cache is not None:
+            self._cache.forget(started.fresh)
         if wait(reads, _LAST_READS).not_done:
             started.lease.lose()
         else:
@@ -197,9 +197,9 @@ class Pipeline:
             self._judge(started, errors)
             self._checked.update(started.looked_at)  # what lies on disk does not change
         late: dict[int, BaseException] = {}
-        if self._held is not None and any(self._held.keeps(sample) for sample in step.samples):
+        if self._cache is not None and any(self._cache.keeps(sample) for sample in step.samples):
             late = self._fetch(started, self._good(step))
-        if not started.from_disk or (self._held is not None and self._transforms):
+        if not started.from_disk or (self._cache is not None and self._transforms):
             self._judge(started, late)
         good = self._good(step)
         return self._batch(started, good) if good else None
@@ -223,19 +223,19 @@ class Pipeline:
                 self.bad[sample] = started.tick
                 self.counts.skipped.append(sample)
                 _log.warning("a bad sample is left out on all ranks: %s (%d so far)", error, len(self.bad))
-                if self._held is not None:
-                    self._held.drop(sample)
+                if self._cache is not None:
+                    self._cache.drop(sample)
 
     def _fetch(self, started: Started, good: list[int]) -> dict[int, BaseException]:
         """What is held in memory, transformed; and where that went wrong."""
-        assert self._held is not None
+        assert self._cache is not None
         errors: dict[int, BaseException] = {}
         step = started.step
-        exchange = Exchange(self._held, self._layout, step, good)
+        exchange = SampleExchange(self._cache, self._layout, step, good)
         self.counts.moved_bytes += exchange.run(started.targets, self._world)
         for (position, name), target in started.targets.items():
             sample = step.samples[position]
-            if sample not in self.bad and self._held.keeps(sample):
+            if sample not in self.bad and self._cache.keeps(sample):
                 box = self._layout.needed(name, self._me)
                 at = self._layout.at(name, sample, step.epoch, box)
                 try:

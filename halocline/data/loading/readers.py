@@ -19,14 +19,14 @@ from ...errors import DataError
 from ..processes import Helpers
 from ..stores.store import Array, Store
 from .buffers import Memory
-from .jobs import Job
+from .jobs import TileJob
 
 
 class Readers(Protocol):
     #: Do they write into memory of other processes?
     shared: bool
 
-    def submit(self, job: Job, memory: Memory) -> Future[None]: ...
+    def submit(self, job: TileJob, memory: Memory) -> Future[None]: ...
 
     def close(self) -> None: ...
 
@@ -37,7 +37,7 @@ class ThreadReaders:
     def __init__(self, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="halocline-reader")
 
-    def submit(self, job: Job, memory: Memory) -> Future[None]:
+    def submit(self, job: TileJob, memory: Memory) -> Future[None]:
         return self._threads.submit(job.run)
 
     def close(self) -> None:
@@ -57,11 +57,11 @@ class ProcessReaders:
     def pids(self) -> list[int]:
         return self._helpers.pids
 
-    def submit(self, job: Job, memory: Memory) -> Future[None]:
+    def submit(self, job: TileJob, memory: Memory) -> Future[None]:
         place = f"/proc/{os.getpid()}/fd/{memory.descriptor}", memory.bytes.nbytes, memory.number
         return self._helpers.threads.submit(self._fill, memory, place, job)
 
-    def _fill(self, memory: Memory, place: Place, job: Job) -> None:
+    def _fill(self, memory: Memory, place: Place, job: TileJob) -> None:
         """The memory is held meanwhile: the number of a descriptor that was closed may soon be another file's."""
         self._helpers.call(fill, place, id(job.store), job.sent(memory))
 
@@ -73,7 +73,7 @@ _memories: dict[Place, Array] = {}
 _stores: dict[int, Store] = {}
 
 
-def fill(place: Place, store: int, job: Job) -> None:
+def fill(place: Place, store: int, job: TileJob) -> None:
     """In a reader process: do the job on the memory of the process that asks. Files stay open from job to job."""
     torch.set_num_threads(1)
     if place not in _memories:

@@ -9,7 +9,7 @@ from ...tensor import unwrap
 
 
 class Transport:
-    """Copies are made in the feeder's thread, which waits for them; so the host's buffer is free when it is done."""
+    """The prefetcher's thread copies and waits for the copy, so that the host's buffer is free afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

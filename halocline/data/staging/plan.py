@@ -22,7 +22,7 @@ HOP = 2  # steps from one hop to the next: two exchanges can be under way, and l
 ROUND = 4  # blocks of a round that go over each link at each of those two places, for each node
 
 
-class Job(NamedTuple):
+class RelayJob(NamedTuple):
     """A file to be passed along ``chain``: its giver first, then those that lack it."""
 
     file: int
@@ -33,7 +33,7 @@ class Job(NamedTuple):
 class Segment(NamedTuple):
     """Bytes of a job that travel together."""
 
-    job: Job
+    job: RelayJob
     start: int
     stop: int
 
@@ -50,11 +50,11 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagingPlan:
     """By node: the files to read from the source, and the jobs to give, those held already first."""
 
     reads: list[list[int]]
-    jobs: list[list[Job]]
+    jobs: list[list[RelayJob]]
 
 
 def wanted_files(files: int, nodes: int, count: int | None, seed: int) -> Marks:
@@ -67,7 +67,7 @@ def wanted_files(files: int, nodes: int, count: int | None, seed: int) -> Marks:
     return wanted
 
 
-def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> Plan:
+def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> StagingPlan:
     """A file that some node holds is given by such a node; any other is read by one node of those that want it.
 
     Bytes read and bytes given are balanced, the largest files first.
@@ -81,14 +81,14 @@ def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> Plan:
         candidates = np.flatnonzero(able)
         giver[file] = candidates[np.argmin(load[candidates])]
         load[giver[file]] += sizes[file] + 1  # so that empty files are shared out too
-    plan = Plan([[] for _ in range(nodes)], [[] for _ in range(nodes)])
+    plan = StagingPlan([[] for _ in range(nodes)], [[] for _ in range(nodes)])
     # Held files first: they can go while others are read. Otherwise by path, as they lie in their folders.
     for file in sorted(np.flatnonzero(giver >= 0).tolist(), key=lambda file: (not held[giver[file], file], file)):
         _assign(plan, file, int(giver[file]), sizes[file], lacking[:, file], bool(held[giver[file], file]))
     return plan
 
 
-def _assign(plan: Plan, file: int, giver: int, size: int, lacking: NDArray[np.bool_], held: bool) -> None:
+def _assign(plan: StagingPlan, file: int, giver: int, size: int, lacking: NDArray[np.bool_], held: bool) -> None:
     if not held:
         plan.reads[giver].append(file)
     receivers = [node for node in np.flatnonzero(lacking).tolist() if node != giver]
@@ -96,14 +96,14 @@ def _assign(plan: Plan, file: int, giver: int, size: int, lacking: NDArray[np.bo
         plan.jobs[giver].append(job_of(file, size, giver, receivers, len(lacking)))
 
 
-def job_of(file: int, size: int, giver: int, receivers: Sequence[int], nodes: int) -> Job:
-    return Job(file, size + TRAILER, (giver, *sorted(receivers, key=lambda node: (node - giver) % nodes)))
+def job_of(file: int, size: int, giver: int, receivers: Sequence[int], nodes: int) -> RelayJob:
+    return RelayJob(file, size + TRAILER, (giver, *sorted(receivers, key=lambda node: (node - giver) % nodes)))
 
 
 class Streams:
     """The jobs of all givers, and how far each has come; the same on every node."""
 
-    def __init__(self, plan: Plan, block_bytes: int) -> None:
+    def __init__(self, plan: StagingPlan, block_bytes: int) -> None:
         self.jobs = plan.jobs
         self.block_bytes = block_bytes
         self._places = [(0, 0) for _ in plan.jobs]  # job, bytes of it that have gone

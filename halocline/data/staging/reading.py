@@ -1,4 +1,4 @@
-"""A node's share of the source, read by a few threads; and the ledger in which all its threads write what they did."""
+"""A few threads read a node's share of the source; all threads of the node record what they did in one progress."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .council import reason
+from .consensus import reason
 from .listing import File, Listing, Tick
-from .shelf import FULL, PIECE, Damaged, Part, Shelf, free_bytes
+from .node_store import FULL, PIECE, Damaged, NodeStore, PartialFile, free_bytes
 from .watch import Abandoned, Watched
 
 BACKOFF, LONGEST = 0.1, 5.0  # seconds before the second attempt, doubled for each further one
@@ -30,7 +30,7 @@ class Effort:
         return min(LONGEST, BACKOFF * 2.0**attempt)
 
 
-class Ledger:
+class StagingProgress:
     """What a node has and lacks. Threads write, the one that agrees with other nodes reads."""
 
     def __init__(self, node: int, files: Sequence[File], wanted: Iterable[int], held: Iterable[int]) -> None:
@@ -75,18 +75,20 @@ class Ledger:
             self.error = self.error or f"node {self.node}: {text}"
         self.news.set()
 
-    def full(self, shelf: Shelf, file: File, error: OSError) -> None:
+    def full(self, store: NodeStore, file: File, error: OSError) -> None:
         self.give_up(
-            f"{shelf.root} is full: {reason(error)} while writing {file}; {self.lacking_bytes:,} bytes are still to "
-            f"come and {free_bytes(shelf.root):,} are free; make room and stage again: what is finished stays"
+            f"{store.root} is full: {reason(error)} while writing {file}; {self.lacking_bytes:,} bytes are still to "
+            f"come and {free_bytes(store.root):,} are free; make room and stage again: what is finished stays"
         )
 
 
-class Readers:
+class SourceReaders:
     """Threads that read files one after the other from the source, each with a few attempts."""
 
-    def __init__(self, listing: Listing, shelf: Shelf, ledger: Ledger, files: Iterable[int], effort: Effort) -> None:
-        self.listing, self.shelf, self.ledger, self.effort = listing, shelf, ledger, effort
+    def __init__(
+        self, listing: Listing, store: NodeStore, progress: StagingProgress, files: Iterable[int], effort: Effort
+    ) -> None:
+        self.listing, self.store, self.progress, self.effort = listing, store, progress, effort
         self._waiting = deque(files)
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(effort.threads)]
         for thread in self._threads:
@@ -97,7 +99,7 @@ class Readers:
             thread.join(1.0)  # one that hangs in a read is left behind
 
     def _work(self) -> None:
-        while not self.ledger.stopping.is_set():
+        while not self.progress.stopping.is_set():
             try:
                 file = self._waiting.popleft()
             except IndexError:
@@ -105,44 +107,44 @@ class Readers:
             try:
                 self._bring(file)
             except Exception as error:  # noqa: BLE001 - a thread that died in silence would leave all waiting
-                self.ledger.give_up(reason(error))
+                self.progress.give_up(reason(error))
 
     def _bring(self, number: int) -> None:
         """Attempts, until one succeeds."""
-        file, ledger = self.listing.files[number], self.ledger
+        file, progress = self.listing.files[number], self.progress
         for attempt in range(1 + self.effort.retries):
             try:
                 Watched(partial(self._copy, file), self.effort.patience).result()
-                return ledger.land(number, "read")
+                return progress.land(number, "read")
             except Abandoned:
                 return None
             except OSError as error:
                 if error.errno in FULL:
-                    return ledger.full(self.shelf, file, error)
+                    return progress.full(self.store, file, error)
                 last = error
             if attempt < self.effort.retries:
-                ledger.tally("retried")
-                ledger.stopping.wait(self.effort.backoff(attempt))
-        return ledger.give_up(
+                progress.tally("retried")
+                progress.stopping.wait(self.effort.backoff(attempt))
+        return progress.give_up(
             f"{file} could not be brought from {self.listing.root} in {1 + self.effort.retries} attempts: "
             f"{reason(last)}; set it right and stage again: what is finished stays"
         )
 
     def _copy(self, file: File, tick: Tick) -> None:
-        part = self.shelf.part(file)
+        part = self.store.part(file)
         try:
             self._read(file, part, tick)
             part.finish(part.crc)
         finally:
             part.discard()
 
-    def _read(self, file: File, part: Part, tick: Tick) -> None:
+    def _read(self, file: File, part: PartialFile, tick: Tick) -> None:
         room = memoryview(bytearray(min(PIECE, file.size + 1)))
-        self.ledger.tally("opens")
+        self.progress.tally("opens")
         with Path(self.listing.root, file.path).open("rb", buffering=0) as source:
             _check_unchanged(file, os.fstat(source.fileno()))
             while part.written <= file.size and (count := source.readinto(room)):
-                if self.ledger.stopping.is_set():
+                if self.progress.stopping.is_set():
                     raise Abandoned
                 part.write(room[:count])
                 tick()

@@ -1,6 +1,6 @@
 """Files passed on between nodes: read from where they lie, sent along chains block by block, written by threads.
 
-What goes wrong here never stops a round: the other nodes count on its messages. It is written in the ledger, and all
+What goes wrong here never stops a round: the other nodes count on its messages. It is written in the progress, and all
 nodes act on it at their next agreement.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ...world import Label, Receive, Send, World
-from .council import reason
+from .consensus import reason
+from .node_store import FULL, NodeStore, PartialFile
 from .plan import TRAILER, Block, Itinerary, Segment, itinerary
-from .reading import Effort, Ledger
-from .shelf import FULL, Part, Shelf
+from .reading import Effort, StagingProgress
 
 LABEL = Label("stage", "blocks")
 BYTES = torch.empty(0, dtype=torch.uint8)
@@ -38,31 +38,31 @@ def data_bytes(segment: Segment) -> int:
     return max(0, min(segment.stop, segment.job.length - TRAILER) - segment.start)
 
 
-class Giver:
+class FileSender:
     """Reads files that lie here, from beginning to end, one at a time."""
 
-    def __init__(self, shelf: Shelf, ledger: Ledger) -> None:
-        self.shelf, self.ledger = shelf, ledger
+    def __init__(self, store: NodeStore, progress: StagingProgress) -> None:
+        self.store, self.progress = store, progress
         self._source: FileIO | None = None
         self._crc = 0
 
     def fill(self, segment: Segment, room: memoryview) -> None:
         """Bytes of the file and, behind its last, its checksum: that of the source as it was read, if it is known."""
-        file, count = self.ledger.files[segment.job.file], data_bytes(segment)
+        file, count = self.progress.files[segment.job.file], data_bytes(segment)
         try:
             if segment.start == 0:
                 self._open(segment.job.file)
             if self._read(room[:count]) < count:
                 raise OSError("it is shorter than it was")
         except OSError as error:
-            self.ledger.give_up(f"its copy of {file} under {self.shelf.root} cannot be passed on: {reason(error)}")
-        crc = self.shelf.checksums.get(file.path, self._crc)
+            self.progress.give_up(f"its copy of {file} under {self.store.root} cannot be passed on: {reason(error)}")
+        crc = self.store.checksums.get(file.path, self._crc)
         begin = max(0, segment.start - file.size)
         room[count:] = crc.to_bytes(TRAILER, "little")[begin : begin + segment.length - count]
 
     def _open(self, number: int) -> None:
         self.close()
-        self._source = self.shelf.path(self.ledger.files[number]).open("rb", buffering=0)
+        self._source = self.store.path(self.progress.files[number]).open("rb", buffering=0)
         self._crc = 0
 
     def _read(self, room: memoryview) -> int:
@@ -78,10 +78,10 @@ class Giver:
             self._source = None
 
 
-class Arrival:
+class IncomingFile:
     """A file on its way in."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: PartialFile) -> None:
         self.part, self.trailer = part, b""
 
     def take(self, segment: Segment, data: memoryview) -> bool:
@@ -95,12 +95,12 @@ class Arrival:
         return True
 
 
-class Arrivals:
+class FileReceiver:
     """Threads that write what came. All of a file goes to one of them, in the order in which it came."""
 
-    def __init__(self, shelf: Shelf, ledger: Ledger, effort: Effort) -> None:
-        self.shelf, self.ledger, self.effort = shelf, ledger, effort
-        self._open: dict[int, Arrival] = {}
+    def __init__(self, store: NodeStore, progress: StagingProgress, effort: Effort) -> None:
+        self.store, self.progress, self.effort = store, progress, effort
+        self._open: dict[int, IncomingFile] = {}
         self._attempts: Counter[int] = Counter()
         self._queues: list[queue.Queue[tuple[Segment, memoryview] | None]] = [
             queue.Queue(WAITING) for _ in range(effort.threads)
@@ -114,7 +114,7 @@ class Arrivals:
         try:
             self._queues[segment.job.file % len(self._queues)].put((segment, data), timeout=self.effort.patience)
         except queue.Full:
-            self.ledger.give_up(f"nothing could be written to {self.shelf.root} for {self.effort.patience:g} s")
+            self.progress.give_up(f"nothing could be written to {self.store.root} for {self.effort.patience:g} s")
 
     def join(self) -> None:
         for thread, each in zip(self._threads, self._queues, strict=True):
@@ -134,40 +134,42 @@ class Arrivals:
             except OSError as error:
                 self._fail(segment, error)
             except Exception as error:  # noqa: BLE001 - a thread that died in silence would leave all waiting
-                self.ledger.give_up(reason(error))
+                self.progress.give_up(reason(error))
 
     def _take(self, segment: Segment, data: memoryview) -> None:
         number = segment.job.file
         if segment.start == 0:
-            self._open[number] = Arrival(self.shelf.part(self.ledger.files[number]))
+            self._open[number] = IncomingFile(self.store.part(self.progress.files[number]))
         arrival = self._open.get(number)  # none after a failure: the rest of that attempt is of no use
         if arrival is not None and arrival.take(segment, data):
             del self._open[number]
-            self.ledger.land(number, "received")
+            self.progress.land(number, "received")
 
     def _fail(self, segment: Segment, error: OSError) -> None:
         number, giver = segment.job.file, segment.job.chain[0]
-        file, arrival = self.ledger.files[number], self._open.pop(number, None)
+        file, arrival = self.progress.files[number], self._open.pop(number, None)
         if arrival is not None:
             arrival.part.discard()
         self._attempts[number] += 1
         if error.errno in FULL:
-            self.ledger.full(self.shelf, file, error)
+            self.progress.full(self.store, file, error)
         elif self._attempts[number] <= self.effort.retries:
-            self.ledger.stray(number)
+            self.progress.stray(number)
         else:
-            self.ledger.give_up(
+            self.progress.give_up(
                 f"{file} did not arrive from node {giver} in {self._attempts[number]} attempts: {reason(error)}; if "
                 f"the copy on node {giver} is damaged, staging with verify brings it anew"
             )
 
 
-class Passing:
+class Relay:
     """One node's part in the rounds."""
 
-    def __init__(self, world: World, workers: tuple[int, ...], shelf: Shelf, ledger: Ledger, effort: Effort) -> None:
-        self.world, self.workers, self.ledger = world, workers, ledger
-        self.giver, self.arrivals = Giver(shelf, ledger), Arrivals(shelf, ledger, effort)
+    def __init__(
+        self, world: World, workers: tuple[int, ...], store: NodeStore, progress: StagingProgress, effort: Effort
+    ) -> None:
+        self.world, self.workers, self.progress = world, workers, progress
+        self.giver, self.arrivals = FileSender(store, progress), FileReceiver(store, progress, effort)
         self._carried: dict[tuple[int, int], Tensor] = {}  # to be sent on at the next step
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ class Passing:
 
     def round(self, blocks: list[Block]) -> None:
         """A step begins before the last has ended: what it sends on came at the one before that."""
-        route, before = itinerary(blocks, self.ledger.node), nothing_came
+        route, before = itinerary(blocks, self.progress.node), nothing_came
         for step in range(route.steps):
             now = self._begin(route, step)
             before()
@@ -199,13 +201,13 @@ class Passing:
     def _message(self, segments: list[Segment]) -> Tensor:
         pieces = []
         for segment in segments:
-            self.ledger.tally("passed_bytes", data_bytes(segment))
-            self.ledger.tally("passed_files", int(segment.stop == segment.job.length))
+            self.progress.tally("passed_bytes", data_bytes(segment))
+            self.progress.tally("passed_files", int(segment.stop == segment.job.length))
             pieces.append(self._piece(segment))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _piece(self, segment: Segment) -> Tensor:
-        if segment.job.chain[0] != self.ledger.node:
+        if segment.job.chain[0] != self.progress.node:
             return self._carried.pop((segment.job.file, segment.start))
         piece = torch.empty(segment.length, dtype=torch.uint8)
         self.giver.fill(segment, _memory(piece))
@@ -213,7 +215,7 @@ class Passing:
 
     def _receive(self, segments: list[Segment], message: Tensor) -> None:
         for segment, piece in zip(segments, message.split([segment.length for segment in segments]), strict=True):
-            if segment.job.chain[-1] != self.ledger.node:
+            if segment.job.chain[-1] != self.progress.node:
                 self._carried[segment.job.file, segment.start] = piece
             self.arrivals.put(segment, _memory(piece))
 

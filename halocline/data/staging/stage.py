@@ -21,16 +21,18 @@ import numpy as np
 import torch
 
 from ...world import Mesh, World, this_world
-from .council import Council, Table, find_nodes
+from .consensus import Consensus, Table, find_nodes
 from .listing import Listing, StageError, Tick, list_source
-from .plan import Marks, Plan, Streams, make_plan, wanted_files
-from .reading import LONGEST, Effort, Ledger, Readers
-from .relay import Passing, block_bytes
-from .shelf import Shelf
+from .node_store import NodeStore
+from .plan import Marks, StagingPlan, Streams, make_plan, wanted_files
+from .reading import LONGEST, Effort, SourceReaders, StagingProgress
+from .relay import Relay, block_bytes
 
 __all__ = ["NodeReport", "StageError", "StageReport", "stage"]
 
-Progress = Callable[[int, int], None]  # bytes that lie where they are wanted, and how many it will be, on all nodes
+ProgressCallback = Callable[
+    [int, int], None
+]  # bytes that lie where they are wanted, and how many it will be, on all nodes
 
 PAUSE = 0.05  # seconds until ranks ask each other again, when there was nothing to pass on
 READY, LEFT, ASTRAY, MISSING = range(4)  # columns of what nodes tell each other between rounds
@@ -99,7 +101,7 @@ def stage(
     retries: int = 3,
     verify: bool = False,
     timeout: float = 120.0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Copy the files under ``source`` that match ``pattern`` to ``destination`` on every node; called by all ranks.
 
@@ -116,7 +118,7 @@ def stage(
     world = mesh.world if isinstance(mesh, Mesh) else mesh or this_world()
     own = world.duplicate()
     try:
-        staging = Staging(Council(own, timeout), Path(destination), Effort(readers, retries, timeout))
+        staging = Staging(Consensus(own, timeout), Path(destination), Effort(readers, retries, timeout))
         staging.list_files(Path(source), pattern, count, seed)
         with ExitStack() as cleaning:
             counts = staging.run(verify, progress or (lambda done, total: None), cleaning)
@@ -143,19 +145,19 @@ def _check(readers: int, count: int | None, retries: int, timeout: float) -> Non
 class Staging:
     """One call of :func:`stage`, as one rank sees it."""
 
-    def __init__(self, council: Council, destination: Path, effort: Effort) -> None:
-        self.council, self.destination, self.effort = council, destination, effort
-        self.workers, self.node = find_nodes(council)
-        self.works = council.world.rank in self.workers
+    def __init__(self, consensus: Consensus, destination: Path, effort: Effort) -> None:
+        self.consensus, self.destination, self.effort = consensus, destination, effort
+        self.workers, self.node = find_nodes(consensus)
+        self.works = consensus.world.rank in self.workers
         self.name = f"node {self.node}"
-        self.shelf = Shelf(destination, self.node)
+        self.store = NodeStore(destination, self.node)
 
     def list_files(self, source: Path, pattern: str, count: int | None, seed: int) -> None:
         """Rank 0 walks over the source once, and tells the others."""
         self.source = source
-        first = self.council.world.rank == 0
-        found = self.council.together(partial(list_source, source, pattern) if first else None, "listing the source")
-        self.listing = Listing.decoded(self.council.tell(found.encoded() if found else None))
+        first = self.consensus.world.rank == 0
+        found = self.consensus.together(partial(list_source, source, pattern) if first else None, "listing the source")
+        self.listing = Listing.decoded(self.consensus.tell(found.encoded() if found else None))
         files = self.listing.files
         if count is not None and count > len(files):
             raise StageError(f"count={count}: there are {len(files)} files under {source} that match {pattern!r}")
@@ -163,100 +165,100 @@ class Staging:
         self.wanted = wanted_files(len(files), len(self.workers), count, seed)
         self.total_bytes = int((self.wanted @ np.array(self.sizes, dtype=np.int64)).sum())
 
-    def run(self, verify: bool, progress: Progress, cleaning: ExitStack) -> Table:
-        self.council.seats = self.workers  # from here on, the others listen
-        cleaning.callback(self.shelf.close)
+    def run(self, verify: bool, progress: ProgressCallback, cleaning: ExitStack) -> Table:
+        self.consensus.seats = self.workers  # from here on, the others listen
+        cleaning.callback(self.store.close)
         held = self._take_stock(verify)
         if not self.works:
             return self._listen(progress)
-        crew = Crew(self, held, make_plan(self.sizes, self.wanted, held))
-        cleaning.callback(crew.close)
-        return crew.run(progress)
+        worker = Worker(self, held, make_plan(self.sizes, self.wanted, held))
+        cleaning.callback(worker.close)
+        return worker.run(progress)
 
     # ---- what is there ----
 
     def _take_stock(self, verify: bool) -> Marks:
         """Which node holds which files; leftovers are removed, and there is room for the rest."""
-        own = self.council.together(partial(self._look, verify) if self.works else None, self.name)
+        own = self.consensus.together(partial(self._look, verify) if self.works else None, self.name)
         row = np.packbits(own if own is not None else np.zeros(len(self.sizes), dtype=np.bool_))
-        table = self.council.gathered(torch.from_numpy(row)).numpy()
+        table = self.consensus.gathered(torch.from_numpy(row)).numpy()
         return np.unpackbits(table, axis=1, count=len(self.sizes)).astype(np.bool_)
 
     def _look(self, verify: bool, tick: Tick) -> Marks:
-        here = self.shelf.root.resolve()
+        here = self.store.root.resolve()
         if self.source.resolve() in (here, *here.parents, *(here / file.path for file in self.listing.files[:1])):
             raise StageError(f"the destination {here} lies inside the source {self.source}; stage to another place")
-        self.shelf.open()
-        held = self.shelf.holdings(self.listing.files, verify, self.effort.threads, tick)
-        self.shelf.check_space(int(np.array(self.sizes, dtype=np.int64)[self.wanted[self.node] & ~held].sum()))
-        self.shelf.make_folders(self.listing)
+        self.store.open()
+        held = self.store.holdings(self.listing.files, verify, self.effort.threads, tick)
+        self.store.check_space(int(np.array(self.sizes, dtype=np.int64)[self.wanted[self.node] & ~held].sum()))
+        self.store.make_folders(self.listing)
         return held
 
     # ---- the end ----
 
-    def _listen(self, progress: Progress) -> Table:
+    def _listen(self, progress: ProgressCallback) -> Table:
         """A rank that does not work hears when the others have done it."""
         while True:
-            table = self.council.hear([0] * 4)
+            table = self.consensus.hear([0] * 4)
             self.tell(progress, table)
             if not table[:, LEFT].any():
-                return self.council.hear([0] * len(fields(NodeReport)))
+                return self.consensus.hear([0] * len(fields(NodeReport)))
 
-    def tell(self, progress: Progress, table: Table) -> None:
+    def tell(self, progress: ProgressCallback, table: Table) -> None:
         progress(self.total_bytes - int(table[:, MISSING].sum()), self.total_bytes)
 
     def report(self, counts: Table, begun: float) -> StageReport:
         nodes = tuple(NodeReport(*map(int, row)) for row in counts)
         # The slowest rank's time, in microseconds as tables hold whole numbers.
-        self.council.seats = self.council.ranks
-        seconds = self.council.hear([int((time.monotonic() - begun) * 1e6)]).max() / 1e6
-        return StageReport(self.shelf.root, len(self.sizes), self.listing.total_bytes, float(seconds), nodes)
+        self.consensus.seats = self.consensus.ranks
+        seconds = self.consensus.hear([int((time.monotonic() - begun) * 1e6)]).max() / 1e6
+        return StageReport(self.store.root, len(self.sizes), self.listing.total_bytes, float(seconds), nodes)
 
 
-class Crew:
+class Worker:
     """A node at work: threads read and write, while rounds of blocks go between nodes."""
 
-    def __init__(self, staging: Staging, held: Marks, plan: Plan) -> None:
-        self.council, self.staging, node = staging.council, staging, staging.node
+    def __init__(self, staging: Staging, held: Marks, plan: StagingPlan) -> None:
+        self.consensus, self.staging, node = staging.consensus, staging, staging.node
         wanted = staging.wanted[node]
-        self.ledger = Ledger(
+        self.progress = StagingProgress(
             node, staging.listing.files, np.flatnonzero(wanted).tolist(), np.flatnonzero(held[node]).tolist()
         )
         for file in np.flatnonzero(wanted & held[node]).tolist():
-            self.ledger.count("present", staging.sizes[file])
+            self.progress.count("present", staging.sizes[file])
         self.streams = Streams(plan, block_bytes(len(staging.workers)))
-        parts = staging.shelf, self.ledger
-        self.passing = Passing(staging.council.world, staging.workers, *parts, staging.effort)
-        self.readers = Readers(staging.listing, *parts, plan.reads[node], staging.effort)
+        parts = staging.store, self.progress
+        self.passing = Relay(staging.consensus.world, staging.workers, *parts, staging.effort)
+        self.readers = SourceReaders(staging.listing, *parts, plan.reads[node], staging.effort)
         self._ready = 0
         self._last: tuple[bytes, float] = (b"", time.monotonic())
 
     def close(self) -> None:
-        self.ledger.stopping.set()
+        self.progress.stopping.set()
         self.readers.join()
         self.passing.close()
 
-    def run(self, progress: Progress) -> Table:
+    def run(self, progress: ProgressCallback) -> Table:
         while True:
-            table = self.council.hear(self._row(), self.ledger.error)
+            table = self.consensus.hear(self._row(), self.progress.error)
             self.staging.tell(progress, table)
             if not table[:, LEFT].any():
-                return self.council.hear([self.ledger.counts[field.name] for field in fields(NodeReport)])
+                return self.consensus.hear([self.progress.counts[field.name] for field in fields(NodeReport)])
             self._send_again(table[:, ASTRAY])
             blocks = self.streams.take(table[:, READY].tolist())
             self._watch(table, bool(blocks))
             if blocks:
                 self.passing.round(blocks)
             else:
-                self.ledger.news.wait(PAUSE)
-                self.ledger.news.clear()
+                self.progress.news.wait(PAUSE)
+                self.progress.news.clear()
 
     def _row(self) -> list[int]:
-        ledger, jobs = self.ledger, self.streams.jobs[self.staging.node]
-        while self._ready < len(jobs) and jobs[self._ready].file in ledger.landed:
+        progress, jobs = self.progress, self.streams.jobs[self.staging.node]
+        while self._ready < len(jobs) and jobs[self._ready].file in progress.landed:
             self._ready += 1
-        astray = 1 + ledger.astray.popleft() if ledger.astray else 0
-        return [self._ready, len(ledger.lacking), astray, ledger.lacking_bytes]
+        astray = 1 + progress.astray.popleft() if progress.astray else 0
+        return [self._ready, len(progress.lacking), astray, progress.lacking_bytes]
 
     def _send_again(self, astray: Table) -> None:
         """A file that some node did not get whole; every node hears of it and queues it alike."""
@@ -273,4 +275,4 @@ class Crew:
             self._last = seen, now
         effort = self.staging.effort
         if now - self._last[1] > (effort.patience + LONGEST) * (effort.retries + 2):
-            self.ledger.give_up(f"staging stands still; files that each node still lacks: {table[:, LEFT].tolist()}")
+            self.progress.give_up(f"staging stands still; files that each node still lacks: {table[:, LEFT].tolist()}")

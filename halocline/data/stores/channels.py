@@ -10,7 +10,7 @@ from .seen import parts_of
 from .store import Array, Store
 
 
-class Channels(Store):
+class ChannelSubset(Store):
     def __init__(self, store: Store, channels: Sequence[int]) -> None:
         if "C" not in store.dims:
             raise DataError(f"{store.name}: channels were asked for, and its dims {store.dims} have no C")

@@ -22,7 +22,7 @@ from ...geometry import Box, shape_of, slices, whole
 from ..stores.files import FileStore, Index
 from ..stores.store import SAMPLES, Array, Store, can_hold, portions
 from .advise import advised_chunks
-from .writers import HDF5Writer, NpyWriter, Plan, Writer, ZarrWriter, writer_of
+from .writers import ArraySpec, ArrayWriter, HDF5Writer, NpyWriter, ZarrWriter, writer_of
 
 Progress = Callable[[int], None]  # called with the bytes (of the source) that were written, or read back, since
 
@@ -72,7 +72,7 @@ def convert(
     return paths
 
 
-def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Plan:
+def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> ArraySpec:
     """``samples``: how many go along N; None where each has a file of its own."""
     writer = writer_of(target)
     if not 0 <= wish.level <= 9:
@@ -85,7 +85,7 @@ def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Pla
         raise DataError(f"{samples} samples go into one array with N among its dims, or to files named with {{}}")
     shape = tuple((1 if samples is None else samples) if letter == SAMPLES else source.size(letter) for letter in dims)
     dtype = _dtype(source, wish.dtype)
-    plan = Plan(dims, shape, dtype, _chunks(dims, shape, dtype.itemsize, wish), level=wish.level)
+    plan = ArraySpec(dims, shape, dtype, _chunks(dims, shape, dtype.itemsize, wish), level=wish.level)
     if wish.shards is not None:
         plan = replace(plan, shards=_shards(plan, writer, wish.shards))
     if writer is NpyWriter and (wish.chunks or wish.level or wish.dataset):
@@ -114,7 +114,7 @@ def _chunks(dims: str, shape: tuple[int, ...], itemsize: int, wish: Wish) -> tup
     return tuple(chosen[letter] for letter in dims)
 
 
-def _shards(plan: Plan, writer: type, wanted: Mapping[str, int]) -> tuple[int, ...]:
+def _shards(plan: ArraySpec, writer: type, wanted: Mapping[str, int]) -> tuple[int, ...]:
     """Whole numbers of chunks, so that none is cut: the dims that are not named hold as many chunks as they need."""
     if writer is not ZarrWriter:
         raise DataError("shards are Zarr's: name a target that ends with .zarr")
@@ -145,7 +145,9 @@ def _names(source: Store) -> list[str]:
     return [str(number).zfill(len(str(len(source) - 1))) for number in range(len(source))]
 
 
-def _written(source: Store, samples: range, target: Path, plan: Plan, force: bool, progress: Progress | None) -> None:
+def _written(
+    source: Store, samples: range, target: Path, plan: ArraySpec, force: bool, progress: Progress | None
+) -> None:
     _refuse_existing(target, source, force)
     with _under_another_name(target) as path:
         writer = writer_of(target)(path, plan)
@@ -160,7 +162,7 @@ def _written(source: Store, samples: range, target: Path, plan: Plan, force: boo
 Part = tuple[int, Box]  # a sample, and a box of it in the order in which it will lie
 
 
-def _parts(plan: Plan, samples: int) -> Iterator[Part]:
+def _parts(plan: ArraySpec, samples: int) -> Iterator[Part]:
     at = plan.dims.find(SAMPLES)
     box = tuple(whole(size) for dim, size in enumerate(plan.shape) if dim != at)
     grid = tuple(size for dim, size in enumerate(plan.shards or plan.chunks) if dim != at)
@@ -169,7 +171,9 @@ def _parts(plan: Plan, samples: int) -> Iterator[Part]:
             yield sample, part
 
 
-def _copied(source: Store, samples: range, part: Part, plan: Plan, writer: Writer, progress: Progress | None) -> int:
+def _copied(
+    source: Store, samples: range, part: Part, plan: ArraySpec, writer: ArrayWriter, progress: Progress | None
+) -> int:
     sample, box = part
     own = plan.dims.replace(SAMPLES, "")
     numbers = np.empty(shape_of(box), plan.dtype)
@@ -193,7 +197,7 @@ def _refuse_lost_digits(source: Store, sample: int, numbers: Array) -> None:
             )
 
 
-def _index(plan: Plan, sample: int, box: Box) -> Index:
+def _index(plan: ArraySpec, sample: int, box: Box) -> Index:
     index: list[slice | int] = list(slices(box))
     if SAMPLES in plan.dims:
         index.insert(plan.dims.index(SAMPLES), sample)

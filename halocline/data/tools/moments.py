@@ -75,7 +75,7 @@ def all_merged(tables: Iterable[Array], channels: int) -> Array:
     return result
 
 
-class Found(NamedTuple):
+class PortionMoments(NamedTuple):
     """What a group of portions holds."""
 
     group: int
@@ -106,7 +106,7 @@ class Survey:
         total = len(self.parts) * len(self.store)
         return Partition.even(total, max(1, min(total, _MOST_GROUPS)))
 
-    def group(self, number: int) -> Found:
+    def group(self, number: int) -> PortionMoments:
         table, classes, size = no_moments(self.channels), Counter[int](), 0
         for item in range(*self.groups.piece(number)):
             sample, part = divmod(item, len(self.parts))
@@ -116,7 +116,7 @@ class Survey:
                 classes.update(class_counts(numbers))
                 refuse_many(classes)
             size += numbers.nbytes
-        return Found(number, table, classes, size)
+        return PortionMoments(number, table, classes, size)
 
     def _read(self, sample: int, part: Box) -> Array:
         """In the order in which it lies: nothing is turned."""

@@ -38,7 +38,7 @@ from .moments import (
     OFFSET,
     ORIGIN,
     SQUARES,
-    Found,
+    PortionMoments,
     Survey,
     all_merged,
     refuse_many,
@@ -274,7 +274,7 @@ def _surveyed(survey: Survey, jobs: int, world: World | None, progress: Progress
     return all_merged(tables, survey.channels), counts
 
 
-def _enter(found: Found, tables: Array, counts: Counter[int], progress: Progress | None) -> None:
+def _enter(found: PortionMoments, tables: Array, counts: Counter[int], progress: Progress | None) -> None:
     tables[found.group] = found.table
     counts.update(found.classes)
     refuse_many(counts)

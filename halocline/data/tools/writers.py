@@ -20,7 +20,7 @@ from ..stores.zarr import COMPLETE, Zarr
 
 
 @dataclass(frozen=True)
-class Plan:
+class ArraySpec:
     """An array to be written: all its dims by letter, as they will lie."""
 
     dims: str
@@ -32,7 +32,7 @@ class Plan:
     dataset: str = ""
 
 
-class Writer(Protocol):
+class ArrayWriter(Protocol):
     def write(self, index: Index, numbers: Array) -> None: ...
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Writer(Protocol):
 
 
 class NpyWriter:
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: ArraySpec) -> None:
         self._path, self._plan = path, plan
         np.lib.format.open_memmap(path, "w+", plan.dtype, plan.shape)
         _reserve(path)
@@ -62,7 +62,7 @@ class NpyWriter:
 class HDF5Writer:
     """With a checksum of every chunk."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: ArraySpec) -> None:
         import h5py
 
         self._path, self._plan = path, plan
@@ -86,7 +86,7 @@ class HDF5Writer:
 class ZarrWriter:
     """With a checksum of every chunk, every chunk written, and a word that says so."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: ArraySpec) -> None:
         import zarr
         from zarr.codecs import Crc32cCodec, ZstdCodec
 

@@ -1,5 +1,5 @@
 """One page that shows a run: curves, answers, time, memory and the mesh, with nothing to load from elsewhere."""
 
-from .report import Report, write_report
+from .report import RunReport, write_report
 
-__all__ = ["Report", "write_report"]
+__all__ = ["RunReport", "write_report"]

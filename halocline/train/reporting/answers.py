@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .charts import Scale, svg, ticks
+from .charts import ChartScale, svg, ticks
 from .images import (
     BOTH_SIDES,
     RAMP,
@@ -90,8 +90,8 @@ def scatter(y: Array, p: Array, index: int) -> str:
     finite = both[np.isfinite(both)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     margin = 0.06 * (high - low) or 0.5
-    across = Scale(low - margin, high + margin, PAD, EDGE - 8)
-    up = Scale(low - margin, high + margin, EDGE - PAD, 8)
+    across = ChartScale(low - margin, high + margin, PAD, EDGE - 8)
+    up = ChartScale(low - margin, high + margin, EDGE - PAD, 8)
     ends = {"x1": across(across.low), "y1": up(up.low), "x2": across(across.high), "y2": up(up.high)}
     parts = [_square(across, up), element("line", **ends, class_="diagonal")]
     picked = np.unique(np.linspace(0, len(y) - 1, min(DOTS, len(y))).astype(int)).tolist()
@@ -102,7 +102,7 @@ def scatter(y: Array, p: Array, index: int) -> str:
     return element("figure", element("figcaption", text(words)), drawing)
 
 
-def _square(across: Scale, up: Scale) -> str:
+def _square(across: ChartScale, up: ChartScale) -> str:
     parts = [element("rect", x=PAD, y=8, width=EDGE - 8 - PAD, height=EDGE - PAD - 8, class_="frame")]
     for value in ticks(across.low, across.high, 3):
         parts.append(element("text", text(short(value)), x=across(value), y=EDGE - PAD + 15, class_="tick mid"))
@@ -113,7 +113,7 @@ def _square(across: Scale, up: Scale) -> str:
     return "".join(parts)
 
 
-def _dot(y: float, p: float, across: Scale, up: Scale) -> str:
+def _dot(y: float, p: float, across: ChartScale, up: ChartScale) -> str:
     told = tooltip(f"true {short(y)}, predicted {short(p)}")
     return element("circle", told, cx=across(y), cy=up(p), r=2.6, class_="point")
 

@@ -19,7 +19,7 @@ Words = Callable[[float], str]
 
 
 @dataclass(frozen=True)
-class Scale:
+class ChartScale:
     """Values to places along an edge."""
 
     low: float
@@ -65,25 +65,27 @@ def log_ticks(low: float, high: float) -> list[float]:
     return inside[:: max(1, math.ceil(len(inside) / 7))]
 
 
-def value_scale(values: Array, zero: bool = False, log: bool | None = None) -> Scale:
+def value_scale(values: Array, zero: bool = False, log: bool | None = None) -> ChartScale:
     """A vertical edge for the finite values; in logarithms where they span a decade and more."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if log is None:
         log = not zero and low > 0 and high / low >= 10
     if log:
-        return Scale(low / 1.15, high * 1.15, HEIGHT - BOTTOM, TOP, True)
+        return ChartScale(low / 1.15, high * 1.15, HEIGHT - BOTTOM, TOP, True)
     low = min(0.0, low) if zero else low
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return Scale(low if zero else low - margin, high + margin, HEIGHT - BOTTOM, TOP)
+    return ChartScale(low if zero else low - margin, high + margin, HEIGHT - BOTTOM, TOP)
 
 
-def step_scale(steps: Array) -> Scale:
+def step_scale(steps: Array) -> ChartScale:
     low, high = (float(steps.min()), float(steps.max())) if steps.size else (0.0, 1.0)
-    return Scale(low, high, LEFT, WIDTH - RIGHT) if high > low else Scale(low - 1, low + 1, LEFT, WIDTH - RIGHT)
+    return (
+        ChartScale(low, high, LEFT, WIDTH - RIGHT) if high > low else ChartScale(low - 1, low + 1, LEFT, WIDTH - RIGHT)
+    )
 
 
-def frame(across: Scale | None, up: Scale, x_label: str, words: Words = short) -> str:
+def frame(across: ChartScale | None, up: ChartScale, x_label: str, words: Words = short) -> str:
     """Grid, numbers and what runs across; what runs up stands in the heading."""
     parts = []
     for value in up.ticks():
@@ -131,7 +133,7 @@ def curve_chart(
     return svg(title, frame(across, up, "step", words), *drawn, *crosses, strips, *dots)
 
 
-def _curve(series: Series, across: Scale, up: Scale) -> str:
+def _curve(series: Series, across: ChartScale, up: ChartScale) -> str:
     steps, values = thinned(series.steps, series.values)
     points = [(across(float(x)), up(float(y))) for x, y in zip(steps, values, strict=True)]
     if sum(math.isfinite(y) for _, y in points) == 1 and not series.dots:  # no line goes through one point
@@ -140,7 +142,7 @@ def _curve(series: Series, across: Scale, up: Scale) -> str:
     return element("path", d=path_of(points), class_=f"curve {'faint ' if series.raw else ''}{series.class_}")
 
 
-def _dots(series: Series, across: Scale, up: Scale) -> str:
+def _dots(series: Series, across: ChartScale, up: ChartScale) -> str:
     """Each answers to the pointer itself."""
     parts = []
     for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
@@ -150,7 +152,7 @@ def _dots(series: Series, across: Scale, up: Scale) -> str:
     return "".join(parts)
 
 
-def _crosses(series: Series, across: Scale) -> str:
+def _crosses(series: Series, across: ChartScale) -> str:
     parts = []
     for step in series.steps[~np.isfinite(series.values)][:100].tolist():
         x, y = across(step), TOP + 4
@@ -160,7 +162,7 @@ def _crosses(series: Series, across: Scale) -> str:
     return "".join(parts)
 
 
-def _strips(series: Sequence[Series], across: Scale, up: Scale) -> str:
+def _strips(series: Sequence[Series], across: ChartScale, up: ChartScale) -> str:
     """Columns over the chart; the one under the pointer shows a line, a dot and its numbers."""
     each = series[0]
     picked = np.unique(np.linspace(0, len(each.steps) - 1, min(STRIPS, len(each.steps))).round().astype(int))
@@ -168,7 +170,7 @@ def _strips(series: Sequence[Series], across: Scale, up: Scale) -> str:
     return "".join(_strip(each, int(index), width, across, up) for index in picked)
 
 
-def _strip(series: Series, index: int, width: float, across: Scale, up: Scale) -> str:
+def _strip(series: Series, index: int, width: float, across: ChartScale, up: ChartScale) -> str:
     step, value = float(series.steps[index]), float(series.values[index])
     x, y = across(step), up(value)
     area = element("rect", x=x - width / 2, y=TOP, width=width, height=HEIGHT - TOP - BOTTOM, class_="area")
@@ -201,7 +203,7 @@ def smoothed(values: Array, window: int) -> Array:
 def stacked_areas(title: str, steps: Array, layers: Sequence[tuple[str, Array]], top: float, words: Words) -> str:
     """Layers over each other, from below; what is higher than ``top`` is cut off."""
     across = step_scale(steps)
-    up = Scale(0.0, top, HEIGHT - BOTTOM, TOP)
+    up = ChartScale(0.0, top, HEIGHT - BOTTOM, TOP)
     below, parts = np.zeros(len(steps)), []
     for class_, values in layers:
         above = below + values
@@ -215,7 +217,7 @@ def stacked_areas(title: str, steps: Array, layers: Sequence[tuple[str, Array]],
 
 def columns(title: str, labels: Sequence[str], values: Array, words: Words, x_label: str) -> str:
     """One bar each, with its value on top where there is room."""
-    up = Scale(0.0, float(values.max()) * 1.15 or 1.0, HEIGHT - BOTTOM, TOP)
+    up = ChartScale(0.0, float(values.max()) * 1.15 or 1.0, HEIGHT - BOTTOM, TOP)
     room = (WIDTH - LEFT - RIGHT) / len(labels)
     bars = []
     for index, (label, value) in enumerate(zip(labels, values.tolist(), strict=True)):

@@ -26,7 +26,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class View:
+class DrawingAxes:
     """Which dims go up, across and back; '' where there is none."""
 
     up: str
@@ -69,7 +69,7 @@ def _drawable(space: list[str], cut: list[str]) -> list[str]:
     return [letter for letter in space if letter in kept]
 
 
-def view_of(space: Sequence[str], cut: Sequence[str]) -> View:
+def view_of(space: Sequence[str], cut: Sequence[str]) -> DrawingAxes:
     """A dim that is not cut goes back, so that every tile shows its face.
 
     >>> view_of("DHW", "HW"), view_of("DHW", "D"), view_of("HW", "H"), view_of("W", "W")
@@ -79,11 +79,11 @@ View(up='', across='W', back=''))
     if len(space) == 3:
         back = next((letter for letter in space if letter not in cut), space[0])
         up, across = (letter for letter in space if letter != back)
-        return View(up, across, back)
-    return View(space[0] if len(space) == 2 else "", space[-1], "")
+        return DrawingAxes(up, across, back)
+    return DrawingAxes(space[0] if len(space) == 2 else "", space[-1], "")
 
 
-def _copy_of(entry: Entry, view: View) -> Copy:
+def _copy_of(entry: Entry, view: DrawingAxes) -> Copy:
     """What tells copies apart: the place along axes that cut no dim which is drawn."""
     drawn = {_name(letter) for letter in (view.up, view.across, view.back)}
     return tuple((axis, place) for axis, place in entry.get("coordinates", {}).items() if axis not in drawn)
@@ -96,23 +96,23 @@ def _heading(key: Copy, groups: int) -> str:
     return ", ".join(f"{words.get(axis, axis)} {place}" for axis, place in key)
 
 
-def _figure(heading: str, tiles: list[Tile], view: View) -> str:
+def _figure(heading: str, tiles: list[Tile], view: DrawingAxes) -> str:
     """One box; where the dim that goes back is cut too, one for each of its parts."""
     layers = _parts(tiles, view.back) if view.back else [(0, 0)]
     drawings = []
     for layer in layers:
         shown = [tile for tile in tiles if not view.back or tile.box[view.back] == layer]
         words = f"{_name(view.back)} {layer[0]} to {layer[1]}" if len(layers) > 1 else ""
-        box = Box(tiles, view, layer, heading or "tiles of the ranks")
+        box = DrawnBox(tiles, view, layer, heading or "tiles of the ranks")
         drawings.append(element("div", box.drawing(shown), element("small", text(words))))
     caption = element("figcaption", text(heading)) if heading else ""
     return element("figure", caption, element("div", *drawings, class_="layers"), class_="mesh")
 
 
-class Box:
+class DrawnBox:
     """One box in the drawing's own units."""
 
-    def __init__(self, tiles: Sequence[Tile], view: View, layer: Pair, title: str) -> None:
+    def __init__(self, tiles: Sequence[Tile], view: DrawingAxes, layer: Pair, title: str) -> None:
         self._view, self._title = view, title
         self._rows = _parts(tiles, view.up) if view.up else [(0, 1)]
         self._columns = _parts(tiles, view.across)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .run import Run, is_number
+from .run import RecordedRun, is_number
 from .sections import Missing, Part, Section
 from .style import STYLE
 from .svg import duration, element, short, text
@@ -18,7 +18,7 @@ _SEALED = (
 )
 
 
-def page(run: Run, parts: list[Part]) -> str:
+def page(run: RecordedRun, parts: list[Part]) -> str:
     shown = [part for part in parts if isinstance(part, Section)]
     body = element("header", _head(run), _facts(run), _links(shown))
     body += element("main", *(_section(part) for part in shown), _absent([p for p in parts if isinstance(p, Missing)]))
@@ -29,14 +29,14 @@ def page(run: Run, parts: list[Part]) -> str:
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def _head(run: Run) -> str:
+def _head(run: RecordedRun) -> str:
     words, class_ = _ending(run)
     pill = element("span", text(words), class_=f"pill {class_}")
     name = run.name if run.subject != run.name else "a run"
     return element("p", text(name), " ", pill, class_="over") + element("h1", text(run.subject))
 
 
-def _ending(run: Run) -> tuple[str, str]:
+def _ending(run: RecordedRun) -> tuple[str, str]:
     if run.result is None:
         return "not finished", "warn"
     if run.result.get("stopped"):
@@ -44,7 +44,7 @@ def _ending(run: Run) -> tuple[str, str]:
     return "finished", "good"
 
 
-def _facts(run: Run) -> str:
+def _facts(run: RecordedRun) -> str:
     """Headline figures; those that the run does not know are left out."""
     return element("dl", *(_fact(name, value) for name, value in facts(run)), class_="facts")
 
@@ -56,7 +56,7 @@ def _fact(name: str, value: str) -> str:
     return element("div", element("dt", text(name)), element("dd", text(figure), small))
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: RecordedRun) -> list[tuple[str, str]]:
     found = [("steps", _steps(run))]
     if run.steps:
         found.append(("last loss", short(float(run.column("loss")[-1]))))
@@ -71,7 +71,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return [*found, ("samples a second", short(speed))] if math.isfinite(speed) else found
 
 
-def _steps(run: Run) -> str:
+def _steps(run: RecordedRun) -> str:
     done = int(run.steps[-1]["step"]) + 1 if run.steps else 0
     made = (run.result or {}).get("steps")
     if is_number(made) and not (run.result or {}).get("stopped"):
@@ -80,7 +80,7 @@ def _steps(run: Run) -> str:
     return f"{done} of {planned}" if is_number(planned) and planned != done else str(done)
 
 
-def _ranks(run: Run) -> str:
+def _ranks(run: RecordedRun) -> str:
     """How many, and along which axes."""
     axes: dict[str, int] = {}
     for entry in run.ranks:
@@ -105,5 +105,5 @@ def _absent(missing: list[Missing]) -> str:
     return element("section", element("h2", "Not shown"), element("ul", *items), id="missing")
 
 
-def _foot(run: Run) -> str:
+def _foot(run: RecordedRun) -> str:
     return element("footer", "Written by ", element("code", text(f"halocline report {run.name}")))

@@ -9,19 +9,19 @@ from .page import page
 from .run import NoRun, read_run
 from .sections import Section, parts_of
 
-__all__ = ["REPORT", "NoRun", "Report", "write_report"]
+__all__ = ["REPORT", "NoRun", "RunReport", "write_report"]
 
 REPORT = "report.html"
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     path: Path
     bytes: int
     sections: list[str]  # those that the run had something for
 
 
-def write_report(run: Path, out: Path | None = None) -> Report:
+def write_report(run: Path, out: Path | None = None) -> RunReport:
     """The same run gives the same bytes: nothing on the page tells when it was written."""
     read = read_run(run)
     parts = parts_of(read)
@@ -29,4 +29,4 @@ def write_report(run: Path, out: Path | None = None) -> Report:
     path = out or run / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(written)
-    return Report(path, len(written), [part.name for part in parts if isinstance(part, Section)])
+    return RunReport(path, len(written), [part.name for part in parts if isinstance(part, Section)])

@@ -29,7 +29,7 @@ class NoRun(HaloclineError, ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     name: str
     config: str = ""  # as written
     settings: Entry = field(default_factory=dict)
@@ -72,14 +72,14 @@ def column(entries: list[Entry], name: str) -> Array:
     return np.where(np.abs(found) > _HUGE, np.inf, found)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     if not (folder / CONFIG).is_file() and not (folder / LOG).is_file():
         there = "holds neither" if folder.is_dir() else "is no folder, and so has no"
         raise NoRun(f"{folder} {there} {CONFIG} nor {LOG}; give the folder of a run, as `halocline train` makes one")
     troubles: dict[str, str] = {}
     config, settings = _config(folder, troubles)
     entries = _entries(folder, troubles)
-    return Run(
+    return RecordedRun(
         folder.resolve().name,
         config,
         settings,

@@ -12,7 +12,7 @@ from ..trace import TRACE
 from .answers import answers
 from .charts import POINTS, Series, columns, curve_chart, smoothed, stacked_areas
 from .mesh import mesh_figures
-from .run import Array, Entry, Run, column, is_number
+from .run import Array, Entry, RecordedRun, column, is_number
 from .svg import duration, element, short, text
 
 #: Parts of a step's time, from below: what is left of it is computing.
@@ -41,7 +41,7 @@ class Missing:
 Part = Section | Missing
 
 
-def parts_of(run: Run) -> list[Part]:
+def parts_of(run: RecordedRun) -> list[Part]:
     return [make(run) for make in _MAKERS]
 
 
@@ -60,7 +60,7 @@ def _note(words: str) -> str:
 # -- loss and validation
 
 
-def loss(run: Run) -> Part:
+def loss(run: RecordedRun) -> Part:
     if not run.steps:
         return Missing("loss", run.troubles.get("log", "the log has no steps"))
     steps, values = run.column("step"), run.column("loss")
@@ -74,7 +74,7 @@ def loss(run: Run) -> Part:
     return Section("loss", "Training", _grid(body, *_rate(run, steps)))
 
 
-def _rate(run: Run, steps: Array) -> list[str]:
+def _rate(run: RecordedRun, steps: Array) -> list[str]:
     """Of one step there is nothing to see."""
     rates = run.column("lr")
     if np.isfinite(rates).sum() < 2:
@@ -107,7 +107,7 @@ def _keys(entries: list[tuple[str, str]]) -> str:
     return element("p", *swatches, class_="legend")
 
 
-def validation(run: Run) -> Part:
+def validation(run: RecordedRun) -> Part:
     entries = run.validations
     if not entries:
         data = run.settings.get("data")
@@ -132,7 +132,7 @@ def validation(run: Run) -> Part:
     )
 
 
-def _split_words(run: Run) -> str:
+def _split_words(run: RecordedRun) -> str:
     """Which samples were held out, as the run said when it began."""
     return _note(run.split) if run.split else ""
 
@@ -179,21 +179,21 @@ def _table(entries: list[Entry], names: list[str]) -> str:
 # -- time
 
 
-def split(run: Run) -> dict[str, Array]:
+def split(run: RecordedRun) -> dict[str, Array]:
     """Seconds of every step by what they went to; they sum to the step's."""
     waits = {name: np.nan_to_num(run.column(name), posinf=0.0) for name in ("halo", "gradients", "data")}
     compute = np.maximum(0.0, run.column("seconds") - sum(waits.values()))
     return {"compute": compute, **waits}
 
 
-def median_split(run: Run) -> dict[str, float]:
+def median_split(run: RecordedRun) -> dict[str, float]:
     """Medians of the waits; computing is the rest of the median step, so that they sum to it."""
     waits = {name: float(np.median(values)) for name, values in split(run).items() if name != "compute"}
     total = float(np.nanmedian(run.column("seconds")))
     return {"compute": max(0.0, total - sum(waits.values())), **waits}
 
 
-def time(run: Run) -> Part:
+def time(run: RecordedRun) -> Part:
     timed = np.isfinite(run.column("seconds"))
     if not timed.any():
         return Missing("time", "the log tells of no step how long it took")
@@ -207,7 +207,7 @@ def time(run: Run) -> Part:
     return Section("time", "Where the time goes", _grid(*cards, class_="cards three") + _trace(run))
 
 
-def _trace(run: Run) -> str:
+def _trace(run: RecordedRun) -> str:
     words = f"{TRACE} beside this page tells what every thread of every rank did in a few steps: open it in "
     words += "ui.perfetto.dev."
     return _note(words) if run.traced else ""
@@ -231,7 +231,7 @@ def _bar(parts: dict[str, float]) -> list[str]:
     ]
 
 
-def _over_time(run: Run, seconds: Array) -> str:
+def _over_time(run: RecordedRun, seconds: Array) -> str:
     """Means over stretches of steps; a first step that warms up would flatten all others, and is cut off."""
     stretches = np.array_split(np.arange(len(seconds)), min(len(seconds), POINTS // 4))
     steps = np.array([run.column("step")[each].mean() for each in stretches])
@@ -247,7 +247,7 @@ def _over_time(run: Run, seconds: Array) -> str:
 # -- ranks
 
 
-def memory(run: Run) -> Part:
+def memory(run: RecordedRun) -> Part:
     told = [entry for entry in run.ranks if is_number(entry.get("memory")) and np.isfinite(entry["memory"])]
     if not told:
         return Missing("memory", _no_ranks(run))
@@ -260,7 +260,7 @@ def memory(run: Run) -> Part:
     return Section("memory", "Memory", _grid(_card(f"At the peak, {unit}", chart, _note(words))))
 
 
-def mesh(run: Run) -> Part:
+def mesh(run: RecordedRun) -> Part:
     told = [entry for entry in run.ranks if entry.get("tile")]
     if not told:
         return Missing("mesh", _no_ranks(run))
@@ -273,13 +273,13 @@ def mesh(run: Run) -> Part:
     return Section("mesh", "How samples are cut", element("p", text(words)) + figures)
 
 
-def _no_ranks(run: Run) -> str:
+def _no_ranks(run: RecordedRun) -> str:
     if run.result is None:
         return "ranks are written down when a run is finished, and this one is not"
     return "the log does not tell of ranks"
 
 
-def examples(run: Run) -> Part:
+def examples(run: RecordedRun) -> Part:
     if "examples" in run.troubles:
         return Missing("examples", run.troubles["examples"])
     if run.examples is None:
@@ -291,7 +291,7 @@ def examples(run: Run) -> Part:
     return Section("examples", "What the network answers", body)
 
 
-def settings(run: Run) -> Part:
+def settings(run: RecordedRun) -> Part:
     if not run.config:
         return Missing("settings", run.troubles.get("settings", "config.toml is empty"))
     trouble = [element("p", text(run.troubles["settings"]), class_="bad")] if "settings" in run.troubles else []
@@ -299,4 +299,4 @@ def settings(run: Run) -> Part:
     return Section("settings", "Settings", "".join(trouble) + folded)
 
 
-_MAKERS: tuple[Callable[[Run], Part], ...] = (loss, validation, examples, time, memory, mesh, settings)
+_MAKERS: tuple[Callable[[RecordedRun], Part], ...] = (loss, validation, examples, time, memory, mesh, settings)

@@ -33,7 +33,7 @@ class Damaged(OSError):
     """Bytes that are not those which were read from the source. Worth another attempt."""
 
 
-class Shelf:
+class NodeStore:
     """Where one node keeps what is staged. One staging at a time has it."""
 
     def __init__(self, destination: Path, node: int) -> None:
@@ -141,8 +141,8 @@ class Shelf:
         for folder in listing.folders:
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
-    def part(self, file: File) -> Part:
-        return Part(self, file, self.parts / f"{next(self._numbers)}.part")
+    def part(self, file: File) -> PartialFile:
+        return PartialFile(self, file, self.parts / f"{next(self._numbers)}.part")
 
     def put(self, part: Path, file: File, crc: int) -> None:
         """Under its name. The journal comes first, so that it vouches for all that is there, whenever we are killed."""
@@ -155,11 +155,11 @@ class Shelf:
         part.replace(target)
 
 
-class Part:
+class PartialFile:
     """A file on its way, under a name that nobody takes for it."""
 
-    def __init__(self, shelf: Shelf, file: File, path: Path) -> None:
-        self.shelf, self.file, self.path = shelf, file, path
+    def __init__(self, store: NodeStore, file: File, path: Path) -> None:
+        self.store, self.file, self.path = store, file, path
         self.crc = self.written = 0
         self._target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
@@ -176,7 +176,7 @@ class Part:
             raise Damaged(f"its checksum is {self.crc:08x} here and was {crc:08x} when it was read")
         os.fsync(self._target)
         self._close()
-        self.shelf.put(self.path, self.file, crc)
+        self.store.put(self.path, self.file, crc)
 
     def discard(self) -> None:
         self._close()

@@ -15,11 +15,11 @@ from .pipeline import Batch, Pipeline, Started
 _AT_EXIT = 3.0  # seconds, twice at most
 
 
-class Feeder:
+class Prefetcher:
     """Works on the steps from ``first`` on, and is never more than ``ahead`` of those that were asked for.
 
-    How far it goes depends on that alone. So the feeders of all ranks, which exchange data among each other, come to
-    rest at the same step, whatever their speed.
+    How far it goes depends on that alone. So the prefetchers of all ranks, which exchange data, come to rest at the same
+    step, whatever their speed.
     """
 
     def __init__(self, pipeline: Pipeline, first: int, ahead: int, last: int | None = None) -> None:
@@ -29,7 +29,7 @@ class Feeder:
         self._ended = False
         self._ready: queue.SimpleQueue[tuple[int, Batch | BaseException | None]] = queue.SimpleQueue()
         self._begun: deque[Started] = deque()
-        self._thread = threading.Thread(target=self._run, name="halocline-feeder", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="halocline-prefetcher", daemon=True)
         self.waited = 0.0
         self.over = False  # has it told of an error, its last word?
         self._exiting = False
@@ -65,7 +65,7 @@ class Feeder:
         self._ended = True
 
     def stop(self, deadline: float) -> None:
-        """Come to rest where the other ranks' feeders do, and let go of what was prepared."""
+        """Come to rest where the other ranks' prefetchers do, and let go of what was prepared."""
         with self._moved:
             self._ended = True
             self._moved.notify()

@@ -20,7 +20,7 @@ from .order import Order
 Coordinates = Mapping[str, int]
 
 
-class Held:
+class SampleCache:
     """``grid`` cuts the samples as they lie; ``budget`` is in bytes, a rank's own."""
 
     def __init__(

@@ -7,7 +7,7 @@ from ...geometry import Box, Interval
 from .store import Array, Store
 
 
-class Part(Store):
+class SampleRange(Store):
     def __init__(self, store: Store, samples: Interval) -> None:
         if samples.lo < 0 or samples.hi > len(store) or samples.empty:
             raise DataError(f"{store.name}: samples {samples.lo} to {samples.hi} of {len(store)} are none")

@@ -25,7 +25,7 @@ HEARTBEAT = 0.25  # seconds between agreements while somebody still works: far b
 _TEXT = 4096  # bytes of an error that all ranks get to see
 
 
-class Council:
+class Consensus:
     """All ranks. Those with a *seat* have a row in what is heard; the others listen."""
 
     def __init__(self, world: World, patience: float) -> None:
@@ -92,14 +92,14 @@ def reason(error: BaseException) -> str:
 # ---- nodes ----
 
 
-def find_nodes(council: Council) -> tuple[tuple[int, ...], int]:
+def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
     """The ranks that work, one a node, and the number of this rank's node among them."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    table = council.hear([1 + local, *_whereabouts()])
+    table = consensus.hear([1 + local, *_whereabouts()])
     workers = tuple(int(rank) for rank in np.flatnonzero(table[:, 0] == 1))
     if not workers:
-        return council.ranks, council.world.rank
-    return workers, _own(workers, council.world.rank, table)
+        return consensus.ranks, consensus.world.rank
+    return workers, _own(workers, consensus.world.rank, table)
 
 
 def _own(workers: tuple[int, ...], rank: int, table: Any) -> int:
