@@ -18,8 +18,8 @@ _AT_EXIT = 3.0  # seconds, twice at most
 class Prefetcher:
     """Works on the steps from ``first`` on, and is never more than ``ahead`` of those that were asked for.
 
-    How far it goes depends on that alone. So the prefetchers of all ranks, which exchange data, come to rest at the same
-    step, whatever their speed.
+    How far it goes depends on that alone. So the prefetchers of all ranks, which exchange data, come to rest at
+    the same step, whatever their speed.
     """
 
     def __init__(self, pipeline: Pipeline, first: int, ahead: int, last: int | None = None) -> None:
