@@ -40,6 +40,7 @@ check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 	$(BIN)/python tools/size.py
+	$(BIN)/python tools/lint.py
 	$(BIN)/python tools/support.py --check
 	$(BIN)/python tools/settings.py --check
 

@@ -28,6 +28,8 @@ disable_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
 #: The operator behind ``Tensor.item()`` and behind a branch on a tensor.
 item_operator = torch.ops.aten._local_scalar_dense.default
 
+BatchNormBase = torch.nn.modules.batchnorm._BatchNorm  # of batch norms of every kind
+
 
 def schema_of(operator: Any) -> Any:
     """The schema of an ATen operator: its name, and which results alias which arguments."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch_private import running_modules, transforming
+from ._torch_private import BatchNormBase, running_modules, transforming
 from .errors import MeshError, Refused
 from .kernels import SizeWatch, keep_fast
 from .own_collectives import watch_collectives
@@ -128,7 +128,7 @@ def distribute(
     if mesh.size > 1:
         watch_draws(model, mesh)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNormBase):
             setattr(module, STATISTICS, batch_statistics)
     averaged = _to_average(model, mesh, averaging)
     indices = _as_indices(groups, [name for name, _ in averaged])
