@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halocline.distribute import distribute
 from halocline.reduction import Lag, engine_of
-from halocline.world import Mesh
+from halocline.world import Averaged, Event, Mesh
 
 from .gradients_models import SUBJECTS, Layer, emulated, layers_of, sleep_until
 
@@ -248,7 +248,7 @@ class StepRecord:
     """One step of ``halocline``, its groups and messages as the engine writes them down; None where it does not."""
 
     step: StepTimes
-    groups: list[dict[str, Any]] | None
+    groups: list[Averaged] | None
     messages: int | None
     control_messages: int | None
 
@@ -258,9 +258,8 @@ def tell() -> StepRecord:
     engine = engine_of(trainer.model)
     if engine is None:
         return StepRecord(trainer.step(), None, None, None)
-    before, engine.journal, control = engine.journal, [], engine.control_messages
-    try:
-        taken, groups = trainer.step(), list(engine.journal)
-    finally:
-        engine.journal = before
+    events, control = list[Event](), engine.control_messages
+    with engine.world.events.listening(events.append):
+        taken = trainer.step()
+    groups = [event for event in events if isinstance(event, Averaged)]
     return StepRecord(taken, groups, len(groups), engine.control_messages - control)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from halocline.world import Averaged
+
 from .gradients_ranks import StepRecord
 
 MICRO = 1e6
@@ -35,16 +37,11 @@ def rank_events(name: str, told: StepRecord, process: int) -> Iterator[Event]:
         yield from group_events(group, process, step.begun)
 
 
-def group_events(group: Event, process: int, begun: float) -> Iterator[Event]:
-    """The engine tells times of this rank's clock."""
-    name, facts = f"group {group['bucket']}", {"parameters": _plain(group["parameters"]), "bytes": group["bytes"]}
-    ready, sent, done = (group[key] - begun for key in ("ready_s", "sent_s", "done_s"))
+def group_events(group: Averaged, process: int, begun: float) -> Iterator[Event]:
+    """Times are of this rank's clock."""
+    name, facts = f"group {group.bucket}", {"parameters": list(group.parameters), "bytes": group.bytes}
+    ready, sent, done = (moment - begun for moment in (group.ready, group.sent, group.time))
     yield {"ph": "i", "s": "t", "name": name, "pid": process, "tid": READY, "ts": ready * MICRO, "args": facts}
-    same = {"cat": "wire", "id": group["bucket"], "name": name, "pid": process, "tid": SENDING}
+    same = {"cat": "wire", "id": group.bucket, "name": name, "pid": process, "tid": SENDING}
     yield {"ph": "b", **same, "ts": sent * MICRO, "args": facts}  # several may be on their way at once
     yield {"ph": "e", **same, "ts": done * MICRO}
-
-
-def _plain(value: Any) -> Any:
-    """Names or numbers of parameters, whatever collection holds them."""
-    return value if isinstance(value, int | str) else [str(one) for one in value]

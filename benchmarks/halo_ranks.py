@@ -19,8 +19,8 @@ from halocline.distribute import distribute, no_sync
 from halocline.rules import shard
 from halocline.tensor import unwrap
 from halocline.workloads.unet3d import UNet3d
-from halocline.world import DryWorld, Mesh, World, as_world
-from halocline.world.base import Incoming, Label, Outgoing
+from halocline.world import DryWorld, Label, Mesh, World, as_world
+from halocline.world.base import Incoming, Outgoing
 
 CLASSES = 3
 BLOCK = 1 << 20  # bytes of a stream are handed over in such pieces

@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "halocline"
 PRIVATE = "_torch_private.py"
+NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # Python's own
 
 
 def is_private(name: str) -> bool:
@@ -22,7 +23,7 @@ def is_private(name: str) -> bool:
 
 def own_names(trees: dict[Path, ast.Module]) -> set[str]:
     """Private names that the package itself defines: functions, classes, attributes, modules, slots."""
-    names = {path.stem for path in trees}
+    names = {path.stem for path in trees} | NAMED_TUPLE
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):

@@ -1,5 +1,5 @@
 """Programs written down: what one rank does in a step, without doing it."""
 
-from .record import Operation, Record, dry, record
+from .record import Record, dry, record
 
-__all__ = ["Operation", "Record", "dry", "record"]
+__all__ = ["Record", "dry", "record"]

@@ -6,29 +6,18 @@ The same recorder serves a dry run (one rank of any number, on meta tensors) and
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .._torch_private import TorchDispatchMode, in_backward, item_operator, schema_of
 from ..errors import Refused
 from ..rules import planning
 from ..tensor import here
-from ..world import Began, DryWorld, Mesh, Summed, as_world
+from ..world import Begun, Computed, DryWorld, Event, Mesh, Summed, World, as_world
 from .work import flops, size_of, tensors_of
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One local operation of torch, with this rank's shapes."""
-
-    name: str
-    place: str
-    phase: str
-    shapes: tuple[tuple[int, ...], ...]
-    flops: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -37,15 +26,15 @@ class Record:
 
     rank: int
     ranks: int
-    events: tuple[object, ...]
+    events: tuple[Event, ...]
 
     @property
-    def operations(self) -> list[Operation]:
-        return [event for event in self.events if isinstance(event, Operation)]
+    def operations(self) -> list[Computed]:
+        return [event for event in self.events if isinstance(event, Computed)]
 
     @property
-    def exchanges(self) -> list[Began]:
-        return [event for event in self.events if isinstance(event, Began)]
+    def exchanges(self) -> list[Begun]:
+        return [event for event in self.events if isinstance(event, Begun)]
 
     @property
     def sums(self) -> list[Summed]:
@@ -65,16 +54,17 @@ class Record:
         return sum(size for e in self.exchanges for _, size in e.sends) + sum(total.bytes for total in self.sums)
 
     def to_json(self) -> str:
-        events = [{"event": type(event).__name__, **asdict(event)} for event in self.events]  # type: ignore[call-overload]
-        return json.dumps({"rank": self.rank, "ranks": self.ranks, "events": events})
+        """The events as objects with their type in "event"; dtypes as text."""
+        events = [{"event": type(event).__name__, **event._asdict()} for event in self.events]
+        return json.dumps({"rank": self.rank, "ranks": self.ranks, "events": events}, default=str)
 
 
-class _Watcher(TorchDispatchMode):
-    """Sees local operations below autograd, so those of backward too."""
+class _OperationEvents(TorchDispatchMode):
+    """Emits local operations. It stands below autograd, so that it sees those of backward too."""
 
-    def __init__(self, journal: list[object]) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
-        self._journal = journal
+        self._world = world
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is item_operator and args[0].is_meta:
@@ -86,7 +76,7 @@ class _Watcher(TorchDispatchMode):
             )
         result = function(*args, **(kwargs or {}))
         if not planning() and not _is_free(function):
-            self._journal.append(_operation(function, args, result))
+            self._world.emit(_computed(self._world, function, args, result))
         return result
 
 
@@ -97,29 +87,28 @@ def _is_free(function: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(function).returns)
 
 
-def _operation(function: Any, args: Any, result: Any) -> Operation:
+def _computed(world: World, function: Any, args: Any, result: Any) -> Computed:
     inputs = tensors_of(args)
-    return Operation(
+    return Computed(
+        next(world.events.numbers),
+        world.number,
+        time.perf_counter(),
         name=schema_of(function).name.removeprefix("aten::"),
         place=here(),
         phase="backward" if in_backward() else "forward",
         shapes=tuple(tuple(tensor.shape) for tensor in inputs),
+        dtype=inputs[0].dtype if inputs else None,
         flops=flops(function, args, result),
         bytes=size_of(inputs) + size_of(result),
     )
 
 
 def record(step: Callable[[], object], mesh: Mesh) -> Record:
-    """Run ``step()`` and return all that this rank did in it."""
-    world = mesh.world
-    journal: list[object] = []
-    before, world.journal = world.journal, journal
-    try:
-        with _Watcher(journal):
-            step()
-    finally:
-        world.journal = before
-    return Record(world.rank, world.size, tuple(journal))
+    """Run ``step()`` and return the events of all that this rank did in it."""
+    world, events = mesh.world, list[Event]()
+    with world.events.listening(events.append), _OperationEvents(world):
+        step()
+    return Record(world.rank, world.size, tuple(events))
 
 
 @contextmanager

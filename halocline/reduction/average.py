@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +73,6 @@ class GradientAverage:
         self.patient = False  # average when backward has ended, and not before
         self.queue: SumQueue | CommThread | None = None  # where sums wait for their turn
         self.overlap: Overlap | None = None  # who takes over when a backward has ended; None: all is waited for there
-        #: Of each bucket of each step: what it was, and when (by ``time.perf_counter``). None where nobody asks.
-        self.journal: list[dict[str, Any]] | None = None
         world.engines += 1
         self.number = world.engines
         self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up

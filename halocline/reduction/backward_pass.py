@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..world import Label, World
+from ..world import Averaged, Label, World
 from .buckets.bucket import Bucket, by_kind, is_shared
 from .buckets.plan import BucketPlan
 from .schedule.negotiation import Negotiation
@@ -338,19 +338,22 @@ class BackwardPass:
             parameter.grad = bucket.given(index)
 
     def _write(self, number: int, done: float) -> None:
-        engine = self.engine
-        if engine.journal is None or self.plan is None:
+        engine, world = self.engine, self.engine.world
+        if not world.events.listeners or self.plan is None:
             return
         bucket = self.plan.buckets[number]
         ready = max((self._ready[index] for index in bucket.indices if index in self._ready), default=self._started)
-        engine.journal.append(
-            {
-                "step": engine.steps,
-                "bucket": number,
-                "parameters": [engine.names[index] for index in bucket.indices],
-                "bytes": bucket.bytes,
-                "ready_s": ready,
-                "sent_s": self._sent[number],
-                "done_s": done,
-            }
+        world.emit(
+            Averaged(
+                next(world.events.numbers),
+                world.number,
+                done,
+                Label(engine.name, "backward", engine.channel),
+                step=engine.steps,
+                bucket=number,
+                parameters=tuple(engine.names[index] for index in bucket.indices),
+                bytes=bucket.bytes,
+                ready=ready,
+                sent=self._sent[number],
+            )
         )

@@ -153,8 +153,9 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor
     old, tile = tensor.sharding, unwrap(tensor)
     fetch = recut(old, Sharding(old.mesh, old.shape, (None,) * len(old.shape)))
-    old.mesh.world.traffic.gathered_bytes += fetch.transfer.received_elements * tile.element_size()
-    return fetch(tile, Label("gather", here()))
+    label = Label("gather", here())
+    old.mesh.world.redistributed("hc.gather", label, fetch.transfer.received_elements * tile.element_size())
+    return fetch(tile, label)
 
 
 def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = None, multiple: int = 1) -> Tensor:

@@ -50,7 +50,7 @@ def attention(
 
 def _by_heads(query: Any, key: Any, value: Any, axis: str, options: tuple[Any, ...]) -> Tensor:
     """Heads cut instead of tokens while the call runs, and tokens again after it."""
-    count(query, "shuffles")
+    count(query, "shuffle")
     moved = [heads_first(x, axis) for x in (query, key, value)]
     result = run_rule(F.scaled_dot_product_attention, _attention_rule, (*moved, *options), {})
     return cut_like(result, Sharding(query.sharding.mesh, result.shape, query.sharding.cuts))

@@ -33,13 +33,12 @@ def whole_channels(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _count(name: str, input: ShardedTensor, moved: Tensor) -> None:
     """As the executor counts shuffles and gathers."""
-    traffic, label = input.sharding.mesh.world.traffic, str(Label(name, here()))
+    world, label = input.sharding.mesh.world, Label(name, here())
     before, after = (unwrap(tensor).numel() for tensor in (input, moved))
     if isinstance(moved, ShardedTensor) and moved.sharding.axes == input.sharding.axes:
-        traffic.shuffles[label] += 1
+        world.redistributed("shuffle", label)
     else:
-        traffic.gathers[label] += 1
-        traffic.gathered_bytes += (after - before) * input.element_size()
+        world.redistributed("gather", label, (after - before) * input.element_size())
 
 
 def _moved(own: Sharding) -> Sharding:

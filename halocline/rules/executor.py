@@ -308,9 +308,7 @@ def _compute_nothing(
 
 def _put_back(plan: CallPlan, results: list[Tensor], label: Label) -> list[Tensor]:
     """The second half of a shuffle. Counted, and said once a place, as a gather is."""
-    traffic = plan.mesh.world.traffic
-    traffic.shuffles[str(label)] += 1
-    if traffic.shuffles[str(label)] == 1 and plan.mesh.rank == 0:
+    if plan.mesh.world.redistributed("shuffle", label) == 1 and plan.mesh.rank == 0:
         _log.info("%s: the ranks exchange tiles so that another dim is cut meanwhile, and back", label)
     moves = zip(results, plan.shardings, plan.goals, strict=True)
     return [result if old is new else recut(old, new)(result, label) for result, old, new in moves]
@@ -321,11 +319,8 @@ def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
     for fetch, tile in zip(plan.fetches, tiles, strict=True):
         if fetch is None or not fetch.gathers:
             continue
-        traffic = plan.mesh.world.traffic
         size = fetch.transfer.received_elements * tile.element_size()
-        traffic.gathered_bytes += size
-        traffic.gathers[str(label)] += 1
-        if traffic.gathers[str(label)] == 1 and plan.mesh.rank == 0:
+        if plan.mesh.world.redistributed("gather", label, size) == 1 and plan.mesh.rank == 0:
             axes = ", ".join(sorted(fetch.axes - fetch.work_axes))
             _log.warning(
                 "%s: every rank fetches the whole operand over %s, %s a call; the result is exact, but this operation "

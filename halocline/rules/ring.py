@@ -60,10 +60,9 @@ def heads_first(tensor: ShardedTensor, axis: str) -> Tensor:
     return cut_like(tensor, Sharding(old.mesh, old.shape, cuts))
 
 
-def count(query: ShardedTensor, name: str) -> None:
+def count(query: ShardedTensor, kind: str) -> None:
     """Shown by ``halocline check``, as gathers are."""
-    label = str(Label("scaled_dot_product_attention", here()))
-    getattr(query.sharding.mesh.world.traffic, name)[label] += 1
+    query.sharding.mesh.world.redistributed(kind, Label("scaled_dot_product_attention", here()))
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ def ring_attention(query: Any, key: Any, value: Any, axis: str, causal: bool, sc
     route = Route(mesh.world, mesh.ranks_along((axis,)), Label("ring attention", here()))
     place = mesh.coordinates[axis]
     ring = Ring(route, place, cut.partition, query.sharding.owned(query.ndim - 2), causal, scale, shardings)
-    count(query, "rings")
+    count(query, "ring")
     tiles, autocast = [unwrap(x) for x in (query, key, value)], Autocast.now(query.device)
     if autocast.enabled:  # as torch's own does, and outside the Function
         tiles = [tile.to(autocast.dtype) for tile in tiles]

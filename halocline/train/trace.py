@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,16 +18,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .._torch_private import profile_every_thread
-from ..world.base import World
+from ..world import Event, Waited, World
 
 TRACE, FOLDER = "trace.json", "trace"
 STEPS = range(2, 5)  # the first steps warm up
 _NOTHING = nullcontext()
 _WAITS = {"moves": "halo wait", "control": "sum wait", "gradients": "gradient wait"}
-_WAITING = ("complete", "complete_sum", "ring_sum")  # where a world's ranks wait for each other
 _STREAMS = 1 << 30  # thread numbers of GPU streams begin here, above those of the system
 _THREADS = {"autograd::engine": (1, "autograd"), "gloo:": (4, "transport")}  # torch's own, by what they do
-Event = dict[str, Any]
+Entry = dict[str, Any]  # of a trace, as https://perfetto.dev reads it
 T = TypeVar("T")
 
 
@@ -41,6 +41,8 @@ class Tracer:
         self._first: int | None = None
         self._profile: profile | None = None
         self._names: dict[int, str] = {}
+        self._waits: list[tuple[int, Waited]] = []  # with the thread that waited
+        self._steps_began: dict[str, float] = {}
 
     def step(self, number: int) -> AbstractContextManager[object]:
         """Round one step. The first of those wanted starts the trace, the last ends and writes it."""
@@ -70,6 +72,7 @@ class Tracer:
     def _traced(self, number: int, last: bool) -> Iterator[None]:
         if self._profile is None:
             self._begin()
+        self._steps_began[step_name(number)] = time.perf_counter()
         with record_function(step_name(number)):
             yield
         self._names |= {thread.native_id or 0: thread.name for thread in threading.enumerate()}
@@ -80,32 +83,48 @@ class Tracer:
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         self._profile = profile(activities=kinds, experimental_config=profile_every_thread())
         self._profile.start()
-        for name in _WAITING if self._world is not None else ():
-            setattr(self._world, name, self._spanned(getattr(self._world, name)))
+        if self._world is not None:
+            self._world.events.add(self._hear)
 
-    def _spanned(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """The world's own method, with a span that tells what was waited for: the label comes last."""
-
-        def waiting(*arguments: Any) -> Any:
-            label = arguments[-1]
-            kind = label.channel.partition(" ")[0]  # each engine of gradients has a channel with a number
-            with record_function(f"{_WAITS.get(kind, kind)}: {label}"):
-                return wait(*arguments)
-
-        return waiting
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Waited):
+            self._waits.append((threading.get_native_id(), event))
 
     def close(self) -> None:
         """Write what was traced so far, if anything; tracing is over."""
         done, self._profile, self._steps = self._profile, None, range(0)
         if done is None:
             return
-        for name in _WAITING if self._world is not None else ():
-            delattr(self._world, name)  # the class's own shows again
+        if self._world is not None:
+            self._world.events.remove(self._hear)
         done.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         done.export_chrome_trace(str(self._path))
         told = json.loads(self._path.read_text())
+        told["traceEvents"] += spans_of(self._waits, told["traceEvents"], self._steps_began)
         _replace(self._path, as_rank(told, self._rank, os.getpid(), self._names))
+
+
+def spans_of(waits: list[tuple[int, Waited]], entries: list[Entry], steps_began: dict[str, float]) -> list[Entry]:
+    """Waits as spans in the rows of their threads, on the profiler's clock.
+
+    ``steps_began`` says when the spans of steps, which are among the entries, began by ``time.perf_counter``.
+    """
+    steps = [entry for entry in entries if entry.get("ph") == "X" and entry["name"] in steps_began]
+    if not steps:
+        return []
+    # Each span begins a little after its time was taken: the least difference is the nearest to that of the clocks.
+    offset = min(step["ts"] - 1e6 * steps_began[step["name"]] for step in steps)
+    same = {"ph": "X", "cat": "user_annotation", "pid": os.getpid()}
+    return [
+        {**same, "tid": thread, "ts": 1e6 * wait.time + offset, "dur": 1e6 * wait.seconds, "name": _wait_name(wait)}
+        for thread, wait in waits
+    ]
+
+
+def _wait_name(wait: Waited) -> str:
+    kind = wait.label.channel.partition(" ")[0]  # each engine of gradients has a channel with a number
+    return f"{_WAITS.get(kind, kind)}: {wait.label}"
 
 
 def step_name(number: int) -> str:
@@ -116,7 +135,7 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / FOLDER / f"rank-{rank}.json"
 
 
-def _replace(path: Path, told: Event) -> None:
+def _replace(path: Path, told: Entry) -> None:
     """Whole or not at all."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(told))
@@ -126,7 +145,7 @@ def _replace(path: Path, told: Event) -> None:
 # -- a rank's rows
 
 
-def as_rank(told: Event, rank: int, process: int, names: dict[int, str]) -> Event:
+def as_rank(told: Entry, rank: int, process: int, names: dict[int, str]) -> Entry:
     """What the profiler wrote, with the rank as process, and rows with names that explain."""
     events = [_placed(event, rank, process) for event in told["traceEvents"] if _is_wanted(event)]
     first = {event["tid"]: str(event["name"]) for event in reversed(events)}
@@ -135,13 +154,13 @@ def as_rank(told: Event, rank: int, process: int, names: dict[int, str]) -> Even
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": [*_metadata(rank, named), *events]}
 
 
-def _is_wanted(event: Event) -> bool:
+def _is_wanted(event: Entry) -> bool:
     """Rows of the profiler's own have words for numbers; what rows are called is told anew."""
     numbers = isinstance(event.get("pid"), int) and isinstance(event.get("tid"), int)
     return numbers and event.get("ph") != "M" and "ts" in event
 
 
-def _placed(event: Event, rank: int, process: int) -> Event:
+def _placed(event: Entry, rank: int, process: int) -> Entry:
     on_gpu = event["pid"] != process  # the profiler gives a card's number there, and a stream's as thread
     row = _STREAMS + 1000 * event["pid"] + event["tid"] if on_gpu else event["tid"]
     moved = {**event, "pid": rank, "tid": row}
@@ -165,7 +184,7 @@ def _row_name(row: int, thread: str, work: str) -> tuple[int, str]:
     return next(known, (3, f"thread {row}"))
 
 
-def _metadata(rank: int, rows: dict[int, tuple[int, str]]) -> Iterator[Event]:
+def _metadata(rank: int, rows: dict[int, tuple[int, str]]) -> Iterator[Entry]:
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     for row, (place, name) in sorted(rows.items()):
@@ -193,7 +212,7 @@ def _rank_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem.partition("-")[2]), path) for path in (folder / FOLDER).glob("rank-*.json"))
 
 
-def _joined(ranks: list[Event]) -> Event:
+def _joined(ranks: list[Entry]) -> Entry:
     """All on the clock of the first."""
     base = ranks[0]["baseTimeNanoseconds"]
     for told in ranks:
@@ -208,13 +227,13 @@ def _joined(ranks: list[Event]) -> Event:
     return {"displayTimeUnit": "ms", "otherData": {"clocks_moved_by_us": shifts}, "traceEvents": events}
 
 
-def _shift(told: Event, micros: float) -> None:
+def _shift(told: Entry, micros: float) -> None:
     for event in told["traceEvents"] if micros else ():
         if "ts" in event:
             event["ts"] += micros
 
 
-def _skew(one: Event, other: Event) -> float:
+def _skew(one: Entry, other: Entry) -> float:
     """How far the other rank's clock is off, in microseconds; 0 where nothing tells.
 
     Ranks end a step together, when gradients are averaged. Clocks of one machine agree far better than that tells, so
@@ -229,6 +248,6 @@ def _skew(one: Event, other: Event) -> float:
     return float(off) if abs(off) > 0.5 * mine["dur"] else 0.0
 
 
-def _steps_of(told: Event) -> dict[str, Event]:
+def _steps_of(told: Entry) -> dict[str, Entry]:
     spans = (event for event in told["traceEvents"] if event.get("ph") == "X" and event.get("cat") == "user_annotation")
     return {event["name"]: event for event in spans if event["name"].startswith("step ")}

@@ -1,7 +1,8 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
-from .base import Began, Label, PendingExchange, PendingSum, Receive, Send, Summed, Traffic, Waited, World
+from .base import PendingExchange, PendingSum, Receive, Send, World
 from .dry import DryWorld
+from .events import Averaged, Begun, Computed, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
 from .joined import DEFAULT_DEADLINE
 from .launcher import RankInfo, this_rank_info
 from .local import LocalWorld, as_world, run_local
@@ -32,9 +33,13 @@ from .text import broadcast_text
 __all__ = [
     "AVERAGED",
     "DEFAULT_DEADLINE",
-    "Began",
+    "Averaged",
+    "Begun",
     "Bundle",
+    "Computed",
     "DryWorld",
+    "Event",
+    "EventStream",
     "KnownMove",
     "Label",
     "LocalWorld",
@@ -49,6 +54,7 @@ __all__ = [
     "ProcessWorld",
     "RankInfo",
     "Receive",
+    "Redistributed",
     "Route",
     "ScaleGradient",
     "Send",

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,74 +18,8 @@ from torch import Tensor
 
 from .._torch_private import count_in_checkpoint
 from .caller import LauncherCalls, call_path, describe_path
+from .events import Begun, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
 from .tags import counted_tag, size_bits
-
-
-class Label(NamedTuple):
-    """What a communication is for: named in errors, and part of the tag. Channels never wait for each other.
-
-    Of messages that wait for the same link, those of the least ``urgency`` go first, where the world can choose.
-    """
-
-    operation: str
-    place: str
-    channel: str = "moves"
-    urgency: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.operation} in {self.place}"
-
-
-@dataclass
-class Traffic:
-    """What this rank has sent and received so far, in payload bytes."""
-
-    messages: int = 0
-    moved_bytes: int = 0
-    gathered_bytes: int = 0
-    summed_bytes: int = 0
-    sums: int = 0  # begun ahead: one message each
-    #: Seconds by channel: what did not hide behind work.
-    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    transport_bytes: int = 0  # as handed to the transport, counted at that very call
-    gathers: Counter[str] = field(default_factory=Counter)
-    shuffles: Counter[str] = field(default_factory=Counter)
-    rings: Counter[str] = field(default_factory=Counter)
-
-    def clear(self) -> None:
-        self.messages = self.moved_bytes = self.gathered_bytes = self.summed_bytes = self.transport_bytes = 0
-        self.sums = 0
-        self.waited.clear()
-        self.gathers.clear()
-        self.shuffles.clear()
-        self.rings.clear()
-
-
-@dataclass(frozen=True)
-class Began:
-    """An exchange begun: bytes to and from each peer."""
-
-    number: int
-    label: Label
-    sends: tuple[tuple[int, int], ...]
-    receives: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Waited:
-    """The exchange of that number is needed from here on."""
-
-    number: int
-    label: Label
-
-
-@dataclass(frozen=True)
-class Summed:
-    """A ring over that many ranks, and the size of what it sums."""
-
-    label: Label
-    ranks: int
-    bytes: int
 
 
 class Send(NamedTuple):
@@ -116,10 +49,8 @@ class World(ABC):
     def __init__(self, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
         self.traffic = Traffic()
-        #: Communication and whatever else is recorded, in order; None where nobody asks for it.
-        self.journal: list[object] | None = None
+        self.share_events(EventStream())
         self._turns: Counter[tuple[int, ...]] = Counter()
-        self._exchanges = 0
         self.overlap = True  # False: wait for every exchange as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
         self.samples: Counter[tuple[int, ...]] = Counter()  # calls of ``hc.shard`` so far, by group of ranks
@@ -171,12 +102,11 @@ class World(ABC):
 
     def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> PendingExchange:
         """Start an exchange whose tags the caller keeps apart, into memory that is there."""
-        self.traffic.messages += len(outgoing)
-        self._exchanges += 1
-        if self.journal is not None:
-            self._write(Began, self._exchanges, label, _sizes(outgoing), _sizes(incoming))
+        number, dtype = next(self.events.numbers), (incoming or outgoing or _NOTHING)[0][1].dtype
+        sizes = _sizes(outgoing), _sizes(incoming)
+        self.emit(Begun(number, self.number, time.perf_counter(), label, *sizes, dtype))
         buffers = [buffer for _, buffer, _ in incoming]
-        return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, self._exchanges)
+        return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, number)
 
     def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         """Wait until one of these is done, and say which; None after :meth:`interrupt`. RankFailure at ``end``.
@@ -195,15 +125,31 @@ class World(ABC):
     def interrupt(self) -> None:  # noqa: B027
         """From another thread: whoever waits in :meth:`first` is to return."""
 
-    def _write(self, event: type, *facts: object) -> None:
-        if self.journal is not None:
-            self.journal.append(event(*facts))
+    def share_events(self, events: EventStream) -> None:
+        """Emit into ``events``, as the next of the worlds that do."""
+        self.events, self.number = events, next(events.worlds)
+
+    def emit(self, event: Event) -> None:
+        """Count an event, and hand it to those who listen to ``events``."""
+        self.traffic.count(event)
+        for listener in self.events.listeners:
+            listener(event)
+
+    def redistributed(self, kind: str, label: Label, size: int = 0) -> int:
+        """Emit the event of that kind, of ``size`` bytes; returns how often it happened with this label."""
+        number = next(self.events.numbers)
+        self.emit(Redistributed(number, self.number, time.perf_counter(), label, kind, size))
+        return self.traffic.times(kind, label)
+
+    def _begin_summing(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> int:
+        number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
+        self.emit(Summed(number, self.number, time.perf_counter(), label, len(ranks), size, tensor.dtype))
+        return number
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The sum over ``ranks``, same bits on each of them."""
         if len(ranks) == 1:
             return tensor
-        self.traffic.summed_bytes += tensor.numel() * tensor.element_size()
         if tensor.numel() * tensor.element_size() < _LARGE:
             result = self._double(tensor, ranks, torch.add, label)
             count_in_checkpoint()
@@ -211,23 +157,22 @@ class World(ABC):
         # A ring knows no tags: one small tagged sum first makes sure that all mean the same sum.
         self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
         result = tensor.clone(memory_format=torch.contiguous_format)
-        self._write(Summed, label, len(ranks), result.numel() * result.element_size())
-        began = time.perf_counter()
+        number, began = self._begin_summing(result, ranks, label), time.perf_counter()
         self.ring_sum(result, ranks, label)
-        self.waited(label.channel, time.perf_counter() - began)
+        self.waited(label, number, began)
         count_in_checkpoint()
         return result
 
-    def waited(self, channel: str, seconds: float) -> None:
-        """A wait has ended well."""
-        self.traffic.waited[channel] += seconds
+    def waited(self, label: Label, event: int, began: float) -> float:
+        """A wait for that event has ended well; returns its seconds."""
+        seconds = time.perf_counter() - began
+        self.emit(Waited(next(self.events.numbers), self.number, began, label, event, seconds))
+        return seconds
 
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
-        self.traffic.sums += 1
-        self.traffic.summed_bytes += tensor.numel() * tensor.element_size()
-        self._write(Summed, label, len(ranks), tensor.numel() * tensor.element_size())
-        return PendingSum(self, None if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label)
+        number = self._begin_summing(tensor, ranks, label)
+        return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
         """Start it. Where nothing goes on by itself, it is done when it is waited for."""
@@ -326,10 +271,9 @@ class PendingExchange:
     def wait(self) -> list[Tensor]:
         """What arrived; waiting a second time gives it again."""
         if self._posted is not _DONE:
-            self._world._write(Waited, self._number, self._label)
             began = time.perf_counter()
             self._world.complete(self._posted, self._label)
-            self._world.waited(self._label.channel, time.perf_counter() - began)
+            self._world.waited(self._label, self._number, began)
             self._posted = _DONE
             if self._label.channel == "moves":  # those of sums count once a sum
                 count_in_checkpoint()
@@ -347,19 +291,21 @@ class PendingExchange:
 class PendingSum:
     """A sum under way."""
 
-    def __init__(self, world: World, posted: object, label: Label) -> None:
-        self._world, self._posted, self._label = world, posted, label
+    def __init__(self, world: World, posted: object, label: Label, number: int) -> None:
+        self._world, self._posted, self._label, self._number = world, posted, label, number
 
     def wait(self) -> None:
-        posted, self._posted = self._posted, None
-        if posted is not None:
+        """The tensor that was given holds the sum from here on."""
+        posted, self._posted = self._posted, _DONE
+        if posted is not _DONE:
             began = time.perf_counter()
             self._world.complete_sum(posted, self._label)
-            self._world.waited(self._label.channel, time.perf_counter() - began)
+            self._world.waited(self._label, self._number, began)
 
 
 _DONE = object()
+_NOTHING = ((0, torch.empty(0), 0),)
 
 
-def _sizes(messages: Sequence[Outgoing]) -> tuple[tuple[int, int], ...]:
-    return tuple((peer, message.numel() * message.element_size()) for peer, message, _ in messages)
+def _sizes(messages: Sequence[Outgoing | Incoming]) -> tuple[tuple[int, int], ...]:
+    return tuple([(peer, tensor.nbytes) for peer, tensor, _ in messages])

@@ -1,4 +1,4 @@
-"""One rank of any number, alone: it moves nothing, and writes down what it would have moved.
+"""One rank of any number, alone: it moves nothing, and emits the events of what it would have moved.
 
 Programs run in it on meta tensors, through the very code that moves between processes.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import MeshError
-from .base import Incoming, Label, Outgoing, World
+from .base import Incoming, Outgoing, World
+from .events import Label
 
 
 class DryWorld(World):
@@ -24,21 +25,24 @@ class DryWorld(World):
         return 0
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
-        self.traffic.transport_bytes += sum(message.numel() * message.element_size() for _, message, _ in sends)
         return None
 
     def complete(self, posted: object, label: Label) -> None:
         """Nothing comes: buffers are meta tensors, or stay unread."""
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
-        self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
         return None
 
+    def complete_sum(self, posted: object, label: Label) -> None:
+        """Nothing comes."""
+
     def duplicate(self, wide: bool = False) -> DryWorld:
-        return type(self)(self.rank, self.size)
+        made = type(self)(self.rank, self.size)
+        made.share_events(self.events)
+        return made
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
+        """The tensor keeps what it holds."""
 
     def _swap(
         self,

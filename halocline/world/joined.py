@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Label, World
+from .base import World
 from .caller import LauncherCalls, meeting_calls
+from .events import Label
 from .rendezvous import BoundedStore, joined_store, within
 from .tags import called_elsewhere, divergence
 from .tcp import Diverged
@@ -50,10 +51,11 @@ class JoinedWorld(World):
         self._adapts = seconds is None
         self.set_deadline(DEFAULT_DEADLINE if seconds is None else seconds)
 
-    def waited(self, channel: str, seconds: float) -> None:
-        super().waited(channel, seconds)
+    def waited(self, label: Label, event: int, began: float) -> float:
+        seconds = super().waited(label, event, began)
         if self._adapts and _PATIENCE * seconds > self.deadline:
             self.set_deadline(_PATIENCE * seconds)
+        return seconds
 
     def compare_launches(self) -> None:
         """By all ranks where they meet: calls that differ between them (a fork, a wrapper) are the launcher's."""
@@ -77,6 +79,7 @@ class JoinedWorld(World):
         made: Self = spare.pop() if spare else self._another(wide)
         made._spare, made._lent, made._wide, made.launcher_calls = self._spare, True, wide, self.launcher_calls
         made._adapts = self._adapts
+        made.share_events(self.events)
         made.set_deadline(self.deadline)
         return made
 

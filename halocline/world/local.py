@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Incoming, Label, Outgoing, PendingExchange, World
+from .base import Incoming, Outgoing, PendingExchange, World
+from .events import Label
 from .tags import diverged, divergence, sum_tag
 
 _current = threading.local()  # the world of this thread, if it is a rank of its own
@@ -124,7 +125,9 @@ class LocalWorld(World):
 
     def duplicate(self, wide: bool = False) -> LocalWorld:
         self._duplicates += 1
-        return LocalWorld(self.rank, self.size, self._board.duplicate(self._duplicates), self.deadline)
+        made = LocalWorld(self.rank, self.size, self._board.duplicate(self._duplicates), self.deadline)
+        made.share_events(self.events)
+        return made
 
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         tensor.copy_(self._double(tensor, ranks, torch.add, label))

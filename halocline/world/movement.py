@@ -15,7 +15,8 @@ from .._torch_private import function_of, quick_apply
 from ..errors import Refused
 from ..geometry import PackedMessage, Slices, Transfer
 from ..kernels.layout import memory_format_of
-from .base import Label, PendingExchange, Receive, Send, World
+from .base import PendingExchange, Receive, Send, World
+from .events import Label
 
 #: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
 AVERAGED = "_halocline_averaged"
@@ -197,7 +198,6 @@ class Bundle(NamedTuple):
         for transfer in self.transfers:
             for message in transfer.arriving:
                 incoming[message.peer] = incoming.get(message.peer, 0) + message.elements
-        world.traffic.moved_bytes += sum(incoming.values()) * like.element_size()
         sends = [Send(peer, torch.cat(outgoing[peer])) for peer in sorted(outgoing)]
         receives = [Receive(peer, incoming[peer]) for peer in sorted(incoming)]
         exchange = world.begin(sends, receives, like, self.route.ranks, self.route.label)
@@ -232,7 +232,6 @@ def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, 
     """The same with the messages already packed, one for each peer of the transfer."""
     sends = [Send(to.peer, message) for to, message in zip(transfer.leaving, messages, strict=True)]
     receives = [Receive(message.peer, message.elements) for message in transfer.arriving]
-    route.world.traffic.moved_bytes += transfer.received_elements * like.element_size()
     exchange = route.world.begin(sends, receives, like, route.ranks, route.label)
     if not route.world.overlap:
         exchange.wait()

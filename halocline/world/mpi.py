@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure, Refused
-from .base import CHANNELS, Incoming, Label, Outgoing, PendingExchange
+from .base import CHANNELS, Incoming, Outgoing, PendingExchange
+from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .mpi_library import at_the_end, ending_process, library, poll, progress, started_library
 from .tags import folded
@@ -104,7 +105,6 @@ class MpiWorld(JoinedWorld):
             self._start(posted, comm.Irecv, host, peer, tag)
         for peer, message, tag in sends:
             host = self._host(message.resolve_conj().resolve_neg(), fill=True)
-            self.traffic.transport_bytes += host.nbytes
             self._start(posted, comm.Isend, host, peer, tag)
         if any(host.nbytes >= _LONG for host in posted.memory):
             self._carry_on(posted)
@@ -208,7 +208,6 @@ class MpiWorld(JoinedWorld):
         comm = self._ring(ranks, label)
         posted = _Posted(peers=[rank for rank in ranks if rank != self.rank], memory=[host], is_sum=True)
         posted.copies += [] if host is tensor else [(tensor, host)]
-        self.traffic.transport_bytes += host.nbytes
         self._under_way.add(posted)
         message = [self._memory(real), real.numel(), datatype]
         try:
@@ -232,7 +231,7 @@ class MpiWorld(JoinedWorld):
     def _meet(self, key: tuple[str, tuple[int, ...]], label: Label) -> None:
         """Making a communicator has no deadline of its own: it begins when all have come, which is waited for with one.
 
-        That is no exchange of the program's, and stands in no journal.
+        That is no exchange of the program's, and emits no events.
         """
         comm, tag, nothing = self._comms[_PARTING], 1 + zlib.crc32(repr(key).encode()) % 32767, torch.empty(0)
         posted = _Posted()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MeshError
-from .base import Label
+from .events import Label
 from .mpi import MpiWorld
 from .process import start_torch
 from .rendezvous import within

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .._torch_private import default_store, set_group_timeout
 from ..errors import RankFailure
-from .base import CHANNELS, Incoming, Label, Outgoing, PendingExchange
+from .base import CHANNELS, Incoming, Outgoing, PendingExchange
+from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment
 from .rendezvous import init_process_group, meeting_point, new_group
@@ -63,7 +64,6 @@ class ProcessWorld(JoinedWorld):
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self._refuse_after_failure()
-        self.traffic.transport_bytes += sum(message.nbytes for _, message, _ in sends)
         if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
             return _post_on_device(sends, receives, self._groups[label.channel])
         if self._priority is not None:
@@ -158,7 +158,6 @@ class ProcessWorld(JoinedWorld):
     def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         host = tensor if self._nccl and tensor.is_cuda else self._host(tensor, fill=True)
         real = torch.view_as_real(host) if host.is_complex() else host
-        self.traffic.transport_bytes += real.numel() * real.element_size()
         try:
             dist.all_reduce(real, group=self._ring(ranks, label.channel), async_op=True).wait(self._wait)
         except (RuntimeError, OSError) as error:
@@ -167,7 +166,6 @@ class ProcessWorld(JoinedWorld):
             tensor.copy_(host)
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
-        self.traffic.transport_bytes += tensor.numel() * tensor.element_size()
         try:
             return dist.all_reduce(tensor, group=self._ring(ranks, label.channel), async_op=True)
         except (RuntimeError, OSError) as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .base import Label, World
+from .base import World
+from .events import Label
 
 _LONGEST = 512  # bytes
 

@@ -36,6 +36,7 @@ from benchmarks.machine import describe
 from benchmarks.topology import Topology
 from halocline.cli.app import app
 from halocline.testing.pool import shared_pool
+from halocline.world import Averaged, DryWorld, Label
 
 CASE = GradientsCase(
     model="resnet24mb",
@@ -303,8 +304,7 @@ def test_what_there_is_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch, loo
 
 # ---- the trace ----
 
-TIMES = {"ready_s": 0.1, "sent_s": 0.2, "done_s": 0.4}
-GROUP = {"step": 3, "group": 0, "parameters": ["a", "b"], "bytes": 12, **TIMES}
+GROUP = Averaged(1, 0, 0.4, Label("gradients", "backward"), 3, 0, ("a", "b"), 12, ready=0.1, sent=0.2)
 
 
 def test_a_trace_shows_groups_from_the_start_of_the_step() -> None:
@@ -323,17 +323,18 @@ def test_a_trace_shows_groups_from_the_start_of_the_step() -> None:
 
 
 def test_the_engine_tells_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(journal=None, control_messages=5)
+    world = DryWorld(0, 1)
+    engine = SimpleNamespace(world=world, control_messages=5)
 
     def step() -> StepTimes:
-        engine.journal.append(GROUP)
+        world.emit(GROUP)
         engine.control_messages += 2
         return StepTimes(1, 1, 1)
 
     monkeypatch.setitem(gradients_ranks._trainers, OURS, SimpleNamespace(model=None, step=step))
     monkeypatch.setattr(gradients_ranks, "engine_of", lambda model: engine)
     told = gradients_ranks.tell()
-    assert (told.groups, told.messages, told.control_messages, engine.journal) == ([GROUP], 1, 2, None)
+    assert (told.groups, told.messages, told.control_messages) == ([GROUP], 1, 2)
 
 
 # ---- the command ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import halocline as hc
 from halocline.reduction import GradientAverage, engine_of
 from halocline.testing import shared_pool
-from halocline.world import Mesh, run_local
+from halocline.world import Averaged, Begun, Event, Mesh, run_local
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -187,11 +186,10 @@ def test_few_rows_are_few_bytes() -> None:
         for rows in (2, 40):
             for _ in range(2):
                 model.zero_grad()
-                seen: list[object] = []
-                mesh.world.journal = seen
-                model(torch.arange(rows) + 100 * mesh.rank).square().mean().backward()
-                mesh.world.journal = None
-            sizes.append(sum(size for event in seen if hasattr(event, "sends") for _, size in event.sends))
+                seen: list[Event] = []
+                with mesh.world.events.listening(seen.append):
+                    model(torch.arange(rows) + 100 * mesh.rank).square().mean().backward()
+            sizes.append(sum(size for event in seen if isinstance(event, Begun) for _, size in event.sends))
         return sizes
 
     for few, many in run_local(2, run):
@@ -309,21 +307,20 @@ def test_a_changed_shape_is_planned_anew() -> None:
     check_equal(run_local(2, run), steps(small_model(), lambda x: x))
 
 
-def test_the_journal_tells_what_went_when() -> None:
-    def run() -> list[dict[str, Any]]:
+def test_events_tell_which_bucket_was_averaged_when() -> None:
+    def run() -> list[Averaged]:
         mesh = Mesh(data=2)
         model = hc.distribute(small_model(), mesh)
-        engine = engine_of(model)
-        assert engine is not None
         for step in range(3):
-            engine.journal = []
-            loss_of(model, part(batch(step), mesh), step).backward()
-        return engine.journal
+            events: list[Event] = []
+            with mesh.world.events.listening(events.append):
+                loss_of(model, part(batch(step), mesh), step).backward()
+        return [event for event in events if isinstance(event, Averaged)]
 
-    for journal in run_local(2, run):
-        assert [entry["bucket"] for entry in journal] == list(range(len(journal)))
-        assert all(entry["ready_s"] <= entry["sent_s"] <= entry["done_s"] for entry in journal)
-        assert all(a["sent_s"] <= b["sent_s"] for a, b in pairwise(journal))
+    for buckets in run_local(2, run):
+        assert buckets and [event.bucket for event in buckets] == list(range(len(buckets)))
+        assert all(event.ready <= event.sent <= event.time for event in buckets)
+        assert all(a.sent <= b.sent for a, b in pairwise(buckets))
 
 
 def test_an_engine_is_left_behind_by_copies() -> None:

@@ -27,7 +27,7 @@ from halocline.reduction.transport.costs import (
 from halocline.reduction.transport.levels import grouped
 from halocline.reduction.transport.rings import Rings
 from halocline.testing import shared_pool
-from halocline.world import Began, DryWorld, Label, World, run_local
+from halocline.world import Begun, DryWorld, Event, Label, World, run_local
 from halocline.world.local import current_local_world
 
 LABEL = Label("sum", "a test", "gradients 7")  # as the seventh engine of a world has it
@@ -123,11 +123,12 @@ def test_factors_that_do_not_multiply_to_the_ranks_are_refused() -> None:
 @pytest.mark.parametrize(("factors", "steps"), [((256,), 510), ((4, 64), 132), ((4, 8, 8), 34)])
 def test_steps_of_256_ranks_in_the_dry_world(factors: tuple[int, ...], steps: int) -> None:
     world = DryWorld(77, 256)
-    world.journal = []
+    events: list[Event] = []
+    world.events.add(events.append)
     size = 1024
     Rings(world, factors).begin(torch.empty(size, device="meta"), LABEL).wait()
     assert world.traffic.messages == steps
-    assert sum(isinstance(event, Began) for event in world.journal) == steps
+    assert sum(isinstance(event, Begun) for event in events) == steps
     assert world.traffic.transport_bytes == sum(algorithms.level_bytes(factors, 4 * size))
 
 

@@ -182,20 +182,20 @@ def test_slurm_variables_become_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 20000 <= int(os.environ["MASTER_PORT"]) < 60000
 
 
-def deadlines_chosen() -> list[float]:
+def deadlines_chosen() -> list[int]:
     world = hc.Mesh(data=-1).world
-    before, seen = world.deadline, []
+    before, label, seen = world.deadline, Label("exchange", "a test"), []
     hc.init()
     for seconds in (20.0, 50.0, 40.0):
-        world.waited("moves", seconds)
+        world.waited(label, 1, time.perf_counter() - seconds)
         seen.append(world.deadline)
     world.sum(torch.ones(1), tuple(range(world.size)), Label("sum", "a test"))
     hc.init(deadline=7.0)
-    world.waited("moves", 50.0)
+    world.waited(label, 1, time.perf_counter() - 50)
     seen.append(world.deadline)
     hc.init(deadline=before)
-    return seen
+    return [round(deadline) for deadline in seen]
 
 
 def test_the_default_deadline_grows_with_waits_that_ended_well() -> None:
-    assert shared_pool(2).run(deadlines_chosen) == [[120.0, 200.0, 200.0, 7.0]] * 2
+    assert shared_pool(2).run(deadlines_chosen) == [[120, 200, 200, 7]] * 2
