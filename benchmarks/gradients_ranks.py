@@ -135,11 +135,11 @@ class AveragedTraining:
 
     def _come_to_rest(self) -> None:
         """What is measured next is to have the wire for itself."""
-        after = getattr(engine_of(self.model), "after", None)
-        if isinstance(after, Lag):
-            after.state()
-        elif after is not None:
-            after.finish()
+        overlap = getattr(engine_of(self.model), "overlap", None)
+        if isinstance(overlap, Lag):
+            overlap.state()
+        elif overlap is not None:
+            overlap.finish()
 
     def _step(self, begun: float) -> StepTimes:
         """From before the gradients are dropped to after the weights have moved."""

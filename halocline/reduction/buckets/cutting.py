@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-_CLOSE = 1.05  # what a message costs is known no better
-_MESSAGES = 16
+_CLOSE = 1.02  # what a message costs is known no better
+_MESSAGES, _FEWEST = 16, 4  # of moderate size, where the wire is busy all the time and where it hardly is
 _LEAST = 1 << 21  # bytes
 _SMALL = 1 << 18  # bytes of the smallest message, where each is needed at a time of its own
 _OF_WHAT_IS_LEFT = 2 / 3
@@ -56,16 +56,43 @@ def best_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost, most:
 
 
 def robust_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> list[int]:
-    """Nearly the best, in some sixteen messages of like size.
+    """The fewest messages that are done nearly as early as the best cut, for each costs the processor something.
 
-    Where the wire is the bottleneck many cuts are equally good if all comes as foreseen. Messages of moderate size bear
-    it better if something comes later, or a message costs less than was measured; and the transport works on several
-    at once.
+    The busier the wire, the smaller they may be: messages of moderate size bear it better if a gradient comes later
+    than planned, and the transport works on several at once.
     """
-    best = best_cut(ready, sizes, link)
-    moderate = best_cut(ready, sizes, link, max(_LEAST, sum(sizes) / _MESSAGES))
-    close = finish_time(moderate, ready, sizes, link) <= _CLOSE * finish_time(best, ready, sizes, link)
-    return moderate if close else best
+    total, deadline = sum(sizes), _CLOSE * finish_time(best_cut(ready, sizes, link), ready, sizes, link)
+    load = link.seconds(total) / max(deadline - link.seconds(total), link.latency)
+    moderate = max(_LEAST, total / min(_MESSAGES, max(_FEWEST, _MESSAGES * load)))
+    return fewest_cut(ready, sizes, link, deadline, moderate) or best_cut(ready, sizes, link)
+
+
+def fewest_cut(
+    ready: Sequence[float], sizes: Sequence[int], link: LinkCost, deadline: float, most: float = math.inf
+) -> list[int]:
+    """Where the fewest messages of at most ``most`` bytes begin that are all done by ``deadline``; empty if none are.
+
+    From the last backwards, each takes in as many gradients as its own deadline allows, and hands the rest of the time
+    to those before it.
+
+    >>> fewest_cut([0.0, 1.0, 1.0], [100, 100, 100], LinkCost(0.1, 0.001), 1.35)
+    [0, 1]
+    """
+    cut: list[int] = []
+    end = len(sizes)
+    while end:
+        begin, size = end - 1, sizes[end - 1]
+        while begin and size + sizes[begin - 1] <= most:
+            if ready[end - 1] + link.seconds(size + sizes[begin - 1]) > deadline:
+                break
+            begin -= 1
+            size += sizes[begin]
+        if ready[end - 1] + link.seconds(size) > deadline:
+            return []
+        deadline -= link.seconds(size)
+        cut.append(begin)
+        end = begin
+    return cut[::-1]
 
 
 def _walked(begins: np.ndarray, count: int) -> list[int]:
@@ -88,7 +115,7 @@ def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> 
     """Cuts into messages of several sizes, the larger first: small ones cost more, and keep none waiting for long that
     is needed soon. Those that come last are needed first: of them, smaller messages still."""
     total = sum(sizes)
-    caps = [max(_SMALL, total / count) for count in (12, 24, 48, 96)]
+    caps = [max(_SMALL, total / count) for count in (6, 12, 24, 48, 96)]
     even = [best_cut(ready, sizes, link, cap) for cap in caps]
     return even + [_tapered(sizes, cap) for cap in caps]
 
