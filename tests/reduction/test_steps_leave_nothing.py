@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
 def objects(model: nn.Module) -> int:
     """When nothing is under way."""
     engine = engine_of(model)
-    if isinstance(getattr(engine, "after", None), Lag):
+    if isinstance(getattr(engine, "overlap", None), Lag):
         hc.lagged_gradients(model)
     hc.flush(model)
     gc.collect()
