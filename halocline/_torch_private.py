@@ -64,6 +64,20 @@ def function_of(node: object) -> type[torch.autograd.Function] | None:
     return getattr(type(node), "_forward_cls", None)
 
 
+_IDENTITIES = (
+    ("torch.nn.modules._functions", "BackwardHookFunction"),
+    ("torch.nn.parallel.distributed", "_DDPSink"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction"),
+    ("torch_harmonics.utils", "_EnsureContiguous"),
+)
+
+
+def identity_functions() -> tuple[type, ...]:
+    """Autograd Functions that hand on what they get, as far as their modules are loaded."""
+    homes = ((sys.modules.get(module), name) for module, name in _IDENTITIES)
+    return tuple(getattr(home, name) for home, name in homes if hasattr(home, name))
+
+
 def take_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Let ``tensor`` be what ``other`` is to torch, its graph included; what Python knows of the two stays."""
     with no_torch_function():

@@ -32,7 +32,7 @@ from .reduction import (
     settle_own,
 )
 from .rules import tensors_in
-from .rules.norm import STATISTICS
+from .rules.families.norm import STATISTICS
 from .tensor import ShardedTensor, watch
 from .world import AVERAGED, Label, Mesh
 

@@ -7,6 +7,7 @@ the input, where padding lies. ``propagate_cut(points, out_size)`` says where to
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -124,6 +125,23 @@ class Pieces(Access):
 
     def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
         return tuple(self.points.index(point) for point in points)
+
+
+@dataclass(frozen=True)
+class PieceToPiece(Access):
+    """Piece i of the output, from ``outputs[i]`` to ``outputs[i + 1]``, needs piece i of the input."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        first, last = (bisect_right(self.outputs, index) - 1 for index in (out.lo, out.hi - 1))
+        return (Interval(self.inputs[first], self.inputs[last + 1]),)
+
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return self.outputs
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,6 @@
 """Rules: for each torch function, what it needs and how it computes a box. One table, one executor."""
 
-from . import (  # noqa: F401  each registers its rules when imported
-    assign,
-    attention,
-    contract,
-    direct,
-    factory,
-    foreach,
-    fourier,
-    grid,
-    index,
-    join,
-    loss,
-    margin,
-    matrix,
-    norm,
-    order,
-    pad,
-    patches,
-    pointwise,
-    pool,
-    pool_indices,
-    random,
-    recurrent,
-    reduce,
-    resample,
-    reshape,
-    scan,
-    scatter,
-    softmax,
-    stack,
-    view,
-    whole_axis,
-    window,
-)
+from . import direct, families  # noqa: F401  each registers its rules when imported
 from .api import cut_like, from_tile, reshard, shard
 from .executor import dispatch, planning
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole

@@ -23,6 +23,7 @@ from ..tensor import (
     Strides,
     check_entering,
     counting_writes,
+    dispatched_by,
     family_of,
     from_preloaded_halo,
     here,
@@ -43,7 +44,7 @@ from .idle import nothing, thrown_away
 from .out import into
 from .plan import CallPlan, bound, make_plan, substitute
 from .remedy import forced, forcing
-from .table import entry_for, refuse
+from .table import entry_for, executed_by, refuse
 from .whole_target import becomes_cut
 
 _log = logging.getLogger("halocline")
@@ -52,9 +53,9 @@ _plans: dict[Any, CallPlan] = {}
 _MOST_PLANS = 4096
 
 
-def dispatch(function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+@dispatched_by
+def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function at least one of whose arguments is a sharded tensor."""
-    kwargs = kwargs or {}
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
     if DeferredParameter in types:  # a weight whose step is still to be made; rules would look past that
@@ -74,6 +75,7 @@ def _refuse_capture(function: Any) -> Refused:
     return refuse(function, "a trace would keep this rank's numbers as constants", "trace the untouched model")
 
 
+@executed_by
 def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool = True) -> Any:
     """Run one rule; its plan is kept by the global shapes and cuts of the tensors and all other arguments.
 
@@ -126,9 +128,6 @@ def planned() -> Iterator[None]:
             yield
     finally:
         _now.planning = before
-
-
-ShardedTensor.__torch_function__ = staticmethod(dispatch)  # type: ignore[method-assign]
 
 
 def _key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
@@ -236,7 +235,7 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
         return tensors[0]
     if plan.sum_axes:
         route = Route(plan.mesh.world, plan.mesh.ranks_along(plan.sum_axes), label)
-        results = [Sum.apply(r, route, (1.0, 1.0 / plan.mesh.count(plan.sum_axes))) for r in results]
+        results = [_combined(plan, result, route) for result in results]
     known = settled(plan, function, args, kwargs, tensors, tiles, results)
     results = [result for result, _, _ in known]
     if plan.shuffles:
@@ -246,6 +245,13 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     if plan.recipe.view:
         _remember_views(plan, tensors, wrapped)
     return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+
+def _combined(plan: CallPlan, part: Tensor, route: Route) -> Tensor:
+    """The parts of all ranks of the route as one result: cut to whole, whose adjoint is the mean (law 3)."""
+    if plan.recipe.combine == "max":
+        return route.world.maximum(part.detach(), route.ranks, route.label)
+    return Sum.apply(part, route, (1.0, 1.0 / len(route.ranks)))
 
 
 def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) -> None:

@@ -333,7 +333,7 @@ def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[
     """Axes that cut a dim which no output has: the local results are parts of a sum."""
     kept = {dim for output in recipe.outputs for dim in output.dims}
     axes = frozenset(cut.axis for dim, cut in cuts.items() if dim not in kept)
-    if axes and not recipe.sums:
+    if axes and recipe.combine is None:
         raise refuse(function, "its rule reduces a cut dim and does not say how to combine the parts", "mend the rule")
     return axes
 

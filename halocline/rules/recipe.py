@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -144,7 +144,8 @@ class SingleNode:
 @dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
-    it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. With ``view``
+    it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. ``combine``
+    says how the parts of dims that no output has become one: added up, or the largest (without gradient). With ``view``
     torch's result shares memory with the first operand read; with ``either`` too, it copies where the strides do not
     allow a view. With ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is
     what an index takes of the first operand, so that a copy of it can be written back. With ``positions`` integers
@@ -161,7 +162,7 @@ class Recipe:
     local: Callable[..., Any]
     uncut: frozenset[int] = frozenset()
     inplace: bool = False
-    sums: bool = False
+    combine: Literal["sum", "max"] | None = None
     runs_empty: bool = False
     view: bool = False
     fresh: bool = False
@@ -172,12 +173,17 @@ class Recipe:
     linear_part: Callable[[Box, Box, bool], LinearPart] | None = None
     box_local: bool = False
     single_node: SingleNode | None = None
-    boxes: InitVar[bool | None] = None  # the former name of box_local, for one release
+    #: Former names, for one release.
+    boxes: InitVar[bool | None] = None
+    sums: InitVar[bool | None] = None
 
-    def __post_init__(self, boxes: bool | None) -> None:
+    def __post_init__(self, boxes: bool | None, sums: bool | None) -> None:
         if boxes is not None:
             warnings.warn("Recipe(boxes=...) is now Recipe(box_local=...)", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "box_local", boxes)
+        if sums:
+            warnings.warn('Recipe(sums=True) is now Recipe(combine="sum")', DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "combine", "sum")
 
 
 def follow(operand: Operand, *dims: int | None) -> Read:

@@ -25,6 +25,7 @@ class RuleEntry:
 
 
 _TABLE: dict[Any, RuleEntry] = {}
+_executor: list[Callable[..., Any]] = []
 
 
 def _register(
@@ -53,6 +54,20 @@ def composite(*functions: Any, family: str | None = None) -> Callable[[Function]
 
 def direct(*functions: Any) -> Callable[[Function], Function]:
     return _register("direct", functions, "direct")
+
+
+def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool = True) -> Any:
+    """Run the rule ``describe`` under the name of ``function``: what a composite calls beside torch functions.
+
+    The executor does it; families reach it here, so that none of them imports what communicates.
+    """
+    return _executor[0](function, describe, args, kwargs, by_value)
+
+
+def executed_by(run: Function) -> Function:
+    """Register the executor, of which there is one."""
+    _executor[:] = [run]
+    return run
 
 
 def forget_rule(function: Any) -> None:

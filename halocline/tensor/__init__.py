@@ -7,7 +7,7 @@ from .guard import DATA
 from .leaf import mean_over_whole_axes, watch_leaf
 from .place import current_module, here, watch
 from .preloaded_halo import from_preloaded_halo, wrap_with_halo
-from .sharded import ShardedTensor, simple_tiles, unwrap, wrap
+from .sharded import ShardedTensor, dispatched_by, simple_tiles, unwrap, wrap
 from .sharding import Cut, Sharding, make_sharding
 from .strides import Strides, dense_strides, on_one_rank, one_rank_strides
 from .undrawn import undrawn
@@ -24,6 +24,7 @@ __all__ = [
     "counting_writes",
     "current_module",
     "dense_strides",
+    "dispatched_by",
     "entering",
     "family_of",
     "from_preloaded_halo",

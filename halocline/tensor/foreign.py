@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction  # reentrant: gives what autograd gave its inputs
 
-from .._torch_private import autograd_state, function_of, no_torch_function, take_place
+from .._torch_private import autograd_state, function_of, identity_functions, no_torch_function, take_place
 from ..errors import Refused
 from ..world import Label, OwnFunction, Route, Sum
 from .leaf import mean_over_whole_axes
@@ -21,16 +22,6 @@ from .place import here
 from .sharded import ShardedTensor, unwrap, wrap
 from .sharding import Sharding
 
-#: Functions that hand on what they get, so that each gradient lies as the output of its place does.
-_IDENTITIES = frozenset(
-    {
-        "torch.nn.modules._functions.BackwardHookFunction",
-        "torch.nn.parallel.distributed._DDPSink",
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
-        "torch_harmonics.utils._EnsureContiguous",
-    }
-)
-_REENTRANT = "torch.utils.checkpoint.CheckpointFunction"  # gives what autograd gave its inputs
 _BRIDGE, _INPUTS = "_halocline_joint", "_halocline_inputs"
 
 Gradients = tuple[Tensor | None, ...]
@@ -61,7 +52,7 @@ class AutogradBridge:
 
     def __init__(self, function: type, inputs: dict[int, Sharding] | None) -> None:
         self.name, self.outputs = function.__name__, dict[int, Sharding]()
-        self.identity = _full_name(function) in _IDENTITIES
+        self.identity = issubclass(function, identity_functions())
         self.inputs = self.outputs if self.identity else inputs
         self.ends = False  # is the last of its hooks in place?
 
@@ -114,7 +105,7 @@ def join(shell: ShardedTensor, node: Any) -> None:
 def node_of(shell: ShardedTensor, node: Any) -> AutogradBridge:
     """What is known of the node that made ``shell``; refused if it is of a Function of which nothing is known."""
     function = function_of(node)
-    known = function is not None and (_full_name(function) in _IDENTITIES or _full_name(function) == _REENTRANT)
+    known = function is not None and issubclass(function, (*identity_functions(), CheckpointFunction))
     if function is None or not (known or _INPUTS in node.__dict__):
         raise Refused(
             node.name().removesuffix("Backward"),
@@ -162,7 +153,3 @@ def trust(function: Function) -> Function:
     function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     function.backward = staticmethod(backward)  # type: ignore[method-assign]
     return function
-
-
-def _full_name(function: type) -> str:
-    return f"{function.__module__}.{function.__qualname__}"

@@ -8,7 +8,8 @@ function): on the bare tile it would give a wrong number.
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,25 @@ from .leaf import watch_leaf
 from .place import here
 from .sharding import Sharding
 
-_OURS = ("AliasBackward0", "AsStridedBackward0")
+Dispatcher = TypeVar("Dispatcher", bound=Callable[..., Any])
+
+
+def _alias_nodes() -> tuple[type, ...]:
+    """The classes of the nodes that torch gives a shell over its tile: an alias, or a view where one was written to."""
+    leaf = torch.zeros(1, requires_grad=True)
+    return type(torch.ops.aten.alias(leaf).grad_fn), type(leaf.as_strided((1,), (1,)).grad_fn)
+
+
+_ALIAS_NODES = _alias_nodes()
+
+
+_dispatchers: list[Callable[..., Any]] = []
+
+
+def dispatched_by(run: Dispatcher) -> Dispatcher:
+    """Register what runs torch functions on sharded tensors."""
+    _dispatchers.append(run)
+    return run
 
 
 class _TensorKind(type(Tensor)):  # type: ignore[misc]
@@ -40,7 +59,14 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     _family: Family | None = None  # all sharded tensors on its memory, where it matters (copy.py)
     _takes_shells: bool = False  # does a hook make tiles of gradients that are sharded tensors?
     _preloaded_halo: object | None = None  # where the tile came with its rim (preloaded_halo.py)
-    #: ``__torch_function__`` is set by the rules' executor.
+
+    @staticmethod
+    def __torch_function__(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every torch function with a sharded tensor among its arguments comes here, and is run by its rule.
+
+        That is ``dispatch`` in ``rules/executor.py``, which stands above this room and registers itself.
+        """
+        return _dispatchers[-1](function, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -102,7 +128,11 @@ def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
                 node, tile = tensor.grad_fn, tensor._tile
                 if tensor._copy_of is not None or tensor._strides is not None:
                     return None
-                if node.name() not in _OURS if node is not None else tensor.requires_grad and not tile.requires_grad:
+                if (
+                    not isinstance(node, _ALIAS_NODES)
+                    if node is not None
+                    else tensor.requires_grad and not tile.requires_grad
+                ):
                     tile = unwrap(tensor)  # or says what is wrong
                 if node is not None and not differentiable:
                     take_shells(tensor)
@@ -142,7 +172,7 @@ def unwrap(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     node, requires_grad = autograd_state(tensor)
-    if node is not None and node.name() not in _OURS:  # type: ignore[attr-defined]
+    if node is not None and not isinstance(node, _ALIAS_NODES):
         _rejoin(tensor, node)
     if node is not None and not torch.is_grad_enabled():
         with no_torch_function():

@@ -14,7 +14,7 @@ from layouts import compared, evaluated, lines, number
 from torch import Tensor
 
 import halocline as hc
-from halocline.rules.subscript import is_mask
+from halocline.rules.families.subscript import is_mask
 from halocline.testing.compare import check_rule
 from halocline.world import Mesh, run_local
 

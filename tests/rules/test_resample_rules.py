@@ -20,9 +20,9 @@ from halocline.errors import Refused, ShardingError
 from halocline.geometry import Interval, Partition, whole
 from halocline.geometry.access import Everything, Resample
 from halocline.rules import Operand, Work
-from halocline.rules.positions import Style, picks_of
+from halocline.rules.families.positions import Style, picks_of
+from halocline.rules.families.resample import describe
 from halocline.rules.recipe import Slot
-from halocline.rules.resample import describe
 from halocline.testing import check_rule
 from halocline.world import Mesh, run_local
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import halocline as hc
 from halocline.errors import Refused
-from halocline.rules.reshape import groups
+from halocline.rules.families.reshape import groups
 from halocline.testing.compare import Comparison, check_rule
 from halocline.world import Mesh, run_local
 

@@ -1,0 +1,53 @@
+"""torch's functions of lists of tensors, as optimizers with ``foreach=True`` and gradient clipping call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch_private import foreach_functions
+from ..table import composite
+
+_LISTS = (list, tuple)
+_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")  # their last argument goes by name alone
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "norm": torch.linalg.vector_norm,
+    "maximum_": lambda tensor, other: tensor.copy_(torch.maximum(tensor, other)),
+    "minimum_": lambda tensor, other: tensor.copy_(torch.minimum(tensor, other)),
+}
+
+
+def _register(name: str, function: Any) -> None:
+    single = _OTHERS.get(name) or getattr(Tensor, name, None)
+    if single is None:
+        return
+
+    def each(*args: Any, **kwargs: Any) -> list[Any] | None:
+        count = next(len(value) for value in args if isinstance(value, _LISTS))
+        found = [_one(single, name, *(_nth(i, value) for value in args), **_named(i, kwargs)) for i in range(count)]
+        return None if name.endswith("_") else found
+
+    composite(function, family="foreach")(each)
+
+
+def _one(single: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    if name in _VALUE and len(args) > 3:
+        *args, kwargs["value"] = args  # type: ignore[assignment]
+    if name == "pow" and not isinstance(args[0], Tensor):
+        return torch.pow(*args, **kwargs)
+    return single(*args, **kwargs)
+
+
+def _nth(index: int, value: Any) -> Any:
+    return value[index] if isinstance(value, _LISTS) else value
+
+
+def _named(index: int, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _nth(index, value) for name, value in values.items()}
+
+
+for _name, _function in foreach_functions().items():
+    _register(_name, _function)

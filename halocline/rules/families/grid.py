@@ -1,0 +1,86 @@
+"""Sampling at positions held in a tensor. Any output may look anywhere, so that the sample is brought whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...geometry.access import Everything
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..table import rule
+from .view import shape
+
+
+def _sampler(function: Any) -> Any:
+    def describe(input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Recipe:
+        """The result is cut as the grid is; where the grid is whole, in proportion to the sample."""
+        made = shape(function, input, grid, *args, **_quick(kwargs))
+        dims = tuple(range(2, len(made)))
+        sizes = input.shape[2:]
+        positions = Read(grid, (Link(0), *map(Link, dims), WHOLE))
+        sample = Read(input, (Link(0), Link(1), *(Link(2 + i, Everything(n)) for i, n in enumerate(sizes))))
+        return Recipe(
+            space=made,
+            reads=(positions, sample),
+            outputs=(Output(made, tuple(range(len(made)))),),
+            local=local,
+            runs_empty=True,
+        )
+
+    def local(work: Work, tile: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """An empty result is a real one cut down: it then has torch's dtype, and hangs on both operands."""
+        result = function(_at_least_one(tile, 2), _at_least_one(grid, 1), *args, **kwargs)
+        for dim, interval in enumerate(work.box[2:], 2):
+            result = result.narrow(dim, 0, interval.size) if interval.empty else result
+        return result
+
+    return describe
+
+
+def _quick(given: dict[str, Any]) -> dict[str, Any]:
+    """Options that ask for the same shape, without torch's warning and without its slowest way to one."""
+    quick = dict(given)
+    if quick.get("align_corners", False) is None:
+        quick["align_corners"] = False
+    if quick.get("mode") == "bicubic":
+        quick["mode"] = "nearest"
+    return quick
+
+
+def _at_least_one(tensor: Tensor, first: int) -> Tensor:
+    missing = [int(size == 0) for size in tensor.shape[first:]]
+    return F.pad(tensor, [side for m in reversed(missing) for side in (0, m)]) if any(missing) else tensor
+
+
+rule(F.grid_sample)(_sampler(F.grid_sample))
+rule(torch.grid_sampler)(_sampler(torch.grid_sampler))
+rule(torch.grid_sampler_2d)(_sampler(torch.grid_sampler_2d))
+rule(torch.grid_sampler_3d)(_sampler(torch.grid_sampler_3d))
+
+
+def _affine(function: Any) -> Any:
+    def describe(theta: Operand, size: Sequence[int], align_corners: bool | None = None) -> Recipe:
+        """One grid for each sample of the batch; within a grid nothing is cut."""
+        made = shape(function, theta, size, bool(align_corners))
+        return Recipe(
+            space=made[:1],
+            reads=(Read(theta, (Link(0), WHOLE, WHOLE)),),
+            outputs=(Output(made, (0, *[None] * (len(made) - 1))),),
+            local=local,
+            runs_empty=True,
+        )
+
+    def local(work: Work, theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+        batch = work.box[0].size
+        theta = theta if batch else F.pad(theta, (0, 0, 0, 0, 0, 1))
+        return function(theta, [max(1, batch), *size[1:]], align_corners)[:batch]
+
+    return describe
+
+
+rule(F.affine_grid)(_affine(F.affine_grid))
+rule(torch.affine_grid_generator)(_affine(torch.affine_grid_generator))

@@ -1,0 +1,168 @@
+"""Joining and splitting: cat, stack, repeat; split, chunk, unbind, made of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...geometry import Concatenated
+from ...geometry.access import Wrapped
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..table import refuse
+from .view import as_called, each, made_of, normal, on_tile, operands, shape, viewing
+
+Operands = Sequence[Operand]
+
+
+def _joined(function: Any, space: tuple[int, ...], reads: Sequence[Read]) -> Recipe:
+    return Recipe(
+        space=space,
+        reads=tuple(reads),
+        outputs=(Output(space, tuple(range(len(space)))),),
+        local=as_called(function),
+        runs_empty=True,
+    )
+
+
+@each("cat concat concatenate")
+def cat(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
+    """Each operand is a part of the joined dim. Where one is cut there, so is the result, evenly."""
+    space = shape(torch.cat, tensors, dim)
+    place, offset, reads = normal(dim, len(space)), 0, []
+    for tensor in tensors:
+        if tensor.shape == (0,) and len(space) > 1:  # torch passes over these, whatever the others' dims
+            reads.append(Read(tensor, (WHOLE,)))
+            continue
+        links = [Link(d, Concatenated(offset)) if d == place else Link(d) for d in range(len(space))]
+        reads.append(Read(tensor, tuple(links)))
+        offset += tensor.shape[place]
+    return _joined(function if len(space) > 1 else _cat_rows, space, reads)
+
+
+def _cat_rows(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """torch's cat passes over empty 1D tensors, and its backward forgets them: ranks' graphs would differ."""
+    return torch.cat([tensor.unsqueeze(1) for tensor in tensors]).squeeze(1)
+
+
+@each("stack")
+def stack(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
+    space = shape(torch.stack, tensors, dim)
+    place = normal(dim, len(space))
+    links = tuple(Link(d) for d in range(len(space)) if d != place)
+    return _joined(function, space, [Read(tensor, links) for tensor in tensors])
+
+
+@made_of("hstack")
+def hstack(tensors: Sequence[Tensor]) -> Tensor:
+    parts = [torch.atleast_1d(tensor) for tensor in tensors]
+    return torch.cat(parts, 0 if parts[0].ndim == 1 else 1)
+
+
+@made_of("vstack row_stack")
+def vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.atleast_2d(tensor) for tensor in tensors], 0)
+
+
+@made_of("dstack")
+def dstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.atleast_3d(tensor) for tensor in tensors], 2)
+
+
+@made_of("column_stack")
+def column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
+
+
+@made_of("meshgrid")
+def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
+    """Each line stretched over the grid; a cut line cuts the grid along its own dim."""
+    given = list(operands(tensors, Tensor))
+    if indexing == "xy" and len(given) > 1:
+        second, first, *rest = meshgrid(given[1], given[0], *given[2:])
+        return first, second, *rest
+    sizes = [tensor.numel() for tensor in given]
+    lines = [t.reshape([n if d == i else 1 for d, n in enumerate(sizes)]) for i, t in enumerate(given)]
+    return tuple(line.expand(sizes) for line in lines)
+
+
+@each("repeat tile")
+def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    """Along a cut dim the rounds are laid side by side as they are fetched; along others they are still to do."""
+    (input,) = operands((args, kwargs))
+    space = shape(function, *args, **kwargs)
+    new = len(space) - input.ndim
+    old = (*(1,) * new, *input.shape)
+    counts = [made // size if size else 1 for made, size in zip(space, old, strict=True)]
+    links = [
+        Link(new + d) if counts[new + d] == 1 else Link(new + d, Wrapped(size)) for d, size in enumerate(input.shape)
+    ]
+
+    def local(work: Work, tile: Tensor) -> Tensor:
+        done = [d >= new and not work.native(input, d - new) for d in range(len(space))]
+        return tile.repeat([1 if ready else count for ready, count in zip(done, counts, strict=True)])
+
+    return viewing(input, space, links, on_tile(local), view=False, fresh=True)
+
+
+def _pieces(input: Tensor, dim: int, function: Any, *args: Any) -> tuple[Tensor, ...]:
+    """As torch itself would split a dim of this size, slice by slice."""
+    place, offset, pieces = normal(dim, input.ndim), 0, []
+    for part in function(torch.empty(input.shape[place], device="meta"), *args):
+        pieces.append(input.narrow(place, offset, part.shape[0]))
+        offset += part.shape[0]
+    return tuple(pieces)
+
+
+@made_of("split split_with_sizes")
+def split(
+    tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None, split_sizes: Any = None
+) -> tuple[Tensor, ...]:
+    sizes = [s for s in (split_size_or_sections, split_size, split_sizes) if s is not None]
+    return _pieces(tensor, dim, torch.split, *sizes)
+
+
+@made_of("chunk")
+def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    return _pieces(input, dim, torch.chunk, chunks)
+
+
+@made_of("tensor_split")
+def tensor_split(
+    input: Tensor, indices_or_sections: Any = None, dim: int = 0, *, sections: Any = None, indices: Any = None
+) -> tuple[Tensor, ...]:
+    given = [v for v in (indices_or_sections, sections, indices) if v is not None]
+    if isinstance(given[0], Tensor):
+        raise refuse("tensor_split", "positions held in a tensor are not known when moves are planned", "give integers")
+    place = normal(dim, input.ndim)
+    if isinstance(given[0], int):
+        return _pieces(input, place, torch.tensor_split, given[0])
+    # Positions may go down as well as up, where pieces overlap or are empty: each is a slice of its own.
+    ends = [0, *given[0]], [*given[0], input.shape[place]]
+    before = (slice(None),) * place
+    return tuple(input[(*before, slice(lo, hi))] for lo, hi in zip(*ends, strict=True))
+
+
+def _split_along(names: str, dim: Any) -> None:
+    @made_of(names)
+    def split_along(
+        input: Tensor, indices_or_sections: Any = None, *, sections: Any = None, indices: Any = None
+    ) -> Any:
+        given = [v for v in (indices_or_sections, sections, indices) if v is not None]
+        place = dim(input)
+        if isinstance(given[0], int) and input.shape[place] % given[0]:
+            raise RuntimeError(f"{names}: dim {place} of size {input.shape[place]} does not split into {given[0]}")
+        return input.tensor_split(given[0], place)
+
+
+_split_along("hsplit", lambda x: 0 if x.ndim == 1 else 1)
+_split_along("vsplit", lambda x: 0)
+_split_along("dsplit", lambda x: 2)
+
+
+@made_of("unbind")
+def unbind(input: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    place = normal(dim, input.ndim)
+    return tuple(input.select(place, index) for index in range(input.shape[place]))

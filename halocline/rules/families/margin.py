@@ -1,0 +1,201 @@
+"""Losses with a margin, of pairs and of triplets; written as torch writes them, with sums over all ranks."""
+
+from __future__ import annotations
+
+from math import log, pi
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
+from ..table import composite, refuse, run_rule
+from .loss import no_legacy, reduced
+
+
+@composite(F.gaussian_nll_loss, family="loss")
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    spread = _variance(input, var)
+    negative = (spread < 0).any()
+    if not negative.is_meta and bool(negative):
+        raise ValueError("var has negative entry/entries")
+    spread = spread.clone()
+    with torch.no_grad():  # as in torch, what is clamped keeps its gradient
+        spread.clamp_(min=eps)
+    values = 0.5 * (spread.log() + (input - target) ** 2 / spread)
+    return reduced(values + 0.5 * log(2 * pi) if full else values, reduction)
+
+
+def _variance(input: Tensor, var: Any) -> Tensor:
+    """As large as the input, one dim short of it, or of size one in one dim."""
+    if not isinstance(var, Tensor):
+        return torch.full_like(input, var).detach()
+    given, wanted = list(var.shape), list(input.shape)
+    if given == wanted[:-1]:
+        return var.unsqueeze(-1)
+    different = [size for size, other in zip(given, wanted, strict=False) if size != other]
+    if len(given) != len(wanted) or different not in ([], [1]):
+        raise ValueError("var is of incorrect size")
+    return var
+
+
+@composite(F.margin_ranking_loss, family="loss")
+def margin_ranking_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    no_legacy(F.margin_ranking_loss, size_average, reduce)
+    return reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+
+
+@composite(F.hinge_embedding_loss, family="loss")
+def hinge_embedding_loss(
+    input: Tensor,
+    target: Tensor,
+    margin: float = 1.0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    no_legacy(F.hinge_embedding_loss, size_average, reduce)
+    zero = torch.zeros((), dtype=input.dtype, device=input.device)
+    apart = torch.where(target != 1, (margin - input).clamp_min(0), zero)
+    return reduced(apart + torch.where(target != -1, input, zero), reduction)
+
+
+@composite(F.cosine_embedding_loss, family="loss")
+def cosine_embedding_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    no_legacy(F.cosine_embedding_loss, size_average, reduce)
+    tiny = 1e-12
+    lengths = ((input1 * input1).sum(-1) + tiny) * ((input2 * input2).sum(-1) + tiny)
+    cosine = (input1 * input2).sum(-1) / lengths.sqrt()
+    zero = torch.zeros((), dtype=cosine.dtype, device=cosine.device)
+    alike = torch.where(target == 1, 1 - cosine, zero)
+    return reduced(alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zero), reduction)
+
+
+def _triplet(anchor: Tensor, positive: Tensor, negative: Tensor, distance: Any, margin: float, swap: bool) -> Tensor:
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    far = torch.minimum(far, distance(positive, negative)) if swap else far
+    return (margin + near - far).clamp_min(0)
+
+
+@composite(F.triplet_margin_loss, family="loss")
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    no_legacy(F.triplet_margin_loss, size_average, reduce)
+    distance = lambda one, other: F.pairwise_distance(one, other, p, eps)  # noqa: E731
+    return reduced(_triplet(anchor, positive, negative, distance, margin, swap), reduction)
+
+
+@composite(F.triplet_margin_with_distance_loss, family="loss")
+def triplet_margin_with_distance_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    distance_function: Any = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    distance = distance_function or F.pairwise_distance
+    return reduced(_triplet(anchor, positive, negative, distance, margin, swap), reduction)
+
+
+@composite(F.multilabel_soft_margin_loss, family="loss")
+def multilabel_soft_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    no_legacy(F.multilabel_soft_margin_loss, size_average, reduce)
+    values = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    values = values if weight is None else values * weight
+    return reduced(values.sum(-1) / input.shape[-1], reduction)
+
+
+def _rows_rule(function: Any) -> Any:
+    """One loss a sample, of all its classes."""
+
+    def describe(input: Operand, target: Operand, options: tuple[Any, ...], weight: Operand | None = None) -> Recipe:
+        if input.ndim != 2:
+            raise refuse(function, "its classes are cut, and there is no batch", "call it on x.unsqueeze(0)")
+        named = dict(options)
+
+        def local(work: Any, input: Tensor, target: Tensor, options: Any, weight: Tensor | None = None) -> Tensor:
+            given = {} if weight is None else {"weight": weight}
+            return function(input, target, reduction="none", **named, **given)
+
+        reads = [Read(input, (Link(0), WHOLE)), Read(target, (Link(0), WHOLE)[: target.ndim])]
+        reads += [] if weight is None else [read_whole(weight)]
+        return Recipe(space=input.shape[:1], reads=tuple(reads), outputs=(Output(input.shape[:1], (0,)),), local=local)
+
+    return describe
+
+
+_multi_margin, _multilabel_margin = _rows_rule(F.multi_margin_loss), _rows_rule(F.multilabel_margin_loss)
+
+
+@composite(F.multi_margin_loss, family="loss")
+def multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    no_legacy(F.multi_margin_loss, size_average, reduce)
+    call = (input, target, (("p", p), ("margin", margin)), weight)
+    return reduced(run_rule(F.multi_margin_loss, _multi_margin, call, {}), reduction)
+
+
+@composite(F.multilabel_margin_loss, family="loss")
+def multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Tensor:
+    no_legacy(F.multilabel_margin_loss, size_average, reduce)
+    return reduced(run_rule(F.multilabel_margin_loss, _multilabel_margin, (input, target, ()), {}), reduction)
+
+
+@composite(F.ctc_loss, torch.ctc_loss, family="refused")
+def ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    raise refuse(
+        "ctc_loss",
+        "it runs through all times of a sample, in kernels that know no empty batch",
+        "call it on hc.gather of its log-probabilities",
+    )

@@ -1,0 +1,126 @@
+"""Elements that a cut mask takes: ``x[mask]``, and values written where it is true.
+
+Under one dim for all that it covers, in the order of all elements, a mask is cut along one axis, so that what each rank
+takes is one run of the result. How many elements that is depends on values: a sum over the ranks tells each of them.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...geometry.access import PieceToPiece
+from ...tensor import ShardedTensor
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
+from ..table import refuse, run_rule
+from .view import whole_on_every_rank
+
+Points = tuple[int, ...]
+
+
+def taken(input: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """What a mask over the dims from ``dim`` on takes of ``input``, under one dim in their place."""
+    _check_shape(input, mask, dim)
+    flat = input.flatten(dim, dim + mask.ndim - 1)
+    points = _points(flat, dim)
+    if points is None:
+        return input[_behind(dim, whole_on_every_rank(mask))]
+    kept = _kept(mask.flatten(), points)
+    return run_rule("masked_select", _take_rule, (flat, mask.flatten(), dim, points, kept), {})
+
+
+def put(input: Tensor, mask: Tensor, source: Tensor, *, exactly: bool = False) -> Tensor:
+    """A copy of ``input`` whose elements where ``mask`` is true are those of ``source``, in order.
+
+    ``exactly``: as many as there are, and no fewer.
+    """
+    flat, source = input.flatten(), source.flatten()
+    points = _points(flat, 0)
+    if points is None:  # of few elements, perhaps, that one rank held
+        written = flat.masked_scatter(whole_on_every_rank(mask).flatten(), whole_on_every_rank(source))
+    else:
+        kept = _kept(mask.flatten(), points)
+        if source.numel() < kept[-1] or (exactly and source.numel() > kept[-1]):
+            raise RuntimeError(f"shape mismatch: the mask takes {kept[-1]} elements, and there are {source.numel()}")
+        call = (flat, mask.flatten(), source[: kept[-1]], points, kept)
+        written = run_rule("masked_scatter", _put_rule, call, {})
+    if not isinstance(input, ShardedTensor):
+        return whole_on_every_rank(written.reshape(input.shape))
+    return torch.empty_like(input).copy_(written.reshape(input.shape))  # cut as the input is
+
+
+def _behind(dim: int, mask: Tensor) -> tuple[Any, ...]:
+    return (*[slice(None)] * dim, mask)
+
+
+def _check_shape(input: Tensor, mask: Tensor, dim: int) -> None:
+    covered = tuple(input.shape[dim : dim + mask.ndim])
+    if tuple(mask.shape) != covered:
+        raise IndexError(f"The shape of the mask {list(mask.shape)} does not match that of the indexed dims {covered}")
+
+
+def _points(tensor: Tensor, dim: int) -> Points | None:
+    """Where the tiles along ``dim`` begin and end, one tile a rank; None if the dim is not cut."""
+    cut = tensor.sharding.cuts[dim] if isinstance(tensor, ShardedTensor) else None
+    return None if cut is None else cut.partition.points
+
+
+def _kept(mask: Tensor, points: Points) -> Points:
+    """How many elements the mask takes before each of ``points``. Waits for the ranks that hold the mask."""
+    if isinstance(mask, ShardedTensor):
+        counts = run_rule("size of a mask", _counts_rule, (mask, points), {})
+    else:
+        counts = _counts(mask, 0, points)
+    if counts.is_meta:
+        raise refuse(
+            "indexing",
+            "how much a mask takes depends on its values, and a dry run has none",
+            "use torch.where(mask, x, 0) and divide by mask.sum()",
+        )
+    return (0, *accumulate(counts.tolist()))
+
+
+def _counts_rule(mask: Operand, points: Points) -> Recipe:
+    return Recipe(
+        space=mask.shape,
+        reads=(follow(mask, 0),),
+        outputs=(Output((len(points) - 1,), (None,), constant=True, dtype=torch.int64),),
+        local=lambda work, tile, *_: _counts(tile, work.box[0].lo, points),
+        combine="sum",
+        runs_empty=True,
+    )
+
+
+def _counts(tile: Tensor, first: int, points: Points) -> Tensor:
+    """What a part of the mask that begins at ``first`` takes between two points."""
+    ends = [min(max(point - first, 0), len(tile)) for point in points]
+    return torch.stack([tile[lo:hi].sum() for lo, hi in pairwise(ends)])
+
+
+def _take_rule(input: Operand, mask: Operand, dim: int, points: Points, kept: Points) -> Recipe:
+    space = (*input.shape[:dim], kept[-1], *input.shape[dim + 1 :])
+    piece = Link(dim, PieceToPiece(points, kept))
+    links = tuple(piece if d == dim else Link(d) for d in range(input.ndim))
+    return Recipe(
+        space=space,
+        reads=(Read(input, links), Read(mask, (piece,))),
+        outputs=(Output(space, tuple(range(input.ndim))),),
+        local=lambda work, tile, taken, *_: tile[_behind(dim, taken)],
+        runs_empty=True,
+    )
+
+
+def _put_rule(input: Operand, mask: Operand, source: Operand, points: Points, kept: Points) -> Recipe:
+    def local(work: Work, tile: Tensor, taken: Tensor, values: Tensor, *_: Any) -> Tensor:
+        return tile.masked_scatter(taken, values)
+
+    return Recipe(
+        space=input.shape,
+        reads=(follow(input, 0), follow(mask, 0), Read(source, (Link(0, PieceToPiece(kept, points)),))),
+        outputs=(Output(input.shape, (0,)),),
+        local=local,
+        runs_empty=True,
+    )

@@ -1,0 +1,42 @@
+"""Random functions: each tile draws the numbers of its own box of the whole, so that every cut draws the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...random.functions import KERNELS, Kernel
+from ...random.generator import GlobalBox
+from ...random.mode import WRITTEN_OUT
+from ..recipe import Recipe, Work
+from ..table import composite, refuse, rule
+from .pointwise import elementwise
+
+
+def _register(function: Any, kernel: Kernel) -> None:
+    def describe(*args: Any, **kwargs: Any) -> Recipe:
+        if kwargs.get("generator") is not None:
+            raise refuse(function, "a generator of torch's would draw the same numbers for every tile", "leave it out")
+        recipe = elementwise(function, args, kwargs, kernel.inplace or bool(kwargs.get("inplace")))
+
+        def local(work: Work, *tiles: Any, **named: Any) -> Tensor:
+            return kernel.run(GlobalBox(recipe.space, work.box), *tiles, **named)
+
+        outputs = tuple(replace(output, constant=kernel.new) for output in recipe.outputs)
+        return replace(recipe, local=local, outputs=outputs)
+
+    rule(function, family="random")(describe)
+
+
+for _function, _kernel in KERNELS.items():
+    _register(_function, _kernel)
+for _function, _written in WRITTEN_OUT.items():
+    composite(_function, family="random")(_written)
+
+
+@rule(torch.poisson, torch.binomial)
+def refused(*args: Any, **kwargs: Any) -> Recipe:
+    raise refuse("poisson or binomial", "their numbers take an unknown count of draws", "hc.gather first")

@@ -1,0 +1,356 @@
+"""Reductions: each rank reduces its tile, the executor adds the parts up; the rest is composed from sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tensor import ShardedTensor
+from ..recipe import Link, Operand, Output, Read, Recipe, Work
+from ..table import composite, refuse, run_rule
+from .scan import cut_points, extreme_along
+
+Dims = int | Sequence[int] | None
+NARROW = (torch.half, torch.bfloat16)
+
+
+def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
+    """The reduced dims, from 0; None or an empty list means all of them."""
+    if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
+        return tuple(range(ndim))
+    dims = tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    if len(set(dims)) != len(dims):
+        raise RuntimeError(f"dim {dims[-1]} appears multiple times in the list of dims")
+    return tuple(sorted(dims)) if ndim else ()
+
+
+def normal_dim(dim: int, ndim: int) -> int:
+    """A dim from 0, as torch checks it."""
+    most = max(1, ndim)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+    return dim % most
+
+
+def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
+    return tuple(1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims)
+
+
+def _recipe(input: Operand, dims: tuple[int, ...], keepdim: bool, local: Callable[..., Any], **options: Any) -> Recipe:
+    kept = tuple(None if d in dims else d for d in range(input.ndim) if keepdim or d not in dims)
+    return Recipe(
+        space=input.shape,
+        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
+        outputs=(Output(reduced_shape(input.shape, dims, keepdim), kept),),
+        local=local,
+        runs_empty=True,
+        **options,
+    )
+
+
+def _sum_rule(input: Operand, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Recipe:
+    dims = normal_dims(dim, input.ndim)
+    return _recipe(
+        input, dims, keepdim, lambda work, tile, *_, **__: tile.sum(dims, keepdim, dtype=dtype), combine="sum"
+    )
+
+
+@composite(torch.sum, Tensor.sum)
+def sum_(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+) -> Tensor:
+    dim = dim if axis is None else axis
+    if dtype is None and input.dtype in NARROW:  # parts are added in float32, rounded once
+        return sum_(input, dim, keepdim, dtype=torch.float32).to(input.dtype)
+    return run_rule(torch.sum, _sum_rule, (input, dim, keepdim), {"dtype": dtype})
+
+
+def count(input: Tensor, dim: Dims) -> int:
+    total = 1
+    for d in normal_dims(dim, input.ndim):
+        total *= input.shape[d]
+    return total
+
+
+@composite(torch.mean, Tensor.mean)
+def mean(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+) -> Tensor:
+    dim = dim if axis is None else axis
+    target = dtype or input.dtype
+    if not (target.is_floating_point or target.is_complex):
+        raise RuntimeError(f"mean(): could not infer output dtype: {target} has no mean; convert to a floating dtype")
+    wide = torch.float32 if target in NARROW else target
+    return (sum_(input, dim, keepdim, dtype=wide) / count(input, dim)).to(target)
+
+
+@composite(torch.nansum, Tensor.nansum)
+def nansum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    return sum_(torch.where(input.isnan(), torch.zeros((), dtype=input.dtype), input), dim, keepdim, dtype=dtype)
+
+
+@composite(torch.nanmean, Tensor.nanmean)
+def nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    return nansum(input, dim, keepdim, dtype=dtype) / sum_(~input.isnan(), dim, keepdim)
+
+
+@composite(torch.count_nonzero, Tensor.count_nonzero)
+def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
+    return sum_(input != 0, dim)
+
+
+@composite(torch.any, Tensor.any)
+def any_(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return _as_byte(input, sum_(input != 0, dim, keepdim) > 0)
+
+
+@composite(torch.all, Tensor.all)
+def all_(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return _as_byte(input, sum_(input == 0, dim, keepdim) == 0)
+
+
+def _as_byte(input: Tensor, answer: Tensor) -> Tensor:
+    """torch answers in bytes where it is asked in bytes."""
+    return answer.to(torch.uint8) if input.dtype == torch.uint8 else answer
+
+
+def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, float, bool]:
+    """torch's two signatures: (dim, unbiased, keepdim) and (dim, *, correction, keepdim); or (unbiased) alone."""
+    values = dict(zip(("dim", "unbiased", "keepdim"), args, strict=False))
+    if isinstance(values.get("dim"), bool):
+        values = {"unbiased": values["dim"]}
+    values.update(kwargs)
+    correction = values.get("correction")
+    if correction is None:
+        correction = 1 if values.get("unbiased", True) else 0
+    return values.get("dim", values.get("axis")), correction, values.get("keepdim", False)
+
+
+def _moments(input: Tensor, dim: Dims, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    if input.dtype in NARROW:  # statistics in float32, rounded once
+        variance, centre = _moments(input.float(), dim, correction, keepdim)
+        return variance.to(input.dtype), centre.to(input.dtype)
+    centre = mean(input, dim, True)
+    deviation = input - centre
+    squares = (deviation * deviation.conj()).real if input.is_complex() else deviation * deviation
+    freedom = max(0.0, count(input, dim) - correction)
+    variance = sum_(squares, dim, keepdim) / freedom
+    dims = normal_dims(dim, input.ndim)
+    return variance, centre if keepdim else centre.reshape(reduced_shape(input.shape, dims, False))
+
+
+@composite(torch.var, Tensor.var)
+def var(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _moments(input, *_split_var(args, kwargs))[0]
+
+
+@composite(torch.std, Tensor.std)
+def std(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return std_mean(input, *args, **kwargs)[0]
+
+
+@composite(torch.var_mean)
+def var_mean(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _moments(input, *_split_var(args, kwargs))
+
+
+@composite(torch.std_mean)
+def std_mean(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    wide = input.float() if input.dtype in NARROW else input
+    variance, centre = _moments(wide, *_split_var(args, kwargs))
+    dtype = variance.dtype if wide is input else input.dtype
+    return _root(variance, 2).to(dtype), centre.to(input.dtype)
+
+
+def _worst_value(dtype: torch.dtype, largest: bool) -> float:
+    """What any value beats."""
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    bounds = torch.iinfo(dtype)
+    return bounds.min if largest else bounds.max
+
+
+def _extreme_rule(input: Operand, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Recipe:
+    """The largest value over ``dims``; of the smallest its negative, so that the ranks' largest is asked for."""
+
+    def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        tile = tile.detach()
+        if any(tile.shape[d] == 0 for d in dims):  # this rank has nothing to say
+            return _signed(
+                tile.new_full(reduced_shape(tile.shape, dims, keepdim), _worst_value(tile.dtype, largest)), largest
+            )
+        return _signed(tile.amax(dims, keepdim) if largest else tile.amin(dims, keepdim), largest)
+
+    return _recipe(input, dims, keepdim, local, combine="max")
+
+
+def _signed(value: Tensor, largest: bool) -> Tensor:
+    return value if largest else -value if value.is_floating_point() else ~value
+
+
+def extreme_value(input: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> Tensor:
+    """The largest (smallest) value over ``dims``, without gradient."""
+    function = torch.amax if largest else torch.amin
+    return _signed(run_rule(function, _extreme_rule, (input, dims, keepdim, largest), {}), largest)
+
+
+def _extreme(input: ShardedTensor, dim: Dims, keepdim: bool, largest: bool) -> Tensor:
+    """As torch's amax: ties share the gradient evenly, over all ranks."""
+    dims = normal_dims(dim, input.ndim)
+    if input.dtype == torch.bool:
+        return any_(input, dims, keepdim) if largest else all_(input, dims, keepdim)
+    best = extreme_value(input, dims, True, largest)
+    if not input.requires_grad:
+        return best if keepdim else best.reshape(reduced_shape(input.shape, dims, False))
+    chosen = (input == best) | (input.isnan() & best.isnan())
+    share = sum_(torch.where(chosen, input, torch.zeros((), dtype=input.dtype)), dims, True)
+    value = share / sum_(chosen, dims, True)
+    value = torch.where(torch.isfinite(best), value + (best - value).detach(), value)
+    return value if keepdim else value.reshape(reduced_shape(input.shape, dims, False))
+
+
+@composite(torch.amax, Tensor.amax)
+def amax(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    return _extreme(input, dim, keepdim, True)
+
+
+@composite(torch.amin, Tensor.amin)
+def amin(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    return _extreme(input, dim, keepdim, False)
+
+
+@composite(torch.max, Tensor.max)
+def max_(input: Any, *args: Any, **kwargs: Any) -> Any:
+    return _max_or_min(torch.max, torch.maximum, True, input, args, kwargs)
+
+
+@composite(torch.min, Tensor.min)
+def min_(input: Any, *args: Any, **kwargs: Any) -> Any:
+    return _max_or_min(torch.min, torch.minimum, False, input, args, kwargs)
+
+
+def _max_or_min(function: Any, pairwise: Any, largest: bool, input: Any, args: Any, kwargs: Any) -> Any:
+    other = args[0] if args else kwargs.get("other")
+    if isinstance(other, Tensor):
+        return pairwise(input, other)
+    if not args and not kwargs:
+        return _extreme(input, None, False, largest)
+    return _along(function, input, *args, **kwargs) if args else _along(function, input, **{"dim": 0, **kwargs})
+
+
+def _along(function: Any, input: Tensor, dim: int, keepdim: bool = False, *, axis: int | None = None) -> Any:
+    """Functions of one dim that answer with values and positions, or with positions alone."""
+    place = normal_dim(dim if axis is None else axis, input.ndim)
+    points = cut_points(input, place)
+    if points is None or input.dtype == torch.bool:
+        result = run_rule(function, _whole_dim_rule(function), (input, place, keepdim), {})
+    else:
+        found = extreme_along(_PAIRED.get(function, function), input, place, points)
+        result = found if keepdim else tuple(part.squeeze(place) for part in found)
+        result = result[1] if function in _PAIRED else result
+    kind = getattr(torch.return_types, function.__name__, tuple)
+    return kind(result) if isinstance(result, tuple) else result
+
+
+_PAIRED = {torch.argmax: torch.max, torch.argmin: torch.min}
+
+
+_whole_dim_rules: dict[Any, Callable[..., Recipe]] = {}
+
+
+def _whole_dim_rule(function: Any) -> Callable[..., Recipe]:
+    """One rule object a function, since plans are kept by it."""
+    outputs = 1 if function in _PAIRED else 2
+
+    def describe(input: Operand, dim: int, keepdim: bool = False) -> Recipe:
+        place = normal_dim(dim, input.ndim)
+        base = _recipe(input, (place,), keepdim, lambda work, tile, *_, **__: function(tile, place, keepdim))
+        return Recipe(
+            space=base.space,
+            reads=base.reads,
+            outputs=base.outputs * outputs,
+            local=base.local,
+            uncut=frozenset({place}),
+            runs_empty=True,
+        )
+
+    return _whole_dim_rules.setdefault(function, describe)
+
+
+@composite(torch.argmax, Tensor.argmax)
+def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _argmax(torch.argmax, input, dim, keepdim)
+
+
+@composite(torch.argmin, Tensor.argmin)
+def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _argmax(torch.argmin, input, dim, keepdim)
+
+
+def _argmax(function: Any, input: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    if dim is None:
+        raise refuse(function, "the position in the flattened tensor needs the whole of it", "call it on hc.gather(x)")
+    return _along(function, input, dim, keepdim)
+
+
+@composite(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    dims = normal_dims(dim, input.ndim)
+    top = extreme_value(input, dims, True, True)
+    top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
+    result = sum_((input - top).exp(), dims, True).log() + top
+    return result if keepdim else result.reshape(reduced_shape(input.shape, dims, False))
+
+
+@composite(torch.linalg.vector_norm)
+def vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if x.dtype in NARROW and dtype is None:  # squares of such numbers leave their range
+        return vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
+    size = (x if dtype is None else x.to(dtype)).abs()
+    if ord == float("inf"):
+        return size.amax(normal_dims(dim, x.ndim), keepdim)
+    if ord == float("-inf"):
+        return size.amin(normal_dims(dim, x.ndim), keepdim)
+    if ord == 0:
+        return sum_((size != 0).to(size.dtype), dim, keepdim)
+    if ord == 1:
+        return sum_(size, dim, keepdim)
+    return _root(sum_(size * size if ord == 2 else _power(size, ord), dim, keepdim), ord)
+
+
+def _power(size: Tensor, order: float) -> Tensor:
+    """As in torch, a zero has no slope, where the power's would be infinite."""
+    if order > 1:
+        return size**order
+    zero = size == 0
+    return size.masked_fill(zero, 1.0).pow(order).masked_fill(zero, 0.0 if order > 0 else float("inf"))
+
+
+def _root(powers: Tensor, order: float) -> Tensor:
+    """torch gives a zero norm the gradient zero; a bare root would give it infinity."""
+    zero = powers == 0
+    safe = torch.where(zero, torch.ones_like(powers), powers)
+    root = safe.sqrt() if order == 2 else safe ** (1.0 / order)
+    return torch.where(zero, torch.zeros_like(powers), root)
+
+
+@composite(torch.norm, Tensor.norm)
+def norm(
+    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Tensor:
+    if out is not None:
+        raise refuse(torch.norm, "out= writes into a tensor of its own sharding", "assign the result instead")
+    if p == "nuc":
+        raise refuse(torch.norm, "the nuclear norm needs the whole matrix", "call it on hc.gather(x)")
+    return vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+@composite(torch.linalg.norm)
+def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    several = A.ndim != 1 if dim is None else isinstance(dim, (tuple, list)) and len(dim) > 1
+    if ord is not None and several:
+        raise refuse(torch.linalg.norm, "a matrix norm of a cut matrix", "use torch.linalg.vector_norm or hc.gather(x)")
+    return vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)

@@ -1,0 +1,182 @@
+"""Scattering: values sent to positions held in a tensor, and counts of them.
+
+A cut target keeps its cut: each rank takes what points into its tile. Into a whole target cut values are added tile by
+tile, and the sums are added up over the ranks: nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...geometry import Interval, Window
+from ...tensor import ShardedTensor
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
+from ..table import run_rule
+from .assign import check_range, own_positions
+from .view import each, local_shape, made_of, meta, normal, operands
+
+
+def _target(target: Operand, others: list[Read], local: Any, inplace: bool) -> Recipe:
+    own = tuple(range(target.ndim))
+    return Recipe(
+        space=target.shape,
+        reads=(Read(target, tuple(map(Link, own))), *others),
+        outputs=(Output(target.shape, own),),
+        local=local,
+        inplace=inplace,
+        runs_empty=True,
+    )
+
+
+@each("scatter scatter_ scatter_reduce scatter_reduce_")
+def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any, **named: Any) -> Recipe:
+    """``out[index[i][j]][j] = src[i][j]``: index and source whole along ``dim``, elsewhere what the tile has."""
+    function(meta(input), dim, meta(index), *meta(rest), **meta(named))  # torch's own error for shapes that do not fit
+    inplace, place = function.__name__.endswith("_"), normal(dim, input.ndim)
+    others, space = [index, *operands((rest, named))], input.shape
+
+    def local(work: Work, input: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
+        own = work.box[place] if space else Interval(0, 1)
+        if not space or own.size == space[place]:
+            return function(input, dim, index, *rest, **named)
+        index = _or_behind(index, own, space[place])
+        room = torch.cat([input, torch.zeros_like(input.sum(place, keepdim=True), dtype=input.dtype)], place)
+        result = function(room, place, index, *rest, **named).narrow(place, 0, own.size)
+        return input.copy_(result) if inplace else result
+
+    return _target(input, [Read(o, _beside(o, place)) for o in others], local, inplace)
+
+
+def _beside(operand: Operand, place: int) -> tuple[Link, ...]:
+    """Whole along the scattered dim; along others cut as the target is, and perhaps shorter."""
+    return tuple(WHOLE if d == place else Link(d, Window()) for d in range(operand.ndim))
+
+
+def _or_behind(index: Tensor, own: Interval, size: int) -> Tensor:
+    """Positions in this rank's tile, counted from its edge; those in others point just behind it."""
+    check_range(index, size, lowest=0)
+    return torch.where((index >= own.lo) & (index < own.hi), index - own.lo, own.size)
+
+
+_scatter_add_rules: dict[Any, Any] = {}
+
+
+def _scatter_add_rule(function: Any) -> Any:
+    """One rule object a function, since plans are kept by it."""
+
+    def describe(input: Operand, dim: int, index: Operand, src: Operand) -> Recipe:
+        return scatter(function, input, dim, index, src)
+
+    return _scatter_add_rules.setdefault(function, describe)
+
+
+def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand) -> Recipe:
+    """Zeros of ``shape`` with a source scattered onto them, or added along ``dim``; tile by tile, then over ranks.
+
+    The scattered dim of the source is one dim more of the space, which the result has not.
+    """
+    row, rows = len(shape), index.shape[dim if index.ndim == src.ndim else 0] if index.ndim else 1
+    spread = index.ndim == src.ndim > 1 or len(shape) == 1
+
+    def follow(operand: Operand) -> tuple[Link, ...]:
+        return tuple(Link(row, Window()) if d == dim else Link(d, Window()) for d in range(operand.ndim))
+
+    def local(work: Work, shape: tuple[int, ...], dim: int, index: Tensor, src: Tensor) -> Tensor:
+        zeros = src.new_zeros(local_shape(work)[:row])
+        return zeros.scatter_add(dim, index, src) if spread else zeros.index_add(dim, index, src)
+
+    return Recipe(
+        space=(*shape, rows),
+        reads=(Read(src, follow(src)), Read(index, follow(index) if spread else (Link(row),))),
+        outputs=(Output(shape, tuple(range(row))),),
+        local=local,
+        combine="sum",
+        runs_empty=True,
+    )
+
+
+def _into_whole(input: Tensor, dim: int, index: Tensor, src: Tensor, inplace: bool) -> Tensor:
+    summed = run_rule(torch.scatter_add, _summed_rule, (tuple(input.shape), normal(dim, input.ndim), index, src), {})
+    if not inplace:
+        return input + summed
+    return input.add_(summed)
+
+
+def _scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    if not isinstance(input, ShardedTensor):
+        function(meta(input), dim, meta(index), meta(src))  # torch's own error for shapes that do not fit
+        return _into_whole(input, dim, index, src, inplace=function.__name__.endswith("_"))
+    return run_rule(function, _scatter_add_rule(function), (input, dim, index, src), {})
+
+
+@made_of("scatter_add")
+def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return _scatter_add(torch.scatter_add, input, dim, index, src)
+
+
+@made_of("scatter_add_")
+def scatter_add_(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return _scatter_add(Tensor.scatter_add_, input, dim, index, src)
+
+
+def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, alpha: Any) -> Recipe:
+    meta(input).index_add_(dim, meta(index), meta(source))
+    place, size = normal(dim, input.ndim), input.shape[dim]
+
+    def local(work: Work, input: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any) -> Tensor:
+        if work.box[place].size != size:
+            mine, (index,) = own_positions([index], [(size, work.box[place])])
+            source = source.index_select(place, mine)
+        return input.index_add_(place, index, source, alpha=alpha)
+
+    links = tuple(WHOLE if d == place else Link(d) for d in range(source.ndim))
+    return _target(input, [read_whole(index), Read(source, links)], local, inplace=True)
+
+
+@made_of("index_add_")
+def index_add_(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    if not isinstance(input, ShardedTensor):
+        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=True)
+    return run_rule(Tensor.index_add_, _index_add_rule, (input, dim, index, source, alpha), {})
+
+
+@made_of("index_add")
+def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    if not isinstance(input, ShardedTensor):
+        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=False)
+    return input.clone().index_add_(dim, index, source, alpha=alpha)
+
+
+@made_of("bincount")
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    count = max(minlength, int(input.max()) + 1 if input.numel() else 0)
+    if weights is None:
+        given = torch.ones_like(input, dtype=torch.long)
+    else:
+        given = weights if weights.dtype == torch.float32 else weights.double()
+    return torch.zeros(count, dtype=given.dtype, device=input.device).scatter_add_(0, input.long(), given)
+
+
+def _histc_rule(input: Operand, bins: int, low: float, high: float) -> Recipe:
+    return Recipe(
+        space=input.shape,
+        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
+        outputs=(Output((bins,), (None,), constant=True),),
+        local=lambda work, tile, *_: torch.histc(tile.detach(), bins, low, high),
+        combine="sum",
+        runs_empty=True,
+    )
+
+
+@made_of("histc")
+def histc(input: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    """With both ends the same, torch takes the least and the largest value: of the whole tensor, here as there."""
+    low, high = float(min), float(max)
+    if low == high and input.numel():
+        low, high = float(input.detach().min()), float(input.detach().max())
+    if low == high:
+        low, high = low - 1, high + 1
+    return run_rule(torch.histc, _histc_rule, (input, bins, low, high), {})

@@ -1,0 +1,77 @@
+"""Stacks of matrices, each needed whole: inverses, factors, solutions. The dims before the last two keep their cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recipe import WHOLE, Operand, Output, Read, Recipe
+from ..table import composite, refuse, run_rule
+from .pointwise import broadcast_shape
+from .view import as_called, bound, operands, shapes
+from .whole_axis import stretched
+
+
+def _matrices(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    """Each matrix, of the last two dims, needs all of itself: the dims before keep their cuts."""
+    given = list(operands((args, kwargs)))
+    results = shapes(function, *args, **kwargs)
+    batch = broadcast_shape(*(operand.shape[:-2] for operand in given))
+    if any(result[: len(batch)] != batch for result in results):
+        raise refuse(function, "its result is not a stack of matrices as its operands are", "call it on hc.gather(x)")
+    reads = [Read(o, (*stretched(o.shape[:-2], batch), *[WHOLE] * min(2, o.ndim))) for o in given]
+    own = tuple(range(len(batch)))
+    return Recipe(
+        space=batch,
+        reads=tuple(reads),
+        outputs=tuple(Output(result, (*own, *[None] * (len(result) - len(own)))) for result in results),
+        local=as_called(function),
+        runs_empty=True,
+    )
+
+
+def _named(function: Any, describe: Callable[..., Recipe]) -> Any:
+    """Results of several parts bear torch's own names."""
+    kind = getattr(torch.return_types, function.__name__, None)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = run_rule(function, describe, args, kwargs)
+        return kind(result) if kind is not None and isinstance(result, tuple) else result
+
+    return run
+
+
+_OF_MATRICES = """
+inv det slogdet cholesky eigh eigvalsh svd svdvals qr pinv matrix_exp matrix_power
+""".split()
+for _home, _names in (
+    (torch.linalg, _OF_MATRICES),
+    (torch, "inverse det slogdet logdet cholesky pinverse matrix_exp matrix_power".split()),
+    (Tensor, "inverse det slogdet logdet cholesky pinverse matrix_exp matrix_power".split()),
+):
+    for _name in _names:
+        _function = getattr(_home, _name)
+        composite(_function, family="stack")(_named(_function, bound(_matrices, _function)))
+
+
+def _solve_rule(A: Operand, B: Operand, left: bool) -> Recipe:
+    return _matrices(lambda A, B, left: torch.linalg.solve(A, B, left=left), A, B, left)
+
+
+@composite(torch.linalg.solve, family="stack")
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    """Vectors and matrices are told apart by global shapes: a tile's would be ambiguous."""
+    if B.ndim == 1 or tuple(B.shape) == tuple(A.shape[:-1]):
+        return solve(A, B.unsqueeze(-1), left=left).squeeze(-1)
+    if B.ndim < A.ndim:
+        B = B.expand(*A.shape[:-2], *B.shape[-2:])
+    return run_rule(torch.linalg.solve, _solve_rule, (A, B, left), {})
+
+
+@composite(torch.linalg.multi_dot, torch.chain_matmul, family="contract")
+def multi_dot(*tensors: Any) -> Tensor:
+    return reduce(torch.matmul, list(operands(tensors, Tensor)))
