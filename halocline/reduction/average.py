@@ -29,14 +29,13 @@ from .owners import AveragedMark, refuse_unaveraged
 from .schedule.clock import Clock, FixedClock, measured_link
 from .schedule.control import Control, Doubling
 from .schedule.overlap import Overlap
-from .transport.comm_thread import CommThread
 from .transport.compression import GradientCompression
 from .transport.leases import Agreement, lease
-from .transport.rings import Pending, Rings
-from .transport.sum_queue import SumQueue, Tell
+from .transport.rings import Rings
+from .transport.sum_queue import FlatTransport, SumQueue, Transport
 
 _log = logging.getLogger("halocline")
-_REGULAR = 64  # passes in which all ranks went one way, after which they are trusted to
+_REGULAR = 64  # passes in which all ranks took one path, after which they stop asking
 #: Engines of a world whose sums may go while backward runs; those of any others go when it has ended, in one order.
 _CHANNELS = 16
 _DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
@@ -47,7 +46,7 @@ _open_passes: dict[int, weakref.WeakSet[GradientAverage]] = {}
 
 
 class GradientAverage:
-    """Watches the gradients of a model's parameters; after each backward they are the mean over all ranks.
+    """Averages the gradients of ``parameters`` over ``ranks`` (by default all) in each backward pass.
 
     ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
     ``buckets`` (lists of indices) replace those that would be planned. ``deterministic``: nothing measured decides
@@ -63,20 +62,24 @@ class GradientAverage:
         compression: GradientCompression | None = None,
         rings: Rings | None = None,
         deterministic: bool = False,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
-        self.world, self.everyone = world, tuple(range(world.size))
+        self.world, self.ranks = world, tuple(range(world.size)) if ranks is None else ranks
         self.compression, self.rings = compression or GradientCompression(), rings
+        self.transport: Transport = rings or FlatTransport(world, self.ranks)
         self.active = True
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
-        self.queue: SumQueue | CommThread | None = None  # where sums wait for their turn
-        self.overlap: Overlap | None = None  # who takes over when a backward has ended; None: all is waited for there
+        self.queue: SumQueue | None = None  # where sums wait for their turn
+        self.overlap: Overlap | None = None  # takes over when a backward has ended; None: all sums are waited for
         world.engines += 1
         self.number = world.engines
         self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
-        self._channel = lease(world, "channel", "gradients {}".format, _CHANNELS) if parameters and not rings else None
+        self._channel = None
+        if parameters and not rings:
+            self._channel = lease(world, "channel", "gradients {}".format, _CHANNELS, self.ranks)
         if self._channel is not None:
             weakref.finalize(self, self._channel.release).atexit = False
         self.plan: BucketPlan | None = None
@@ -89,57 +92,39 @@ class GradientAverage:
         self._open: BackwardPass | None = None
         self._asked = (-1, False)  # a pass, and whether it hands its gradients out
         self._pile: set[int] = set()
-        self._hooks = ParameterHooks()
+        self._hooks: list[ParameterHooks] = []
         self._deferred = 0
         self._regular = 0
         self._exchanged = 0
-        for index, parameter in enumerate(self.parameters):
-            self._watch(index, parameter)
+        for parameter in self.parameters:
+            self._watch(parameter)
 
     @property
     def channel(self) -> str:
         """On which its planned sums go, in an order of their own."""
         return "gradients" if self._channel is None else str(self._channel.thing)
 
-    def use(self, line: SumQueue | CommThread) -> None:
-        """For sums that wait for their turn."""
-        self.queue = line
+    def use(self, queue: SumQueue) -> None:
+        """Begin sums in their turn."""
+        self.queue = queue
         if self._channel is not None:
-            self._channel.queue = line
-        weakref.finalize(self, line.dismiss).atexit = False
+            self._channel.queue = queue
+        weakref.finalize(self, queue.dismiss).atexit = False
 
-    def _watch(self, index: int, parameter: Tensor) -> None:
-        alive = weakref.ref(self)  # hooks live as long as the parameter, and must not keep the model alive
-
-        def arrived(leaf: Tensor) -> None:
-            engine = alive()
-            if engine is None:
-                hooks.after_accumulation(leaf)
-            elif leaf.grad is not None:  # torch calls hooks too where a derivative does not depend on the parameter
-                engine._arrived(index)
-
-        def arrives(gradient: Tensor | None) -> Tensor | None:
-            engine = alive()
-            if gradient is None:
-                return None
-            if engine is None:
-                return hooks.seen(gradient)
-            if engine._hands_out(index):
-                return hooks.seen(engine.mean(gradient, engine.names[index]))
-            hooks.set_aside(engine.parameters[index])
-            return None
-
+    def _watch(self, parameter: Tensor) -> None:
+        """Hook the next parameter."""
+        index = len(self._hooks)
         mark = getattr(parameter, AVERAGED, None)
         if isinstance(mark, AveragedMark) and mark:
             raise MeshError(
                 f"{self.names[index]} is averaged already, by another hc.distribute or hc.average_gradients; "
                 "distribute one module that holds everything shared"
             )
-        setattr(parameter, AVERAGED, AveragedMark(alive))
-        hooks = self._hooks.watch(parameter, arrives, arrived)
+        setattr(parameter, AVERAGED, AveragedMark(weakref.ref(self)))
+        self._hooks.append(ParameterHooks(self, index, parameter))
 
-    def _hands_out(self, index: int) -> bool:
-        """Does the pass under way give gradients to whoever asked (``autograd.grad``)? It does so for all or none."""
+    def hands_out(self, index: int) -> bool:
+        """A gradient was computed. Does its pass return gradients (``autograd.grad``) rather than accumulate them?"""
         task = backward_number()
         if self._open is not None and self._open.task != task:
             self._abandon(index)  # before this gradient is added to one that may be travelling
@@ -165,7 +150,8 @@ class GradientAverage:
             for used in (self._channel, None if self._agreement is None else self._agreement.lease):
                 if used is not None:
                     used.spoiled = True
-            self._hooks.put_back(self.parameters)
+            for hooks, parameter in zip(self._hooks, self.parameters, strict=True):
+                hooks.put_back(parameter)
         self._deferred = _DEFERRED
 
     def adopt(self, added: Sequence[tuple[str, Tensor]]) -> None:
@@ -173,7 +159,7 @@ class GradientAverage:
         for name, parameter in added:
             self.names.append(name)
             self.parameters.append(parameter)
-            self._watch(len(self.parameters) - 1, parameter)
+            self._watch(parameter)
         self.forget_plan()
 
     def forget_plan(self) -> None:
@@ -191,18 +177,10 @@ class GradientAverage:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def carrier_of(self, world: World, label: Label) -> Callable[[Tensor, Tell | None], Pending]:
-        """Who carries a sum: the rings, if there are any, or else ``world`` itself. It does not keep the engine."""
-        everyone = self.everyone
-        if self.rings is not None:
-            rings = self.rings
-            return lambda tensor, tell: rings.begin(tensor, label, tell)
-        return lambda tensor, tell: world.begin_sum(tensor, everyone, label)
-
     def mean(self, gradient: Tensor, name: str) -> Tensor:
         """Differentiable: the mean of whole values is its own adjoint."""
-        share = 1.0 / self.world.size
-        route = Route(self.world, self.everyone, Label(f"{self.name} of {name}", "autograd.grad", "gradients"))
+        share = 1.0 / len(self.ranks)
+        route = Route(self.world, self.ranks, Label(f"{self.name} of {name}", "autograd.grad", "gradients"))
         return Sum.apply(gradient, route, (share, share))
 
     @contextmanager
@@ -216,14 +194,15 @@ class GradientAverage:
 
     # One backward pass ----------------------------------------------------------------------------------------------
 
-    def _arrived(self, index: int) -> None:
+    def accumulated(self, index: int) -> None:
+        """This rank's gradient of a parameter was added to its ``.grad``."""
         if not self.active:
-            self._hooks.refuse_share(index, self.names[index])
+            self._hooks[index].refuse_share(self.names[index])
             self._pile.add(index)
             return
         if self._open is None:
             self._begin()
-        self._open.arrived(index)  # type: ignore[union-attr]
+        self._open.ready(index)  # type: ignore[union-attr]
 
     def _begin(self) -> None:
         task = backward_number()
@@ -256,22 +235,24 @@ class GradientAverage:
         refuse_unaveraged(self.model() if self.model is not None else None)
         return ended.touched | pile
 
-    def _finish(self, came: set[int]) -> Callable[[], None]:
-        """Make gradients means, or hand them to ``after``. Returns a call of the users' hooks, for when all engines are
-        done."""
+    def _finish(self, came: set[int]) -> BackwardPass:
+        """Make gradients means, or hand them to ``overlap``."""
         ended, self._open = self._open, None
         assert ended is not None
         self._settle_means(ended, came)
-        return lambda: self._run_hooks(ended, came)
+        return ended
 
     def _run_hooks(self, ended: BackwardPass, came: set[int]) -> None:
-        """In the order in which gradients came; of those too that came on other ranks alone."""
-        if not self._hooks:
+        """Users' hooks, in the order in which gradients came; of those too that came on other ranks alone."""
+        if not any(self._hooks):
             return
         if self.overlap is not None:
             self.overlap.finish()
         came = self._everybody() if self.overlap is not None else came | ended.had
-        self._hooks.run(sorted(came, key=ended.moment), self.parameters, ended.graph)
+        with torch.set_grad_enabled(ended.graph):
+            for index in sorted(came, key=ended.moment):
+                if self.parameters[index].grad is not None:
+                    self._hooks[index].run(self.parameters[index])
 
     def _settle_means(self, ended: BackwardPass, came: set[int]) -> None:
         self.steps += 1
@@ -303,7 +284,7 @@ class GradientAverage:
         return set(range(len(self.parameters)))
 
     def _count_regular(self, ended: BackwardPass) -> None:
-        """Whoever went different ways and no longer does may go without asking again."""
+        """Ranks that took different paths and no longer do may go without asking again."""
         if self.plan is not None and self.plan.dynamic:
             self._regular = 0 if ended.uneven else self._regular + 1
             if self._regular >= _REGULAR:
@@ -315,9 +296,9 @@ class GradientAverage:
         Returns what came on any rank.
         """
         if self.clock.link is None:
-            self.clock.link = measured_link(self.world, self.everyone)
+            self.clock.link = measured_link(self.world, self.ranks)
         before = self.world.traffic.messages
-        facts = self.facts(came).agreed(self.world, self.name)
+        facts = self.facts(came).agreed(self.world, self.ranks, self.name)
         self._exchanged += self.world.traffic.messages - before
         plan = self._planned(facts)
         BackwardPass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
@@ -383,8 +364,9 @@ def _finish_all(task: int) -> None:
     engines = sorted(_open_passes.pop(task, ()), key=lambda engine: engine.number)
     engines = [engine for engine in engines if engine._open is not None and engine._open.task == task]
     came = [engine._end() for engine in engines]
-    for run_hooks in [engine._finish(some) for engine, some in zip(engines, came, strict=True)]:
-        run_hooks()
+    ended = [engine._finish(some) for engine, some in zip(engines, came, strict=True)]
+    for engine, backward_pass, some in zip(engines, ended, came, strict=True):
+        engine._run_hooks(backward_pass, some)
 
 
 ENGINE = "_halocline_average"  # where a model keeps its engine

@@ -1,4 +1,8 @@
-"""One backward pass: gradients come, buckets go, and at the end everything is a mean."""
+"""One backward pass: gradients come, buckets go, and at the end everything is a mean.
+
+``ready`` puts a gradient into its bucket; the bucket's last one starts its :class:`BucketSum`, at once or in the
+engine's queue; ``take`` waits for it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..world import Averaged, Label, World
+from ..world import Averaged, Label
 from .buckets.bucket import Bucket, by_kind, is_shared
 from .buckets.plan import BucketPlan
 from .schedule.negotiation import Negotiation
-from .transport.comm_thread import CommThread
-from .transport.rings import Pending
 from .transport.sparse import sparse_mean
-from .transport.sum_queue import Begin, QueuedSum, Tell
+from .transport.sum_queue import BucketSum, FlatTransport, Transport
 
 if TYPE_CHECKING:
     from .average import GradientAverage
@@ -26,7 +28,7 @@ _BUCKET_BYTES = 25 << 20  # of a message where nothing is known yet
 
 
 class BackwardPass:
-    """Without a plan it only writes down what comes."""
+    """Without a plan it only records which gradients come, and when."""
 
     def __init__(self, engine: GradientAverage, task: int, plan: BucketPlan | None) -> None:
         self.engine, self.task, self.plan = engine, task, plan
@@ -35,20 +37,17 @@ class BackwardPass:
         self.unplanned: set[int] = set()
         self.absent: set[int] = set()
         self.had: set[int] = set()  # came on some rank, as far as sums have told
-        self.wants_another_plan = self.uneven = self._anew = False
-        self._share = 1.0 / engine.world.size
+        self.wants_another_plan = self.uneven = False
+        self._share = 1.0 / len(engine.ranks)
         self._ready: dict[int, float] = {}
         self._started = time.perf_counter()
-        self._sums: dict[int, Pending | None] = {}
-        self._sent: dict[int, float] = {}
-        self._done: dict[int, float] = {}
+        self._sums: dict[int, BucketSum | None] = {}
         self._negotiation: Negotiation | None = None
-        #: Of others the engine has seen to it.
+        #: Of plans that are not dynamic the engine has checked it.
         self._valid = plan is None or not plan.dynamic or plan.fits(engine.parameters)
-        #: Gradients are left to the thread to copy.
-        self._leaves_copying = (
-            isinstance(engine.queue, CommThread) and plan is not None and plan.on_cpus and not plan.dynamic
-        )
+        told = engine.queue is not None and engine.queue.told
+        #: Gradients are copied into their buckets by the thread that begins the sums.
+        self._copies_later = told and plan is not None and plan.on_cpus and not plan.dynamic
         if plan is not None and task >= 0:
             self._prepare(plan)
 
@@ -56,75 +55,70 @@ class BackwardPass:
         for bucket in plan.buckets:
             bucket.begin(self.engine.parameters)
         if plan.dynamic:
+            agreement, deadline = self.engine.agreement, self.engine.world.deadline
             self._negotiation = Negotiation(
-                len(plan.buckets),
-                self.engine.agreement.control,
-                self._begin_beside,
-                self._valid,
-                self.engine.world.deadline,
+                len(plan.buckets), agreement.control, self._start_agreed, self._valid, deadline
             )
+            agreement.thread.submit(self._negotiation.run)
 
     # While backward runs ----------------------------------------------------------------------------------------------
 
-    def arrived(self, index: int) -> None:
+    def ready(self, index: int) -> None:
+        """This rank's gradient of a parameter lies in its ``.grad``."""
         self.touched.add(index)
         self._ready[index] = time.perf_counter()
-        if self.plan is None or not self._valid:
+        plan = self.plan
+        if plan is None or not self._valid:
             return
-        number = self.plan.home.get(index)
+        number = plan.home.get(index)
         if number is None:
-            if index not in self.plan.sparse:
+            if index not in plan.sparse:
                 self.unplanned.add(index)
             return
-        bucket, parameter = self.plan.buckets[number], self.engine.parameters[index]
+        bucket, parameter = plan.buckets[number], self.engine.parameters[index]
         gradient = parameter.grad
-        at_once = not self._leaves_copying or is_shared(gradient)
-        held = bucket.put(index, gradient)
+        at_once = not self._copies_later or is_shared(gradient)
+        in_place = bucket.put(index, gradient)
         if at_once:
             bucket.fill(self._share)
-        if not held:
-            parameter.grad = bucket.given(index)
+        if not in_place:
+            parameter.grad = bucket.gradient(index)
         if bucket.missing:
             return
         if self._negotiation is not None:
             self._negotiation.ready(number)
         else:
-            self._begin_those_ready(len(self.plan.buckets) - 1)
+            self._start_ready(len(plan.buckets) - 1)
 
-    def _begin_those_ready(self, upto: int) -> None:
-        """In the planned order. The last goes when backward has ended, for it says what there is to say."""
+    def _start_ready(self, upto: int, replan: bool = False) -> None:
+        """In the planned order. The last goes when backward has ended, and tells whether this rank wants a new plan."""
         assert self.plan is not None
-        number = len(self._sums)
+        number, queue = len(self._sums), self.engine.queue
         while number < upto and not self.plan.buckets[number].missing:
-            self._sums[number] = self._begin_sum(number)
+            bucket_sum = self._sum(number, self.engine.transport, self.engine.channel)
+            bucket_sum.replan = replan and number == len(self.plan.buckets) - 1
+            self._sums[number] = bucket_sum
+            if queue is None:
+                bucket_sum.begin()
+            else:
+                queue.add(bucket_sum)
             number += 1
 
-    def _begin_sum(self, number: int) -> Pending:
-        begin = self._sum_of(number, self.engine.world)
-        return begin(None) if self.engine.queue is None else self.engine.queue.add(begin)
+    def _start_agreed(self, number: int) -> BucketSum:
+        """In the agreement's thread. On rings after the sums of the pass before, which the queue may still hold."""
+        engine = self.engine
+        if engine.rings is not None and engine.queue is not None:
+            return engine.queue.add(self._sum(number, engine.rings, "gradients"))
+        transport = engine.rings or FlatTransport(engine.agreement.world, engine.ranks)
+        bucket_sum = self._sum(number, transport, "gradients")
+        bucket_sum.begin()
+        return bucket_sum
 
-    def _begin_beside(self, number: int) -> Pending:
-        """Where the thread may still have sums of the pass before to begin on the same rings: after those."""
-        begin, line = self._sum_of(number, self.engine.agreement.world), self.engine.queue
-        return line.add(begin) if isinstance(line, CommThread) else begin(None)
-
-    def _sum_of(self, number: int, world: World) -> Begin:
-        """Begins it. It does not keep the engine: a gradient that is under way keeps its sum."""
+    def _sum(self, number: int, transport: Transport, channel: str) -> BucketSum:
         assert self.plan is not None
-        engine, sent, bucket, share = self.engine, self._sent, self.plan.buckets[number], self._share
-        anew = self._anew and number == len(self.plan.buckets) - 1
         # Ranks that begin the buckets of one size in different orders must hear of it, and not add them up.
-        place = f"backward, bucket {number}"
-        channel = engine.channel if world is engine.world else "gradients"  # worlds beside are an engine's own
-        label = Label(engine.name, place, channel, self.plan.urgency(number))
-        wire, carry = engine.compression, engine.carrier_of(world, label)
-
-        def begin(tell: Tell | None) -> Pending:
-            sent[number] = time.perf_counter()
-            bucket.fill(share)
-            return wire.begin(bucket, lambda tensor: carry(tensor, tell), anew)
-
-        return begin
+        label = Label(self.engine.name, f"backward, bucket {number}", channel, self.plan.urgency(number))
+        return BucketSum(self.plan.buckets[number], transport, self.engine.compression, label, self._share)
 
     # When it has ended ------------------------------------------------------------------------------------------------
 
@@ -139,8 +133,7 @@ class BackwardPass:
             never = {n for n, bucket in enumerate(self.plan.buckets) if not self._came(bucket, pile)}
             self._negotiation.end(never)
         else:
-            self._anew = self._wish()
-            self._begin_those_ready(len(self.plan.buckets))
+            self._start_ready(len(self.plan.buckets), replan=bool(self.unplanned) or self._would_gain(self.plan))
 
     @property
     def goes_on(self) -> bool:
@@ -175,12 +168,8 @@ class BackwardPass:
             if absent:  # others are in the thread's hands
                 bucket.fill(self._share)
 
-    def _wish(self) -> bool:
-        """For other buckets: where one came that none was planned for, or the times have moved."""
-        assert self.plan is not None
-        return bool(self.unplanned) or self._would_gain(self.plan)
-
     def _would_gain(self, plan: BucketPlan) -> bool:
+        """Have the times moved so far that another plan is worth making?"""
         engine = self.engine
         if engine.explicit is not None or not engine.clock.time_to_look:
             return False
@@ -190,32 +179,30 @@ class BackwardPass:
         """Wait in the order in which they went."""
         assert self.plan is not None
         waited = time.perf_counter()
-        moments: list[tuple[float, int]] = []
-        for number, pending in self._sums.items():
-            if pending is not None:
-                self._give(self.plan.buckets[number], self.take(number))
-                moments.append((self._done[number], self.plan.buckets[number].bytes))
-        self._take_back({number for number, pending in self._sums.items() if pending is not None})
-        late = [(moment, size) for moment, size in moments if moment - waited > 1e-3]
+        summed = {number: each for number, each in self._sums.items() if each is not None}
+        for number in summed:
+            self._give(self.plan.buckets[number], self.take(number))
+        self._take_back(set(summed))
+        late = [each for each in summed.values() if each.done - waited > 1e-3]
         if len(late) > 1:  # they followed each other on the wire
-            self.engine.clock.learn_link(len(late) - 1, sum(size for _, size in late[1:]), late[-1][0] - late[0][0])
+            size = sum(each.bucket.bytes for each in late[1:])
+            self.engine.clock.learn_link(len(late) - 1, size, late[-1].done - late[0].done)
 
-    def pending(self, number: int) -> Pending:
-        """A bucket's sum, which has begun."""
-        found = self._sums[number]
-        assert found is not None
-        return found
+    def sum_of(self, number: int) -> BucketSum:
+        """A bucket's sum, which has begun or waits in the queue."""
+        bucket_sum = self._sums[number]
+        assert bucket_sum is not None
+        return bucket_sum
 
     def take(self, number: int) -> set[int]:
         """Wait for a bucket's sum. Its memory holds means then, of all parameters that any rank had a gradient of."""
-        assert self.plan is not None
-        bucket, ranks, pending = self.plan.buckets[number], self.engine.world.size, self.pending(number)
-        pending.wait()
-        self._done[number] = pending.done if isinstance(pending, QueuedSum) else time.perf_counter()
-        self._write(number, self._done[number])
-        counts, anew = bucket.told(ranks)
+        bucket_sum, ranks = self.sum_of(number), len(self.engine.ranks)
+        bucket_sum.wait()
+        self._emit(number, bucket_sum)
+        bucket = bucket_sum.bucket
+        counts, replan = bucket.told(ranks)
         self.uneven |= any(0 < count < ranks for count in counts)
-        self.wants_another_plan |= anew
+        self.wants_another_plan |= replan
         had = {index for index, count in zip(bucket.indices, counts, strict=True) if count}
         self.absent |= set(bucket.indices) - had
         self.had |= had
@@ -229,25 +216,24 @@ class BackwardPass:
         """Of a bucket whose sum is there, by parameter: as ``take`` tells, and where no rank had one, the ``old``."""
         assert self.plan is not None
         bucket = self.plan.buckets[number]
-        counts = bucket.told(self.engine.world.size).counts
+        counts = bucket.told(len(self.engine.ranks)).counts
         had = {index for index, count in zip(bucket.indices, counts, strict=True) if count}
-        return {i: bucket.given(i) if i in had else old[i] for i in bucket.indices if i in had or i in old}
+        return {i: bucket.gradient(i) if i in had else old[i] for i in bucket.indices if i in had or i in old}
 
     def learn_link(self) -> None:
         """From how long there was something on the wire, and how much in all."""
-        assert self.plan is not None
+        sums = [each for each in self._sums.values() if each is not None and each.done]
         busy = until = 0.0
-        for number in sorted(self._done, key=self._sent.__getitem__):
-            busy += max(0.0, self._done[number] - max(until, self._sent[number]))
-            until = max(until, self._done[number])
-        size = sum(self.plan.buckets[number].bytes for number in self._done)
-        self.engine.clock.learn_link(len(self._done), size, busy)
+        for each in sorted(sums, key=lambda each: each.sent):
+            busy += max(0.0, each.done - max(until, each.sent))
+            until = max(until, each.done)
+        self.engine.clock.learn_link(len(sums), sum(each.bucket.bytes for each in sums), busy)
 
     def _give(self, bucket: Bucket, had: set[int]) -> None:
         for index in bucket.indices:
             parameter = self.engine.parameters[index]
             if index in had and not bucket.holds(index, parameter.grad):
-                parameter.grad = bucket.given(index)
+                parameter.grad = bucket.gradient(index)
 
     def average_sparse(self, among: set[int] | None = None) -> None:
         assert self.plan is not None
@@ -257,9 +243,9 @@ class BackwardPass:
                 continue
             parameter = engine.parameters[index]
             label = Label(f"{engine.name} of {engine.names[index]}", "backward", "gradients")
-            found = sparse_mean(parameter.grad, parameter.detach(), engine.world, label)
-            if found is not None:
-                parameter.grad = found
+            mean = sparse_mean(parameter.grad, parameter.detach(), engine.world, engine.ranks, label)
+            if mean is not None:
+                parameter.grad = mean
 
     def _take_back(self, summed: set[int]) -> None:
         """Of all buckets but these, what this rank had put in is its own again."""
@@ -279,10 +265,10 @@ class BackwardPass:
             self._fill(set())
             self._negotiation.end(set())
             self._sums = self._negotiation.agreed()
-        for pending in self._sums.values():
-            if pending is not None:
-                pending.wait()
-        self._take_back({number for number, pending in self._sums.items() if pending is not None})
+        for bucket_sum in self._sums.values():
+            if bucket_sum is not None:
+                bucket_sum.wait()
+        self._take_back({number for number, bucket_sum in self._sums.items() if bucket_sum is not None})
         for index in self.touched if not nested else ():
             home = self.plan.home.get(index)
             if home is not None and self.plan.buckets[home].holds(index, self.engine.parameters[index].grad):
@@ -333,27 +319,26 @@ class BackwardPass:
             bucket.put(index, parameter.grad)
         bucket.fill(self._share)
         label = Label(engine.name, "backward", "gradients")  # the ranks have just agreed on whose gradients these are
-        engine.world.begin_sum(bucket.seal(), engine.everyone, label).wait()
+        engine.world.begin_sum(bucket.seal(), engine.ranks, label).wait()
         for index, parameter in zip(indices, parameters, strict=True):
-            parameter.grad = bucket.given(index)
+            parameter.grad = bucket.gradient(index)
 
-    def _write(self, number: int, done: float) -> None:
-        engine, world = self.engine, self.engine.world
-        if not world.events.listeners or self.plan is None:
+    def _emit(self, number: int, bucket_sum: BucketSum) -> None:
+        engine, world, bucket = self.engine, self.engine.world, bucket_sum.bucket
+        if not world.events.listeners:
             return
-        bucket = self.plan.buckets[number]
         ready = max((self._ready[index] for index in bucket.indices if index in self._ready), default=self._started)
         world.emit(
             Averaged(
                 next(world.events.numbers),
                 world.number,
-                done,
+                bucket_sum.done,
                 Label(engine.name, "backward", engine.channel),
                 step=engine.steps,
                 bucket=number,
                 parameters=tuple(engine.names[index] for index in bucket.indices),
                 bytes=bucket.bytes,
                 ready=ready,
-                sent=self._sent[number],
+                sent=bucket_sum.sent,
             )
         )

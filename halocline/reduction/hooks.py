@@ -1,17 +1,17 @@
-"""Users' hooks on parameters see true gradients: means over all ranks, as they would on one.
+"""The hooks of a parameter: where gradients enter the library, and users' hooks, which see means over all ranks.
 
-Hooks on a parameter's gradient (``register_hook``) and after its accumulation (``register_post_accumulate_grad_hook``)
-are kept from torch and called when backward has ended and its sums are there. Nothing more travels for them, so that
-they may be registered on some ranks alone, for a log.
+Users' hooks on a gradient (``register_hook``) and after its accumulation (``register_post_accumulate_grad_hook``) are
+kept from torch and called when backward has ended and its sums are there. Nothing more travels for them, so that they
+may be registered on some ranks alone, for a log.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .._torch_private import (
@@ -22,11 +22,14 @@ from .._torch_private import (
 )
 from ..errors import Refused
 
+if TYPE_CHECKING:
+    from .average import GradientAverage
+
 Hook = Callable[[Tensor], Any]
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """In place of a parameter's dict of hooks of one kind. Torch calls ``own`` alone; the others are in ``hooks``."""
+    """In place of a parameter's dict of hooks of one kind. Torch calls ``own`` alone; users' are in ``hooks``."""
 
     def __init__(self, own: Hook, earlier: dict[int, Hook] | None) -> None:
         super().__init__()
@@ -44,83 +47,82 @@ class DeferredHooks(OrderedDict[int, Any]):
         del self.hooks[number]
 
 
-class HooksOfOne:
-    """A parameter's hooks of both kinds. ``arrives`` and ``arrived`` are called where torch calls hooks."""
+class ParameterHooks:
+    """What torch calls for one parameter: :meth:`computed`, then :meth:`accumulated`.
 
-    def __init__(self, parameter: Tensor, arrives: Callable[[Tensor], Tensor | None], arrived: Hook) -> None:
-        self._on_gradient = DeferredHooks(arrives, gradient_hooks(parameter))
-        self._after = DeferredHooks(arrived, post_accumulate_hooks(parameter))
+    Lives as long as the parameter, and holds only a weak reference to the engine.
+    """
+
+    def __init__(self, engine: GradientAverage, index: int, parameter: Tensor) -> None:
+        self._engine, self._index = weakref.ref(engine), index
+        self._on_gradient = DeferredHooks(self.computed, gradient_hooks(parameter))
+        self._after = DeferredHooks(self.accumulated, post_accumulate_hooks(parameter))
         set_gradient_hooks(parameter, self._on_gradient)
         set_post_accumulate_hooks(parameter, self._after)
-        self._before: Tensor | None = None  # of earlier passes, set aside
+        self._before: Tensor | None = None  # gradient of earlier passes, set aside
 
     def __bool__(self) -> bool:
+        """Has a user registered a hook?"""
         return bool(self._on_gradient.hooks or self._after.hooks)
 
-    def seen(self, gradient: Tensor) -> Tensor:
-        """What the hooks on the gradient make of it."""
-        for hook in list(self._on_gradient.hooks.values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
+    def computed(self, gradient: Tensor | None) -> Tensor | None:
+        """A gradient of the parameter was computed, and is not yet added to ``.grad``."""
+        if gradient is None:
+            return None
+        engine = self._engine()
+        if engine is None:
+            return self._changed_by_users(gradient)
+        if engine.hands_out(self._index):
+            return self._changed_by_users(engine.mean(gradient, engine.names[self._index]))
+        if self._on_gradient.hooks:
+            self._set_aside(engine.parameters[self._index])
+        return None
 
-    def set_aside(self, parameter: Tensor) -> None:
-        """A hook on the gradient sees that of its pass, without what earlier ones have left."""
-        if self._on_gradient.hooks and parameter.grad is not None and self._before is None:
-            self._before, parameter.grad = parameter.grad, None
+    def accumulated(self, parameter: Tensor) -> None:
+        """The gradient was added to ``.grad``."""
+        engine = self._engine()
+        if engine is None:
+            self._run_after(parameter)
+        elif parameter.grad is not None:  # torch calls hooks too where a derivative does not depend on the parameter
+            engine.accumulated(self._index)
+
+    def run(self, parameter: Tensor) -> None:
+        """Call the users' hooks: the parameter's gradient is a mean now."""
+        gradient, (before, self._before) = parameter.grad, (self._before, None)
+        assert gradient is not None
+        changed = self._changed_by_users(gradient)
+        if before is not None:
+            changed = before + changed
+        if changed is not gradient:
+            parameter.grad = changed
+        self._run_after(parameter)
 
     def put_back(self, parameter: Tensor) -> None:
         """The pass has failed, and its gradients are dropped."""
         if self._before is not None:
             parameter.grad, self._before = self._before, None
 
-    def after_accumulation(self, parameter: Tensor) -> None:
-        for hook in list(self._after.hooks.values()):
-            hook(parameter)
-
-    def run(self, parameter: Tensor) -> None:
-        """Its gradient is a mean now."""
-        gradient, (before, self._before) = parameter.grad, (self._before, None)
-        assert gradient is not None
-        found = self.seen(gradient)
-        if before is not None:
-            found = before + found
-        if found is not gradient:
-            parameter.grad = found
-        self.after_accumulation(parameter)
-
-
-class ParameterHooks:
-    """Those of all parameters of an engine."""
-
-    def __init__(self) -> None:
-        self._of: list[HooksOfOne] = []
-
-    def watch(self, parameter: Tensor, arrives: Callable[[Tensor], Tensor | None], arrived: Hook) -> HooksOfOne:
-        self._of.append(HooksOfOne(parameter, arrives, arrived))
-        return self._of[-1]
-
-    def __bool__(self) -> bool:
-        """Has anybody registered one?"""
-        return any(self._of)
-
-    def run(self, indices: Iterable[int], parameters: Sequence[Tensor], graph: bool) -> None:
-        """Of these parameters, in this order, where there is a gradient; ``graph``: it can be differentiated."""
-        with torch.set_grad_enabled(graph):
-            for index in indices:
-                if parameters[index].grad is not None:
-                    self._of[index].run(parameters[index])
-
-    def put_back(self, parameters: Sequence[Tensor]) -> None:
-        for hooks, parameter in zip(self._of, parameters, strict=True):
-            hooks.put_back(parameter)
-
-    def refuse_share(self, index: int, name: str) -> None:
+    def refuse_share(self, name: str) -> None:
         """Gradients pile up unaveraged: a hook would see this rank's alone."""
-        if self._of[index]:
+        if self:
             raise Refused(
                 f"a hook on {name}",
                 "hc.no_sync",
                 "gradients pile up on each rank, and the hook would see this rank's share of the mean",
                 "leave hc.no_sync out where parameters have hooks, or do after backward what the hook does",
             )
+
+    def _changed_by_users(self, gradient: Tensor) -> Tensor:
+        for hook in list(self._on_gradient.hooks.values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def _set_aside(self, parameter: Tensor) -> None:
+        """A hook on the gradient sees that of its pass, without what earlier ones have left."""
+        if parameter.grad is not None and self._before is None:
+            self._before, parameter.grad = parameter.grad, None
+
+    def _run_after(self, parameter: Tensor) -> None:
+        for hook in list(self._after.hooks.values()):
+            hook(parameter)

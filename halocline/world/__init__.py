@@ -1,6 +1,7 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
 from .base import PendingExchange, PendingSum, Receive, Send, World
+from .comm_thread import CommThread
 from .dry import DryWorld
 from .events import Averaged, Begun, Computed, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
 from .joined import DEFAULT_DEADLINE
@@ -36,6 +37,7 @@ __all__ = [
     "Averaged",
     "Begun",
     "Bundle",
+    "CommThread",
     "Computed",
     "DryWorld",
     "Event",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -220,11 +221,13 @@ def test_rings_that_are_dropped_end_their_thread() -> None:
     def dropped() -> object:
         rings = Rings(own_world(), "levels")
         rings.begin(torch.ones(4), LABEL).wait()
-        return rings._scheduler
+        return rings.thread
 
-    for scheduler in run_local(2, dropped):
-        scheduler._thread.join(5)  # type: ignore[attr-defined]
-        assert not scheduler.alive  # type: ignore[attr-defined]
+    for thread in run_local(2, dropped):
+        end = time.monotonic() + 5
+        while thread.alive and time.monotonic() < end:  # type: ignore[attr-defined]
+            time.sleep(0.05)
+        assert not thread.alive  # type: ignore[attr-defined]
 
 
 # ---- levels of the machine ----

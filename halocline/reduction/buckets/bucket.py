@@ -23,7 +23,7 @@ class BucketCounts(NamedTuple):
     """What all ranks learn from a sum: how many had each gradient, and whether any wants other buckets."""
 
     counts: list[int]
-    anew: bool
+    replan: bool
 
 
 class Bucket:
@@ -36,7 +36,8 @@ class Bucket:
         self._complex = [parameter.is_complex() for parameter in parameters]
         self.dtype, self.device = real_dtype(parameters[0]), parameters[0].device
         self.counted_in = self.dtype  # what the last sum travelled as
-        self.largest: float | None = None  # of the last mean, where somebody keeps it
+        self.largest: float | None = None  # of the last mean, kept by compression
+        self.scale = 1.0  # of the message under way
         self._starts = _starts(parameters)
         self._place = {index: place for place, index in enumerate(self.indices)}
         self._memory: Tensor | None = None
@@ -76,7 +77,7 @@ class Bucket:
             return False  # as nearly always: backward has made a new one
         return self._inside(gradient) and (gradient.shape, gradient.stride()) == (view.shape, view.stride())
 
-    def given(self, index: int) -> Tensor:
+    def gradient(self, index: int) -> Tensor:
         """For a parameter's ``.grad``: a tensor of its own. Re-pointing it (``Module.to`` does) leaves ours alone."""
         return self.views[self._place[index]].detach()
 
@@ -122,9 +123,9 @@ class Bucket:
             if index not in self.missing and self.holds(index, parameters[index].grad):
                 view.div_(share)
 
-    def seal(self, anew: bool = False) -> Tensor:
+    def seal(self, replan: bool = False) -> Tensor:
         """What is to be summed, with all that is to be said."""
-        said = [float(index in self._came) for index in self.indices] + [float(anew)]
+        said = [float(index in self._came) for index in self.indices] + [float(replan)]
         self.memory[self.elements :].copy_(torch.tensor(said, dtype=self.dtype))
         return self.memory
 
@@ -142,9 +143,9 @@ class Bucket:
         """After the sum. Narrow dtypes cannot count far: up to there a count is right, beyond it stands for all."""
         if self.memory.is_meta:
             return BucketCounts([ranks] * len(self.indices), False)
-        *came, anew = self.memory[self.elements :].tolist()
+        *came, replan = self.memory[self.elements :].tolist()
         most = min(ranks, _COUNTABLE.get(self.counted_in, ranks))
-        return BucketCounts([ranks if count >= most else round(count) for count in came], anew > 0)
+        return BucketCounts([ranks if count >= most else round(count) for count in came], replan > 0)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Are these parameters still what the bucket was made for?"""

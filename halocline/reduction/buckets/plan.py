@@ -38,7 +38,7 @@ class GradientFacts:
     graph: bool
     link: LinkCost
 
-    def agreed(self, world: World, name: str) -> GradientFacts:
+    def agreed(self, world: World, ranks: tuple[int, ...], name: str) -> GradientFacts:
         """The largest of all ranks, in one exchange."""
         mine = torch.tensor(
             [*self.ready, *self.lacking, *self.sparse, *self.needs, self.graph, self.link.latency, self.link.per_byte],
@@ -46,7 +46,7 @@ class GradientFacts:
             device="cpu",
         )
         label = Label(f"{name}: which came, and when", "backward", "gradients")
-        found = world.maximum(mine, tuple(range(world.size)), label).tolist()
+        found = world.maximum(mine, ranks, label).tolist()
         count = len(self.ready)
         return GradientFacts(
             found[:count],

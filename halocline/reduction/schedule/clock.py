@@ -82,25 +82,25 @@ class FixedClock(Clock):
         return False
 
 
-def measured_link(world: World, everyone: tuple[int, ...]) -> LinkCost:
+def measured_link(world: World, ranks: tuple[int, ...]) -> LinkCost:
     """What one more message costs in a stream of them, and what a byte does: as one sum, and as many at once.
 
     That is less than the latency of a message by itself, for the next is under way while one is waited for.
     """
-    if world.size == 1:
+    if len(ranks) == 1:
         return LinkCost()
     # The least of each: what waits for a processor is not the wire's.
-    one = min(_timed(world, everyone, 1) for _ in range(_REPEAT))
-    many = min(_timed(world, everyone, _PIECES) for _ in range(_REPEAT))
+    one = min(_timed(world, ranks, 1) for _ in range(_REPEAT))
+    many = min(_timed(world, ranks, _PIECES) for _ in range(_REPEAT))
     latency = min(max(1e-6, (many - one) / (_PIECES - 1)), one / _DEAREST)
     return LinkCost(latency, max(1e-12, (one - latency) / (4 * _PROBE)))
 
 
-def _timed(world: World, everyone: tuple[int, ...], pieces: int) -> float:
+def _timed(world: World, ranks: tuple[int, ...], pieces: int) -> float:
     probe = torch.zeros(_PROBE, device="cpu").chunk(pieces)
     label = Label("what a sum costs", "backward", "probes")  # never in a row with gradients
     started = time.perf_counter()
-    under_way = [world.begin_sum(piece, everyone, label) for piece in probe]
+    under_way = [world.begin_sum(piece, ranks, label) for piece in probe]
     for pending in under_way:
         pending.wait()
     return time.perf_counter() - started

@@ -19,7 +19,7 @@ Combine = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Doubling:
-    """Every rank alike."""
+    """Recursive doubling: every rank does the same."""
 
     world: World
     name: str

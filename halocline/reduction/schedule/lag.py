@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import MeshError
 from ..buckets.plan import Goal
-from ..transport.comm_thread import CommThread
+from ..transport.sum_queue import SumQueue
 
 if TYPE_CHECKING:
     from ..average import GradientAverage
@@ -26,7 +26,7 @@ class Lag:
     def __init__(self, engine: GradientAverage) -> None:
         self._engine = engine
         if engine.rings is not None and not engine.compression.may_go_again:
-            engine.use(CommThread(engine.world))
+            engine.use(SumQueue(engine.rings.thread, engine.world, told=True))
         self._under_way: tuple[BackwardPass, set[int]] | None = None
         self._held: dict[int, Tensor] = {}  # means of the last step, where they are there already
         self._given: dict[int, Tensor] = {}  # to the parameters, for this step
@@ -76,7 +76,7 @@ class Lag:
             assert ended.plan is not None
             for number, bucket in enumerate(ended.plan.buckets):
                 had = ended.take(number)
-                means.update({index: bucket.given(index) for index in bucket.indices if index in had})
+                means.update({index: bucket.gradient(index) for index in bucket.indices if index in had})
             self._engine.look_back(ended, came)
         return means
 

@@ -1,7 +1,7 @@
-"""Who may go, where ranks take different ways through the model: agreed while backward runs, in a thread of its own.
+"""Which buckets may go where ranks take different paths through the model: agreed in a thread while backward runs.
 
 Each rank has two bits a bucket: *ready*, and *will not come* (set when its backward has ended). One AND over all ranks
-says which buckets everybody is done with; those that somebody had are summed, in one order. Bits that were lost are
+says which buckets everybody is done with; those that some rank had are summed, in one order. Bits that were lost are
 offered again in the next round.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Callable
 import torch
 
 from ...errors import RankFailure
-from ..transport.rings import Pending
+from ..transport.sum_queue import BucketSum
 from .control import Control, packed, unpacked
 
 
 class Negotiation:
-    """Of one backward pass. ``begin_sum(bucket)`` starts the sum of a bucket."""
+    """Of one backward pass; :meth:`run` is the thread's job. ``begin_sum(number)`` starts the sum of a bucket."""
 
     def __init__(
-        self, buckets: int, control: Control, begin_sum: Callable[[int], Pending], valid: bool, deadline: float
+        self, buckets: int, control: Control, begin_sum: Callable[[int], BucketSum], valid: bool, deadline: float
     ) -> None:
         self._buckets, self._control, self._begin_sum = buckets, control, begin_sum
         self._valid, self._deadline = valid, deadline
@@ -31,11 +31,9 @@ class Negotiation:
         self._ended = False
         self._offered = 0
         self._error: BaseException | None = None
-        self.sums: dict[int, Pending | None] = {}  # None: nobody had a gradient
+        self._over = threading.Event()
+        self.sums: dict[int, BucketSum | None] = {}  # None: no rank had a gradient
         self.invalid = False
-        self.rounds = 0
-        self._thread = threading.Thread(target=self._run, daemon=True, name="halocline readiness")
-        self._thread.start()
 
     def ready(self, bucket: int) -> None:
         with self._changed:
@@ -48,24 +46,24 @@ class Negotiation:
             self._done, self._never, self._ended = set(range(self._buckets)), never, True
             self._changed.notify_all()
 
-    def agreed(self) -> dict[int, Pending | None]:
-        """When it has ended: the sums of buckets that somebody had; None of those that nobody had."""
-        self._thread.join(self._deadline + 5)
-        if self._thread.is_alive():
+    def agreed(self) -> dict[int, BucketSum | None]:
+        """Wait for the end: the sums of buckets that some rank had; None for those that none had."""
+        if not self._over.wait(self._deadline + 5):
             raise RankFailure(f"the ranks did not agree on their gradients within {self._deadline:g} s")
         if self._error is not None:
             raise self._error
         return self.sums
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             while len(self.sums) < self._buckets and not self.invalid:
                 self._round(*self._news())
         except BaseException as error:  # noqa: BLE001  raised again where it is waited for
             self._error = error
+        self._over.set()
 
     def _news(self) -> tuple[set[int], set[int]]:
-        """What is to be offered, when there is something that was not offered before."""
+        """What this rank offers, once there is something that it has not offered before."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended or len(self._done) > self._offered, self._deadline):
                 raise RankFailure(f"backward did not end within {self._deadline:g} s")
@@ -73,8 +71,7 @@ class Negotiation:
             return set(self._done), set(self._never)
 
     def _round(self, done: set[int], never: set[int]) -> None:
-        """One AND. Its first bit says that nobody's parameters have changed; else an OR tells whose bucket has."""
-        self.rounds += 1
+        """One AND. Its first bit says that no rank's parameters have changed; else an OR tells whose bucket has."""
         every = range(self._buckets)
         mine = [self._valid, *(bucket in done for bucket in every), *(bucket in never for bucket in every)]
         valid, *bits = unpacked(self._control.agree(packed(mine), torch.bitwise_and), 1 + 2 * self._buckets)

@@ -1,9 +1,9 @@
 """Sums that go on into the next forward: each is waited for by the layer that needs its parameters, and by no other.
 
-When backward ends, gradients are still under way (late). ``optimizer.step()`` writes down what is to be done: which
-gradient, with which hyper-parameters. The parameters are due from then on, and the first to touch one waits for the
-bucket it is in and makes the step of that bucket, unless the communication thread has made it before. The result is
-bit for bit that of a synchronous step.
+When backward ends, gradients are still pending. ``optimizer.step()`` only records which gradient to apply with which
+hyper-parameters, and defers the parameters. The first user of a deferred parameter waits for its bucket and makes the
+step of that bucket, unless the communication thread has made it before. The result is bit for bit that of a
+synchronous step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import step_hooks, tracing, transforming
+from ...world import CommThread
 from ..buckets.plan import Goal
-from ..transport.comm_thread import AfterSum, CommThread
-from ..transport.sum_queue import QueuedSum, SumQueue
+from ..transport.sum_queue import BucketSum, SumQueue, SumStep
 from .deferred import can_be_deferred, defer, is_pending, late, resolved, undefer
 from .partial_step import (
     StepRequest,
@@ -38,9 +39,8 @@ from .partial_step import (
 if TYPE_CHECKING:
     from ..average import GradientAverage
     from ..backward_pass import BackwardPass
-    from ..transport.rings import Pending
 
-_LEARN_AGAIN = 4  # steps: when parameters are needed is looked at in every such, after the first
+_LEARN_AGAIN = 4  # when forward needs each parameter is measured in one of so many steps, after the first ones
 
 
 class NextForwardOverlap:
@@ -48,15 +48,17 @@ class NextForwardOverlap:
 
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
-        engine.use(CommThread(engine.world) if engine.rings is not None else SumQueue(engine.world))
-        urgent_first = engine.rings is not None and engine.rings.urgent
+        rings, world = engine.rings, engine.world
+        thread = CommThread("halocline sums") if rings is None else rings.thread
+        engine.use(SumQueue(thread, world, told=rings is not None))
+        urgent_first = rings is not None and rings.urgent
         self.goal: Goal = "next forward" if urgent_first else "next forward, one by one"
         self._under_way: BackwardPass | None = None
         self._left: set[int] = set()  # buckets that nobody has waited for yet
-        self._late: dict[int, Tensor] = {}
+        self._pending: dict[int, Tensor] = {}
         self._old: dict[int, Tensor] = {}  # gradients of earlier passes, which this one did not add to
-        self._orders: dict[int, StepRequest] = {}
-        self._beside: dict[int, list[AfterSum]] = {}  # by bucket: steps that the thread makes
+        self._requests: dict[int, StepRequest] = {}
+        self._thread_steps: dict[int, list[SumStep]] = {}  # by bucket: steps that the thread makes
         self._needs: dict[int, float] = {}
         self._began, self._stalled = 0.0, 0.0
         self._looked_at: tuple[BackwardPass, set[int]] | None = None
@@ -71,19 +73,19 @@ class NextForwardOverlap:
         engine = self._engine
         assert ended.plan is not None
         self._under_way, self._left, self._looked_at = ended, set(range(len(ended.plan.buckets))), (ended, came)
-        self._orders, self._beside, self._needs, self._began = {}, {}, {}, 0.0
+        self._requests, self._thread_steps, self._needs, self._began = {}, {}, {}, 0.0
         self._learns = engine.clock.passes < 2 * _LEARN_AGAIN or engine.clock.passes % _LEARN_AGAIN == 0
         for number, bucket in enumerate(ended.plan.buckets):
-            arrival = _BucketArrival(self, ended.pending(number))
+            arrival = _BucketArrival(self, ended.sum_of(number))
             for index in bucket.indices:
                 parameter = engine.parameters[index]
                 # The very object, which somebody may have kept from an earlier pass, if it lies where the mean will.
                 same = type(parameter.grad) is Tensor and bucket.holds(index, parameter.grad)
-                found: Any = parameter.grad if same else bucket.given(index)
+                found: Any = parameter.grad if same else bucket.gradient(index)
                 if index not in came and parameter.grad is not None:
                     self._old[index] = parameter.grad
                 # Of those that did not come here too: another rank may have had one.
-                self._late[index] = parameter.grad = late(found, arrival)
+                self._pending[index] = parameter.grad = late(found, arrival)
 
     def take_means(self) -> None:
         """Nothing is late: the optimizer may step as ever."""
@@ -103,7 +105,7 @@ class NextForwardOverlap:
             undefer(parameter)  # they are as they should be, and nobody has looked yet
         self._engine.clock.learn_needs(self._needs)
         ended.learn_link()
-        self._late, self._orders, self._old = {}, {}, {}
+        self._pending, self._requests, self._old = {}, {}, {}
 
     def look_back(self) -> None:
         """What the last sums told of plans, at a point that all ranks come to."""
@@ -141,7 +143,7 @@ class NextForwardOverlap:
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         numbers = {id(parameter): index for index, parameter in enumerate(self._engine.parameters)}
         theirs = [parameter for bucket in inner_of(optimizer).param_groups for parameter in bucket["params"]]
-        asked_before = any(numbers.get(id(parameter)) in self._orders for parameter in theirs)
+        asked_before = any(numbers.get(id(parameter)) in self._requests for parameter in theirs)
         if self._under_way is None or closure is not None or asked_before or step_hooks(inner_of(optimizer)):
             self.finish()
             return type(optimizer).step(optimizer, closure)
@@ -154,13 +156,13 @@ class NextForwardOverlap:
                 if gradient is None:
                     continue
                 order = StepRequest(optimizer, settings, gradient)
-                if is_pending(gradient) and gradient is self._late.get(index) and can_be_deferred(parameter):
-                    self._orders[index] = order
+                if is_pending(gradient) and gradient is self._pending.get(index) and can_be_deferred(parameter):
+                    self._requests[index] = order
                 else:
                     whose.append(parameter)
                     now.append(order)
         if any(is_pending(order.gradient) for order in now):  # of a kind that cannot be due
-            self._orders = {i: order for i, order in self._orders.items() if order.optimizer is not optimizer}
+            self._requests = {i: order for i, order in self._requests.items() if order.optimizer is not optimizer}
             self.finish()
             return type(optimizer).step(optimizer)
         make_step(whose, now)
@@ -168,41 +170,33 @@ class NextForwardOverlap:
         return None
 
     def _make_due(self, optimizer: Any) -> None:
-        assert self._under_way is not None
-        plan = self._under_way.plan
+        ended = self._under_way
+        assert ended is not None
+        plan = ended.plan
         assert plan is not None
         waiting: dict[int, list[int]] = {}
-        for index, order in self._orders.items():
+        for index, order in self._requests.items():
             number = plan.home[index]
             if number in self._left and order.optimizer is optimizer:
                 waiting.setdefault(number, []).append(index)
                 defer(self._engine.parameters[index], partial(self._touched, index, number))
-        if isinstance(self._engine.queue, CommThread) and plan.on_cpus and can_step_in_thread(optimizer):
+        queue = self._engine.queue
+        if queue is not None and queue.told and plan.on_cpus and can_step_in_thread(optimizer):
             for number, indices in waiting.items():
-                self._have_stepped(self._engine.queue, number, indices)
+                job = partial(self._step_in_thread, ended, number, indices)
+                step = queue.after(ended.sum_of(number), plan.urgency(number), job, set(indices))
+                self._thread_steps.setdefault(number, []).append(step)
         # A graph that was made with them before the step has not been for them since, as after any step.
-        torch.autograd.graph.increment_version([self._engine.parameters[index] for index in self._orders])
+        torch.autograd.graph.increment_version([self._engine.parameters[index] for index in self._requests])
         self._began = self._stalled = 0.0
 
-    def _have_stepped(self, thread: CommThread, number: int, indices: list[int]) -> None:
-        """By the thread, as soon as the bucket's sum is there."""
-        ended, engine, old, orders = self._under_way, self._engine, self._old, self._orders
-        assert ended is not None
-        pending = ended.pending(number)
-        assert isinstance(pending, QueuedSum)
-
-        def step() -> None:
-            means = ended.means(number, old)
-            those = [index for index in indices if index in means]
-            with apart():
-                make_step_in_thread(
-                    [engine.parameters[index] for index in those],
-                    [StepRequest(orders[index].optimizer, orders[index].settings, means[index]) for index in those],
-                )
-
-        assert ended.plan is not None
-        job = thread.after(pending, ended.plan.urgency(number), step, set(indices))
-        self._beside.setdefault(number, []).append(job)
+    def _step_in_thread(self, ended: BackwardPass, number: int, indices: list[int]) -> None:
+        """Make the requested steps of these parameters; the thread's job, once their bucket's sum is there."""
+        means = ended.means(number, self._old)
+        stepped = [index for index in indices if index in means]
+        requests = [replace(self._requests[index], gradient=means[index]) for index in stepped]
+        with apart():
+            make_step_in_thread([self._engine.parameters[index] for index in stepped], requests)
 
     # What a parameter's first user asks -------------------------------------------------------------------------------
 
@@ -223,7 +217,7 @@ class NextForwardOverlap:
         ended, engine = self._under_way, self._engine
         assert ended is not None
         assert ended.plan is not None
-        bucket, beside = ended.plan.buckets[number], self._beside.get(number, ())
+        bucket, beside = ended.plan.buckets[number], self._thread_steps.get(number, ())
         had = ended.take(number)
         for job in beside:
             job.wait()
@@ -231,8 +225,8 @@ class NextForwardOverlap:
         stepped = set().union(*(job.indices for job in beside))
         whose, orders = [], []
         for index in bucket.indices:
-            parameter, order = engine.parameters[index], self._orders.get(index)
-            shell = resolved(self._late[index])
+            parameter, order = engine.parameters[index], self._requests.get(index)
+            shell = resolved(self._pending[index])
             mean = shell if index in had else self._old.get(index)
             if order is not None and mean is not None:
                 undefer(parameter)
@@ -252,15 +246,15 @@ class NextForwardOverlap:
         assert self._under_way is not None
         assert self._under_way.plan is not None
         for index in self._under_way.plan.buckets[number].indices if self._learns else ():
-            if index in self._orders and index not in self._needs:
+            if index in self._requests and index not in self._needs:
                 defer(self._engine.parameters[index], partial(self._touched, index, number))
 
 
 class _BucketArrival:
-    """Of a bucket's late gradients. It does not keep the model: that a parameter keeps its gradient is nothing that
-    Python's collector sees. A gradient that outlives its model waits for its sum alone."""
+    """What pending gradients of a bucket call for their values. Holds only a weak reference to the model: Python's
+    collector does not see that a parameter holds its gradient. A gradient that outlives its model waits for its sum."""
 
-    def __init__(self, overlap: NextForwardOverlap, pending: Pending) -> None:
+    def __init__(self, overlap: NextForwardOverlap, pending: BucketSum) -> None:
         self._deadlines, self._pending = weakref.ref(overlap), [pending]
 
     def __call__(self) -> None:

@@ -6,25 +6,24 @@ different levels work at once, and none is idle while something waits for it.
 
 from __future__ import annotations
 
-import atexit
 import heapq
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import RankFailure
-from ...world import DryWorld, Label, PendingExchange, World
+from ...world import CommThread, DryWorld, Label, PendingExchange, World
 from .algorithms import Round
 
 _SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which network card, and alternate by chunk
 _SERIALLY = 32_000  # elements: torch adds fewer than 32,768 in the thread that asks, and wakes no others
-_LOOK = 1.0  # seconds after which an idle thread looks whether it is still wanted
-_AT_EXIT = 2.0
+_CHECK = 1.0  # seconds after which whoever waits for a sum checks that its thread lives
 _SPARE = 12  # pieces of memory that are kept
 
 
@@ -40,20 +39,18 @@ class Chunk(NamedTuple):
 
 
 class ChunkedSum:
-    """A sum under way; ``tell`` is called when it is done, or has failed, by the thread that sums."""
+    """A sum under way; the thread that sums calls ``told`` when it is done or has failed."""
 
-    def __init__(
-        self, scheduler: ChunkScheduler, chunks: int, label: Label, tell: Callable[[], None] | None = None
-    ) -> None:
-        self._scheduler, self.left, self.label, self._tell = scheduler, chunks, label, tell
+    def __init__(self, thread: CommThread, chunks: int, label: Label, told: Callable[[], None] | None = None) -> None:
+        self._thread, self.left, self.label, self._told = thread, chunks, label, told
         self.error: BaseException | None = None
         self.done = threading.Event()
         if not chunks:
-            self._end()
+            self.end()
 
     def wait(self) -> None:
-        while not self.done.wait(_LOOK):
-            if not self._scheduler.alive:
+        while not self.done.wait(_CHECK):
+            if not self._thread.alive:
                 raise RankFailure(f"{self.label}: the thread that sums has ended; start the run again")
         if self.error is not None:
             raise self.error
@@ -61,153 +58,118 @@ class ChunkedSum:
     def one_less(self) -> None:
         self.left -= 1
         if not self.left:
-            self._end()
+            self.end()
 
-    def fail(self, error: BaseException) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         self.error = error
-        self._end()
-
-    def _end(self) -> None:
         self.done.set()
-        if self._tell is not None:
-            self._tell()
+        if self._told is not None:
+            self._told()
 
 
 class ChunkScheduler:
-    """Of one engine, in a world of its own. ``depth`` chunks are under way at a time, the most urgent first.
+    """Drives the chunks of sums in a world of its own, ``depth`` of them at a time, the most urgent first.
 
-    Ranks may hurry with different ones. So that each has one which all others carry too, the oldest is always under
-    way: of all that are not done, it is the oldest on every rank that has begun it.
+    Ranks may prioritise different chunks. Always running the oldest prevents deadlock: of all chunks that are not done,
+    it is the oldest on every rank that has begun it.
     """
 
     def __init__(self, world: World, depth: int) -> None:
-        self._world, self.depth = world, depth
+        self._world, self._depth = world, depth
         self._dry = isinstance(world, DryWorld)
-        self._changed = threading.Condition()
+        self.thread = CommThread("halocline rings", self, world.interrupt if world.puts_urgent_first else None)
+        self._lock = threading.Lock()
         self._queue: list[tuple[float, int, ChunkTransfer]] = []  # a heap: by urgency, then by age
         self._under_way: list[ChunkTransfer] = []
         self._serial = 0
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._error: BaseException | None = None
-        self._ended = False
         self._progress = 0.0  # when something last arrived
-        self._thread: threading.Thread | None = None
-        # Now, and not when the thread starts: who begins sums is made later, and ends earlier.
-        atexit.register(self._at_exit)
 
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, chunks: Sequence[Chunk], label: Label, tell: Callable[[], None] | None = None) -> ChunkedSum:
-        """All ranks begin in one order."""
+    def begin(self, chunks: Sequence[Chunk], label: Label, told: Callable[[], None] | None = None) -> ChunkedSum:
+        """Start a sum, from any thread. All ranks begin in one order, since tags count the chunks."""
         signature = _signature(label, chunks)
-        carried = ChunkedSum(self, len(chunks), label, tell)
-        with self._changed:
+        chunked = ChunkedSum(self.thread, len(chunks), label, told)
+        with self._lock:
             if self._error is not None:
                 raise self._error
             first, self._serial = self._serial, self._serial + len(chunks)
-            travels = [ChunkTransfer(self, chunk, carried, first + at, signature) for at, chunk in enumerate(chunks)]
+            transfers = [ChunkTransfer(self, chunk, chunked, first + at, signature) for at, chunk in enumerate(chunks)]
             if not self._dry:
-                for travel in travels:
-                    heapq.heappush(self._queue, (label.urgency, travel.serial, travel))
-                self._start()
-                self._changed.notify()
-        if self._dry:
-            for travel in travels:
-                travel.run_dry()
-        else:
-            self._world.interrupt()
-        return carried
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="halocline rings")
-            self._thread.start()
-
-    def end(self) -> None:
-        """Nobody begins anything any more. Safe in finalizers: it takes no lock, and the thread looks every second."""
-        self._ended = True
-        atexit.unregister(self._at_exit)
-
-    def stop(self) -> None:
-        """End, when what was begun is done."""
-        self.end()
-        with self._changed:
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self._world.deadline + 5)
-
-    def _at_exit(self) -> None:
-        """A thread that is in torch's code when the program ends would abort it."""
-        self._ended = True
-        with self._changed:
-            self._queue.clear()
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_AT_EXIT)
+                self.thread.submit(partial(self._enqueue, transfers))
+        for transfer in transfers if self._dry else ():
+            transfer.run_dry()
+        return chunked
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    def advance(self) -> bool:
+        """Wait for an exchange, and go on with its chunk; False if :meth:`World.interrupt` came before."""
+        exchanges = [transfer.exchange for transfer in self._under_way if transfer.exchange is not None]
         try:
-            while self._admit():
-                self._advance()
+            number = self._world.first(exchanges, self._progress + self._world.deadline)
+            if number is not None:
+                self._progress = time.monotonic()
+                self._step(self._under_way[number])
+                self._admit()
         except BaseException as error:  # noqa: BLE001  raised where a sum is waited for
-            if not isinstance(error, RankFailure):
-                self._world.leave()  # which a failure of the world's own has done
+            self._fail(error)
+            return False
+        return number is not None
+
+    def _enqueue(self, transfers: Sequence[ChunkTransfer]) -> None:
+        for transfer in transfers:
+            heapq.heappush(self._queue, (transfer.chunked.label.urgency, transfer.serial, transfer))
+        try:
+            if self._error is not None:
+                raise self._error
+            self._admit()
+        except BaseException as error:  # noqa: BLE001
             self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            queued = [travel for _, _, travel in self._queue]
-            waiting = {id(travel.carried): travel.carried for travel in (*self._under_way, *queued)}
-            self._under_way.clear()
-            self._queue.clear()
-        for carried in waiting.values():
-            carried.fail(error)
-
-    def _admit(self) -> bool:
-        """Begin to carry what there is room for; False when there will be nothing more."""
-        while True:
-            with self._changed:
-                while not self._queue and not self._under_way:
-                    if self._ended:
-                        return False
-                    self._changed.wait(_LOOK)
-                if not self._under_way:
-                    self._progress = time.monotonic()
-                new = self._next()
-                self._under_way += new
-            for travel in new:
-                self._step(travel)
-            if self._under_way:
-                return True
+    def _admit(self) -> None:
+        """Post the first round of as many chunks as there is room for."""
+        while self._queue:
+            new = self._next()
+            if not new:
+                return
+            if not self._under_way:
+                self._progress = time.monotonic()
+            self._under_way += new
+            for transfer in new:
+                self._step(transfer)
 
     def _next(self) -> list[ChunkTransfer]:
         """Off the queue: what there is room for, and the oldest in any case."""
-        room = min(self.depth - len(self._under_way), len(self._queue))
+        room = min(self._depth - len(self._under_way), len(self._queue))
         new = [heapq.heappop(self._queue)[2] for _ in range(room)]
         oldest = min(self._queue, key=lambda entry: entry[1], default=None)
-        if oldest is not None and all(oldest[1] < travel.serial for travel in (*self._under_way, *new)):
+        if oldest is not None and all(oldest[1] < transfer.serial for transfer in (*self._under_way, *new)):
             self._queue.remove(oldest)
             heapq.heapify(self._queue)
             new.append(oldest[2])
         return new
 
-    def _advance(self) -> None:
-        exchanges = [travel.exchange for travel in self._under_way if travel.exchange is not None]
-        number = self._world.first(exchanges, self._progress + self._world.deadline)
-        if number is not None:
-            self._progress = time.monotonic()
-            self._step(self._under_way[number])
+    def _step(self, transfer: ChunkTransfer) -> None:
+        transfer.exchange = next(transfer.course, None)
+        if transfer.exchange is None:
+            self._under_way.remove(transfer)
+            transfer.chunked.one_less()
 
-    def _step(self, travel: ChunkTransfer) -> None:
-        travel.exchange = next(travel.course, None)
-        if travel.exchange is None:
-            self._under_way.remove(travel)
-            travel.carried.one_less()
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None and not isinstance(error, RankFailure):
+            self._world.leave()  # which a failure of the world's own has done
+        with self._lock:
+            self._error = self._error or error
+        unfinished = [*self._under_way, *(transfer for _, _, transfer in self._queue)]
+        self._under_way.clear()
+        self._queue.clear()
+        for chunked in {id(transfer.chunked): transfer.chunked for transfer in unfinished}.values():
+            chunked.end(self._error)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -225,23 +187,23 @@ class ChunkScheduler:
             spare.pop(0)
 
     def post(
-        self, travel: ChunkTransfer, number: int, each: Round, into: Tensor, carried: Tensor | None = None
+        self, transfer: ChunkTransfer, number: int, each: Round, into: Tensor, carried: Tensor | None = None
     ) -> PendingExchange:
-        tag = travel.tag(number)
-        out = travel.elements[each.sent.start : each.sent.stop] if carried is None else carried
+        tag = transfer.tag(number)
+        out = transfer.elements[each.sent.start : each.sent.stop] if carried is None else carried
         sends = [] if each.to is None else [(each.to, out, tag)]
         receives = [] if each.source is None else [(each.source, into, tag)]
-        return self._world.begin_tagged(sends, receives, travel.carried.label)
+        return self._world.begin_tagged(sends, receives, transfer.chunked.label)
 
 
 class ChunkTransfer:
     """A chunk on its way. What was sent may be written over as soon as the exchange is done."""
 
     def __init__(
-        self, scheduler: ChunkScheduler, chunk: Chunk, carried: ChunkedSum, serial: int, signature: int
+        self, scheduler: ChunkScheduler, chunk: Chunk, chunked: ChunkedSum, serial: int, signature: int
     ) -> None:
         self._scheduler, self.elements, self._rounds = scheduler, chunk.elements, chunk.rounds
-        self.carried, self.serial, self._signature = carried, serial, signature
+        self.chunked, self.serial, self._signature = chunked, serial, signature
         self.exchange: PendingExchange | None = None
         self.course = self._course() if chunk.result is None else self._carrying_course(chunk.result)
 
@@ -290,7 +252,7 @@ class ChunkTransfer:
             if not each.idle:
                 into = self.elements[each.received.start : each.received.stop]
                 self._scheduler.post(self, number, each, into).wait()
-        self.carried.one_less()
+        self.chunked.one_less()
 
 
 def add(own: Tensor, arrived: Tensor, to_it: bool) -> None:

@@ -1,32 +1,27 @@
 """In which precision sums travel: as they are, or rounded to fewer bits on the way.
 
 bfloat16 has the range of float32 and goes as it is. float16 has not: gradients are scaled by a power of two, chosen by
-how large the bucket's last mean was, which all ranks know. Should a sum leave the range all the same, every rank sees
-that in the result, and the bucket goes once more as it was.
+how large the bucket's last mean was, which all ranks know. If a sum leaves the range all the same, every rank sees that
+in the result, and the bucket is summed once more as it was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...errors import MeshError
 from ..buckets.bucket import Bucket
-from .rings import Pending
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AIM = 6  # the largest of a mean is brought to 2 to this, with 2^10 above it for what single ranks may have
 _FAR = 120  # and scaled by no more than 2 to this
 
 
-Carry = Callable[[Tensor], Pending]
-
-
 class GradientCompression:
-    """``name`` as in WIRES; None sends everything as it is."""
+    """Rounds a bucket before its sum and restores it after. ``name`` as in WIRES; None sends everything as it is."""
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and name not in WIRES:
@@ -35,67 +30,49 @@ class GradientCompression:
 
     @property
     def may_go_again(self) -> bool:
-        """What leaves the range is summed once more, which all ranks are to begin at the same point."""
+        """Are sums that leave the range repeated, which all ranks must begin at the same point?"""
         return self._dtype == torch.float16
 
     def dtype_for(self, bucket: Bucket) -> torch.dtype:
         """Never one of more bits than the gradients have."""
-        return self._dtype if self._dtype is not None and self._dtype.itemsize < bucket.dtype.itemsize else bucket.dtype
+        narrow = self._dtype is not None and self._dtype.itemsize < bucket.dtype.itemsize
+        return self._dtype if narrow and self._dtype is not None else bucket.dtype
 
-    def begin(self, bucket: Bucket, begin: Carry, anew: bool = False) -> Pending:
-        """Begin a bucket's sum."""
-        dtype, memory = self.dtype_for(bucket), bucket.seal(anew)
+    def compress(self, bucket: Bucket, replan: bool = False) -> Tensor:
+        """What is to be summed: the bucket's own memory, or a rounded copy. The flags behind the gradients are small
+        numbers and go unscaled."""
+        dtype, memory = self.dtype_for(bucket), bucket.seal(replan)
         if dtype == bucket.dtype or (dtype == torch.float16 and bucket.largest is None):
-            return _Whole(bucket, begin(memory), bucket.dtype, watched=dtype == torch.float16)
-        return _Narrow(bucket, memory, dtype, begin)
+            return memory
+        if dtype != torch.float16 or bucket.largest is None:
+            return memory.to(dtype)
+        bucket.scale = _scale(bucket.largest)
+        message = (memory * bucket.scale).to(dtype)
+        message[bucket.elements :] = memory[bucket.elements :].to(dtype)
+        return message
 
-
-class _Whole:
-    def __init__(self, bucket: Bucket, pending: Pending, dtype: torch.dtype, watched: bool) -> None:
-        self._bucket, self._pending, self._dtype, self._watched = bucket, pending, dtype, watched
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._bucket.counted_in = self._dtype
-        if self._watched:
-            largest = _largest(self._bucket.values)
-            self._bucket.largest = largest if largest is not None and math.isfinite(largest) else None
-
-
-class _Narrow:
-    """What is said of the gradients, behind them, is small numbers and goes unscaled."""
-
-    def __init__(self, bucket: Bucket, memory: Tensor, dtype: torch.dtype, begin: Carry) -> None:
-        self._bucket, self._memory, self._begin = bucket, memory, begin
-        self._scale = 1.0 if bucket.largest is None or dtype != torch.float16 else _scale(bucket.largest)
-        if self._scale == 1.0:
-            self._sent = memory.to(dtype)
-        else:
-            self._sent = (memory * self._scale).to(dtype)
-            self._sent[bucket.elements :] = memory[bucket.elements :].to(dtype)
-        self._pending = begin(self._sent)
-
-    def wait(self) -> None:
-        self._pending.wait()
-        bucket, values = self._bucket, self._sent[: self._bucket.elements]
-        if self._sent.dtype == torch.float16:
-            largest = _largest(values)
-            if largest is None or not math.isfinite(largest):
-                bucket.largest = None
-                self._begin(self._memory).wait()
+    def restore(self, bucket: Bucket, message: Tensor) -> bool:
+        """Put the sum into the bucket's memory. False if it left the range: the bucket must be summed as it is."""
+        scale, bucket.scale = bucket.scale, 1.0
+        bucket.counted_in = message.dtype
+        if self.dtype_for(bucket) == torch.float16:
+            largest = _largest(message[: bucket.elements])
+            finite = largest is not None and math.isfinite(largest)
+            bucket.largest = largest / scale if finite and largest is not None else None
+            if not finite and message is not bucket.memory:
                 bucket.counted_in = bucket.dtype
-                return
-            bucket.largest = largest / self._scale
-        self._memory.copy_(self._sent)
-        if self._scale != 1.0:
-            bucket.values.mul_(1 / self._scale)
-        bucket.counted_in = self._sent.dtype
+                return False
+        if message is not bucket.memory:
+            bucket.memory.copy_(message)
+            if scale != 1.0:
+                bucket.values.mul_(1 / scale)
+        return True
 
 
 def _largest(values: Tensor) -> float | None:
     """None where there is nothing but zeros; NaN if there is one."""
-    found = float(values.abs().max()) if values.numel() and not values.is_meta else 0.0
-    return found or None
+    largest = float(values.abs().max()) if values.numel() and not values.is_meta else 0.0
+    return largest or None
 
 
 def _scale(largest: float) -> float:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import MeshError, Refused
-from ...world import DryWorld, Label, LocalWorld, World
+from ...world import CommThread, DryWorld, Label, LocalWorld, World
 from ...world.tcp import cards
 from ..buckets.cutting import LinkCost
 from .algorithms import Algorithm, Round, Span, gather_rounds, scatter_rounds, split
 from .chunk_scheduler import Chunk, ChunkScheduler
 from .costs import FLAT, Costs, best_chunk, measured_links, timed, tried
 from .levels import Levels, levels_of
+from .sum_queue import Pending
 
 CHUNK = 1 << 21  # bytes, where nothing was measured
 DEPTH = 12  # chunks under way
@@ -33,12 +33,6 @@ _LABEL = Label("a sum over ranks", "Rings", "gradients")
 _known: weakref.WeakKeyDictionary[World, dict[str | tuple[int, ...], tuple[tuple[LinkCost, ...], Costs]]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-class Pending(Protocol):
-    """A sum under way."""
-
-    def wait(self) -> None: ...
 
 
 class Rings:
@@ -73,7 +67,12 @@ class Rings:
         self.costs: Costs | None = None
         if self._measures and list(self._algorithms) != [FLAT] and not (urgent and how != "auto"):
             self.links, self.costs = self._known_or_measured()
-        weakref.finalize(self, self._scheduler.end).atexit = False
+        weakref.finalize(self, self._scheduler.thread.dismiss).atexit = False
+
+    @property
+    def thread(self) -> CommThread:
+        """Drives the sums, and whatever else is to be done beside the rank's own thread."""
+        return self._scheduler.thread
 
     def _peers(self) -> list[int]:
         """Of all ways."""
@@ -82,16 +81,16 @@ class Rings:
         ]
         return sorted({peer for each in rounds for peer in (each.to, each.source) if peer is not None})
 
-    def begin(self, tensor: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
+    def begin(self, tensor: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
         """Sum in place over all ranks, which begin their sums in one order; the same bits on every rank.
 
-        16-bit floats travel as they are: each rank on the way adds in float32 and rounds for the next. ``tell`` is
+        16-bit floats travel as they are: each rank on the way adds in float32 and rounds for the next. ``done`` is
         called when it is done, from another thread, or here if that is the only way to know.
         """
         flat = _flat(tensor)
         size = flat.numel() * flat.element_size()
         name = FLAT if tensor.is_cuda or self.world.size == 1 else self.way(size)
-        return _Returned(self._begin(name, flat, label, tell), flat, tensor)
+        return _Returned(self._begin(name, flat, label, done), flat, tensor)
 
     def way(self, size: int) -> str:
         """The name of the way that a sum of so many bytes takes."""
@@ -105,18 +104,18 @@ class Rings:
             return LinkCost().seconds(size)
         return self.costs.seconds(self.costs.best(size), size)
 
-    def _begin(self, name: str, flat: Tensor, label: Label, tell: Callable[[], None] | None = None) -> Pending:
+    def _begin(self, name: str, flat: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
         way = self._algorithms.get(name)
         if way is None:
             # In the rings' own world: a thread begins it, in no order with what others sum in the first.
             pending = self._own.begin_sum(flat, self._everyone, label._replace(channel=_LABEL.channel))
-            if tell is not None:
-                tell()
+            if done is not None:
+                done()
             return pending
         chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
         # In a world of its own, which has one channel; and in one order, where none can go before another.
         label = label._replace(channel=_LABEL.channel, urgency=label.urgency if self.urgent else 0.0)
-        return self._scheduler.begin(chunks, label, tell)
+        return self._scheduler.begin(chunks, label, done)
 
     def _pieces(self, flat: Tensor, way: Algorithm) -> list[Tensor]:
         """Of one size, and an even number of them where there are several, for two network cards."""
@@ -175,7 +174,7 @@ class Rings:
 
     def close(self) -> None:
         """When all that was begun is done. By all ranks together."""
-        self._scheduler.stop()
+        self.thread.stop(self.world.deadline + 5)
         if not self._alone:
             self._own.close()
 

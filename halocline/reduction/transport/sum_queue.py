@@ -1,8 +1,4 @@
-"""Sums that stand in line: a few are under way, and the next begins when one is done.
-
-Whatever has begun is ahead of all that has not. So where one that is needed soon may come late, little should be begun
-before it is its turn. A thread waits for those under way, while the rank computes.
-"""
+"""Sums of buckets that a thread begins and finishes while the rank computes."""
 
 from __future__ import annotations
 
@@ -10,54 +6,136 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
 
 from ...errors import RankFailure
-from ...world import World
-from .rings import Pending
+from ...world import CommThread, Label, World
+from ...world.comm_thread import stop_at_exit
+from ..buckets.bucket import Bucket
+from .compression import GradientCompression
 
-Tell = Callable[[], None]
-Begin = Callable[[Tell | None], Pending]  # who is told when it is done, if anybody
-WIDTH = 2  # under way at once: the transport is busy with one while another starts
-IDLE = 10.0  # seconds after which the thread ends; the next sum starts another
+WIDTH = 2  # sums under way at once: the transport is busy with one while another starts
+_GRACE = 5.0  # seconds beyond the deadline, in which the thread that waits for the others reports first
+_CHECK = 0.005  # seconds between checks at the end of the program
 
 
-class QueuedSum:
-    """A sum in line."""
+class Pending(Protocol):
+    """A sum under way."""
 
-    def __init__(self, begin: Begin, deadline: float, in_line: bool = True) -> None:
-        self._in_line = in_line
-        self.begin, self.deadline = begin, deadline
-        self.pending: Pending | None = None
+    def wait(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Sums a tensor over ranks in place. All ranks begin their sums in one order."""
+
+    def begin(self, tensor: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
+        """``done`` is called when it is over, or has failed, where the transport can tell."""
+
+
+class FlatTransport:
+    """The world's own all-reduce. It never calls ``done``."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        self._world, self._ranks = world, ranks
+
+    def begin(self, tensor: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
+        return self._world.begin_sum(tensor, self._ranks, label)
+
+
+class BucketSum:
+    """One bucket on its way to its mean. Holds no engine, since a gradient that outlives its model holds its sum."""
+
+    def __init__(
+        self, bucket: Bucket, transport: Transport, compression: GradientCompression, label: Label, share: float
+    ) -> None:
+        self.bucket, self._transport, self._compression, self._label = bucket, transport, compression, label
+        self._share = share
+        self.replan = False  # told to all ranks with the sum: this rank wants other buckets
+        self.sent = self.done = 0.0  # when, by ``time.perf_counter``
         self.error: BaseException | None = None
-        self.over = threading.Event()
-        self.done = 0.0  # when, by ``time.perf_counter``
-        self.then: list[Tell] = []
+        self.over: threading.Event | None = None  # set by the queue, where the sum waits in one
+        self.steps: list[SumStep] = []  # jobs that wait for it
+        self.deadline = 0.0
+        self.message: Tensor | None = None
+        self._pending: Pending | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._pending is not None
+
+    def begin(self, done: Callable[[], None] | None = None) -> None:
+        """Scale the gradients, round them for the way, and hand them to the transport."""
+        self.sent = time.perf_counter()
+        self.bucket.fill(self._share)
+        self.message = self._compression.compress(self.bucket, self.replan)
+        self._pending = self._transport.begin(self.message, self._label, done)
+
+    def finish(self) -> None:
+        """Wait for the transport, and put the mean into the bucket's memory."""
+        pending, message = self._pending, self.message
+        self._pending = self.message = None  # they hold memory that the next pass wants
+        if pending is not None and message is not None:
+            pending.wait()
+            if not self._compression.restore(self.bucket, message):
+                self._transport.begin(self.bucket.memory, self._label).wait()
+            self.done = time.perf_counter()
 
     def wait(self) -> None:
-        # Those before it in line each have the deadline too; the thread that waits for them says so first.
-        while not self.over.wait(self.deadline + 5):
-            if self.pending is not None or not self._in_line:
-                raise RankFailure(f"a sum of gradients did not end within {self.deadline:g} s")
+        """Until the bucket holds the mean, whoever finishes it. RankFailure after the deadline."""
+        if self.over is None:
+            self.finish()
+            return
+        # Each sum before it in the queue has the deadline too.
+        while not self.over.wait(self.deadline + _GRACE):
+            if self.begun:
+                raise RankFailure(f"{self._label}: the sum did not end within {self.deadline:g} s")
         if self.error is not None:
             raise self.error
 
-    def end(self, error: BaseException | None) -> None:
-        self.error, self.done = error, time.perf_counter()
-        self.pending = None  # it holds the memory, which the next pass wants
-        self.over.set()
+
+class SumStep:
+    """A job that the thread runs when the sum of a bucket is there: an optimizer's step for some of its parameters."""
+
+    def __init__(self, job: Callable[[], None], indices: set[int], waits_for: BucketSum, urgency: float) -> None:
+        self._job: Callable[[], None] | None = job
+        self.indices, self._sum, self.urgency = indices, waits_for, urgency
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        job, self._job = self._job, None  # what it holds must be able to go
+        try:
+            if self._sum.error is None and job is not None:
+                job()
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """When the sum is there."""
+        if not self._done.wait(self._sum.deadline + _GRACE):
+            raise RankFailure(f"a step of the optimizer did not end within {self._sum.deadline:g} s")
+        if self._error is not None:
+            raise self._error
 
 
 class SumQueue:
-    """Of one engine. Its thread sleeps while nothing is under way, and ends when that lasts."""
+    """The sums of one engine, begun in the order in which they are added.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._changed = threading.Condition()
-        self._waiting: deque[QueuedSum] = deque()
-        self._under_way: deque[QueuedSum] = deque()
-        self._thread: threading.Thread | None = None
+    Where the transport tells when a sum is done (``told``), the thread begins each at once. Elsewhere at most ``WIDTH``
+    are under way, since what has begun cannot be overtaken, and the thread waits for them in their order.
+    """
+
+    def __init__(self, thread: CommThread, world: World, told: bool) -> None:
+        self._thread, self._world, self.told = thread, world, told
+        self._lock = threading.Lock()
+        self._waiting: deque[BucketSum] = deque()
+        self._under_way: list[BucketSum] = []
         self._error: BaseException | None = None
-        self._patience = IDLE
+        stop_at_exit(self, SumQueue._drain)
 
     @property
     def idle(self) -> bool:
@@ -65,52 +143,80 @@ class SumQueue:
         return not self._waiting and not self._under_way
 
     def dismiss(self) -> None:
-        """The engine is gone: end when all is done."""
-        with self._changed:
-            self._patience = 0.0
-            self._changed.notify_all()
+        """The engine is gone: the thread ends when all is done."""
+        self._thread.dismiss()
 
-    def add(self, begin: Begin) -> QueuedSum:
-        """The next in line, which ``begin`` begins: here, or in the thread."""
-        added = QueuedSum(begin, self._world.deadline)
-        with self._changed:
-            self._waiting.append(added)
-            self._advance()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="halocline sums in line")
-                self._thread.start()
-            self._changed.notify_all()
-        return added
+    def add(self, bucket_sum: BucketSum) -> BucketSum:
+        """Queue a sum behind those added before. From any thread."""
+        bucket_sum.over, bucket_sum.deadline = threading.Event(), self._world.deadline
+        with self._lock:
+            if self.told:
+                self._under_way.append(bucket_sum)
+                self._thread.submit(partial(self._begin, bucket_sum))
+            else:
+                self._waiting.append(bucket_sum)
+                self._begin_next()
+                self._thread.submit(self._finish_first)
+        return bucket_sum
 
-    def _advance(self) -> None:
-        """Under the lock, so that all begin in one order."""
+    def after(self, bucket_sum: BucketSum, urgency: float, job: Callable[[], None], indices: set[int]) -> SumStep:
+        """Run ``job`` in the thread when the sum is there: new sums come before it, and more urgent jobs."""
+        step = SumStep(job, indices, bucket_sum, urgency)
+        assert bucket_sum.over is not None
+        with self._lock:
+            over = bucket_sum.over.is_set()
+            if not over:
+                bucket_sum.steps.append(step)
+        if over:
+            self._thread.submit(step.run, urgency)
+        return step
+
+    def _begin_next(self) -> None:
+        """With the lock held, so that all begin in one order."""
         while self._waiting and len(self._under_way) < WIDTH:
-            first = self._waiting.popleft()
-            if self._error is None:
-                try:
-                    first.pending = first.begin(None)
-                except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                    self._error = error
-            self._under_way.append(first)
+            self._under_way.append(self._waiting.popleft())
+            self._try(self._under_way[-1].begin)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._under_way or not self._patience, self._patience)
-                if not self._under_way:
-                    self._thread = None
-                    return
-                first = self._under_way[0]
-            self._bring_to_its_end(first)
-            with self._changed:
-                self._under_way.popleft()
-                self._advance()
-            first.end(self._error)
-            del first  # it holds its gradients, which must be able to go
+    def _drain(self) -> None:
+        """At the end of the program: other ranks wait for this rank's part of what has begun."""
+        until = time.monotonic() + self._world.deadline
+        while self._under_way and self._error is None and time.monotonic() < until:
+            time.sleep(_CHECK)
 
-    def _bring_to_its_end(self, first: QueuedSum) -> None:
-        try:
-            if self._error is None and first.pending is not None:
-                first.pending.wait()
-        except BaseException as error:  # noqa: BLE001
-            self._error = error
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, bucket_sum: BucketSum) -> None:
+        """Where the transport tells. It may do so before ``begin`` returns, so that finishing is a job of its own."""
+        self._try(partial(bucket_sum.begin, partial(self._thread.submit, partial(self._finish, bucket_sum))))
+        if not bucket_sum.begun:
+            self._end(bucket_sum)
+
+    def _finish(self, bucket_sum: BucketSum) -> None:
+        if bucket_sum.begun:
+            self._try(bucket_sum.finish)
+            self._end(bucket_sum)
+
+    def _finish_first(self) -> None:
+        """Where the transport does not tell: one such job for each sum."""
+        first = self._under_way[0]
+        self._try(first.finish)
+        self._end(first)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """After the first error nothing more begins; each sum raises it where it is waited for."""
+        if self._error is None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001
+                self._error = error
+
+    def _end(self, bucket_sum: BucketSum) -> None:
+        assert bucket_sum.over is not None
+        with self._lock:
+            self._under_way.remove(bucket_sum)
+            self._begin_next()
+            bucket_sum.error = self._error
+            bucket_sum.over.set()
+            steps, bucket_sum.steps = bucket_sum.steps, []
+        for step in steps:
+            self._thread.submit(step.run, step.urgency)
