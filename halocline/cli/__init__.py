@@ -1,4 +1,4 @@
-"""The command line. One file a command; they alone know typer, rich and matplotlib."""
+"""The command line. One file a command; they alone know typer and rich."""
 
 from __future__ import annotations
 

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..errors import MeshError
-from . import hardware, launch, network, ranks, software
-from .compare import COMPARED, About
+from ..world.launcher import node_info_of
+from . import checks, machine, ranks
 from .finding import Finding, problems
 from .links import Links
-
-Voice = Literal["all", "problems", "none"]
+from .machine import Interface, LaunchedRun
+from .ranks import NOT_TRIED, About, Meeting
 
 
 @dataclass
 class DoctorReport:
-    """All that was found. Rank 0 speaks for all; another rank only of its problems, if it cannot reach rank 0."""
+    """All findings. Rank 0 speaks for all; another rank only of its problems, if it cannot reach rank 0."""
 
-    findings: list[Finding]
-    versions: software.Versions
-    backends: dict[str, bool]
-    devices: hardware.Devices
-    interfaces: list[network.Interface]
+    versions: dict[str, str | None] = field(default_factory=machine.versions)
+    backends: dict[str, bool] = field(default_factory=machine.backends)
+    devices: dict[str, Any] = field(default_factory=machine.devices)
+    interfaces: list[Interface] = field(default_factory=machine.interfaces)
+    findings: list[Finding] = field(default_factory=list)
     links: Links = field(default_factory=Links)
     ranks: list[About] = field(default_factory=list)
-    voice: Voice = "all"
+    voice: Literal["all", "problems", "none"] = "all"
     stuck: bool = False
 
     @property
@@ -51,73 +51,59 @@ def examine(
 ) -> DoctorReport:
     """Look at this machine, then at the ranks: those of the run that this process is part of, or ``count`` new ones."""
     say("looking at this machine")
-    run, findings = _read_run()
-    report = _examine_machine(run, count, findings)
-    report.voice = "all" if run is None or run.rank == 0 else "problems"
+    run, wrong = _read_run()
+    report = DoctorReport()
+    report.voice = "problems" if run and run.rank else "all"
+    report.findings += [*_check_machine(report, run, count), *wrong]
     if run is None or not meet:
         return report
-    if run.by:
-        return _with_this_run(report, run, deadline, say)
-    return _with_new_ranks(report, count, deadline, say)
+    # Ranks that are started here find a port of their own: a port that is taken does not hinder them.
+    if problems(report.findings, *(("launch",) if run.by else ("software", "network"))):
+        report.findings.append(NOT_TRIED)
+    elif not run.by:
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        _add(report, ranks.start_ranks(count, interfaces, deadline, say))
+    else:
+        met = ranks.join_ranks(run, _about(report, run), deadline, say)
+        if run.rank and not met.alone:  # rank 0 has this rank's findings, and answered with the verdict on all
+            report.findings, report.voice = [], "none"
+        _add(report, met)
+    return report
 
 
-def _read_run() -> tuple[launch.DoctorLaunch | None, list[Finding]]:
+def _add(report: DoctorReport, met: Meeting) -> None:
+    report.findings += met.findings
+    report.links, report.ranks, report.stuck = met.links, met.ranks, met.stuck
+
+
+def _read_run() -> tuple[LaunchedRun | None, list[Finding]]:
     """None where the environment contradicts itself, and nobody can say which rank this is."""
-    if wrong := launch.contradictions(os.environ):
+    if wrong := list(checks.contradictions(os.environ)):
         return None, wrong
     try:
-        return launch.read_launch(), []
+        return machine.read_run(os.environ), []
     except MeshError as error:  # it says what to do
-        return None, [Finding(launch.TOPIC, "environment", "problem", str(error), "set MASTER_ADDR by hand")]
+        return None, [Finding("launch", "environment", "problem", str(error), "set MASTER_ADDR by hand")]
 
 
-def _examine_machine(run: launch.DoctorLaunch | None, count: int, findings: list[Finding]) -> DoctorReport:
-    env, host = os.environ, socket.gethostname()
-    versions, backends = software.versions(), software.backends()
-    devices, interfaces = hardware.devices(), network.interfaces()
-    gpus = len(devices.gpus)
-    here, everywhere = (run.local_size, run.size) if run and run.by else (count, count)
-    findings = [
-        *software.examine_software(versions, backends, gpus),
-        *hardware.examine_devices(devices, env, here, everywhere, bool(run and run.by)),
-        *network.examine_network(interfaces, env, host),
-        *(launch.examine_launch(run, env, gpus) if run else findings),
-    ]
-    return DoctorReport(findings, versions, backends, devices, interfaces)
+def _check_machine(report: DoctorReport, run: LaunchedRun | None, count: int) -> Iterator[Finding]:
+    env, gpus, launched = os.environ, len(report.devices["gpus"]), bool(run and run.by)
+    here, world = (node_info_of(env).local_size, run.size) if run and run.by else (count, count)
+    yield from checks.check_software(report.versions, report.backends, gpus)
+    yield from checks.check_devices(report.devices, env.get("OMP_NUM_THREADS"), here, world, launched)
+    yield from checks.check_network(report.interfaces, env, socket.gethostname())
+    if run:
+        yield from checks.check_launch(run, env, gpus)
 
 
-def _with_new_ranks(report: DoctorReport, count: int, deadline: float, say: Callable[[str], None]) -> DoctorReport:
-    """A port that is taken is no hindrance here: these ranks find one of their own."""
-    if problems(report.findings, software.TOPIC, network.TOPIC):
-        return replace(report, findings=[*report.findings, ranks.not_tried()])
-    met = ranks.start_ranks(count, os.environ.get("GLOO_SOCKET_IFNAME", ""), deadline, say)
-    return replace(report, findings=[*report.findings, *met.findings], links=met.links, ranks=met.ranks)
-
-
-def _with_this_run(
-    report: DoctorReport, run: launch.DoctorLaunch, deadline: float, say: Callable[[str], None]
-) -> DoctorReport:
-    """A rank that can reach rank 0 leaves its own findings there; what it hears back is the verdict on them all."""
-    if problems(report.findings, launch.TOPIC):
-        return replace(report, findings=[*report.findings, ranks.not_tried()])
-    met = ranks.join_ranks(run, _about(report, run), deadline, say)
-    report = replace(report, links=met.links, ranks=met.ranks, stuck=met.stuck)
-    if run.rank and not met.alone:
-        return replace(report, findings=met.findings, voice="none")
-    return replace(report, findings=[*report.findings, *met.findings])
-
-
-def _about(report: DoctorReport, run: launch.DoctorLaunch) -> About:
-    host, amiss = socket.gethostname(), [one for one in report.findings if one.status != "ok"]
-    loopback = network.gloo_loopback(report.interfaces, os.environ, host)
-    found = report.devices
+def _about(report: DoctorReport, run: LaunchedRun) -> About:
     return About(
         rank=run.rank,
-        host=host,
-        versions={name: report.versions[name] for name in COMPARED},
-        gpus=len(found.gpus),
-        threads=found.threads,
-        cores=found.machine_cores,
-        loopback=loopback,
-        findings=amiss,
+        host=socket.gethostname(),
+        versions={name: report.versions[name] for name in ranks.COMPARED},
+        gpus=len(report.devices["gpus"]),
+        threads=report.devices["threads"],
+        cores=report.devices["machine_cores"],
+        loopback=machine.gloo_loopback(report.interfaces, os.environ),
+        findings=[one for one in report.findings if one.status != "ok"],
     )

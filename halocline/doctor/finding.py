@@ -1,4 +1,4 @@
-"""What a probe says."""
+"""What a check says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
 
 
 def problems(findings: Iterable[Finding], *topics: str) -> list[Finding]:
-    """Those of the given topics, or of all."""
+    """The problems of the given topics, or of all."""
     return [one for one in findings if one.status == "problem" and (not topics or one.topic in topics)]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 from ..world import Label, Receive, Send, World
 from .finding import Finding, ranks_text
 
-TOPIC = "ranks"
 ROUNDS, WARM = 200, 20  # small messages
 LARGE, LARGE_ROUNDS = 8 << 20, 6  # bytes of a large message; the first is not counted
 ALL_PAIRS, MOST_PEERS = 4, 32  # beyond so many ranks only pairs with rank 0, and not all of those
@@ -40,22 +39,48 @@ class Links:
     pairs: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def examine_links(links: Links) -> Iterator[Finding]:
+    if links.ranks == 1:
+        yield Finding("ranks", "messages", "ok", f"a single rank ({links.backend}) has nobody to talk to")
+    elif links.faults:
+        remedy = "messages were damaged, which no transport should do: try another interface, then another machine"
+        yield Finding("ranks", "messages", "problem", "; ".join(links.faults[:4]), remedy)
+    else:
+        over = f"{links.ranks} ranks over {links.interface} ({links.backend})"
+        yield Finding("ranks", "messages", "ok", f"{over}: messages and sums came out right")
+        text = f"{links.latency_us:.0f} us a message{_slowest(links, 'latency_us', max)}"
+        text = f"{text}; a sum over all {links.sum_latency_us:.0f} us"
+        remedy = "give each rank a core of its own, and name the fastest interface in GLOO_SOCKET_IFNAME"
+        yield _judged("latency", text, "small tiles will mostly wait", remedy, (links.latency_us or 0) >= SLOW_US)
+        text = f"{links.bandwidth_mb_s:.0f} MB/s{_slowest(links, 'bandwidth_mb_s', min)}"
+        remedy = "name the fastest interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME); see what else uses it"
+        yield _judged("bandwidth", text, "less than gigabit Ethernet", remedy, (links.bandwidth_mb_s or 0) <= SLOW_MB_S)
+
+
+def _judged(name: str, text: str, why: str, remedy: str, slow: bool) -> Finding:
+    return Finding("ranks", name, "warning", f"{text}: {why}", remedy) if slow else Finding("ranks", name, "ok", text)
+
+
+def _slowest(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -> str:
+    if len(links.pairs) < 2:
+        return ""
+    first, second = choose(links.pairs, key=lambda pair: pair[figure])["ranks"]
+    return f" between ranks {first} and {second}, the slowest pair"
 
 
 def measure_links(world: World) -> Links:
     """What this rank saw. Of a pair, the lower rank holds the watch."""
     device = _device()
-    found = Links(world.size, backend=dist.get_backend(), faults=[*_exchange(world, device), *_sums(world, device)])
+    links = Links(world.size, backend=dist.get_backend(), faults=[*_exchange(world, device), *_sums(world, device)])
     for pair in pairs(world.size):
         if world.rank in pair:
             measured = _pair(world, pair, device)
-            found.pairs += [measured] if world.rank == pair[0] else []
+            links.pairs += [measured] if world.rank == pair[0] else []
         _barrier(world, device)  # one pair at a time
     if world.size > 1:
-        found.sum_latency_us = _median(lambda: _barrier(world, device), ROUNDS, WARM) * 1e6
-    return found
+        links.sum_latency_us = _median(lambda: _barrier(world, device), ROUNDS, WARM) * 1e6
+    return links
 
 
 def together(seen: Iterable[Links]) -> Links:
@@ -73,57 +98,12 @@ def together(seen: Iterable[Links]) -> Links:
     )
 
 
-def examine_links(links: Links) -> list[Finding]:
-    if links.ranks == 1:
-        return [Finding(TOPIC, "messages", "ok", f"a single rank ({links.backend}) has nobody to talk to")]
-    over = f"{links.ranks} ranks over {links.interface or 'the interface above'} ({links.backend})"
-    if links.faults:
-        remedy = "messages were damaged, which no transport should do: try another interface, then another machine"
-        return [Finding(TOPIC, "messages", "problem", "; ".join(links.faults[:4]), remedy)]
-    return [
-        Finding(TOPIC, "messages", "ok", f"{over}: messages and sums came out right"),
-        *_latency(links),
-        *_bandwidth(links),
-    ]
-
-
 def pairs(size: int) -> list[tuple[int, int]]:
     """All, or those of rank 0 with peers spread over the rest."""
     if size <= ALL_PAIRS:
         return list(combinations(range(size), 2))
     step = -(-(size - 1) // MOST_PEERS)
     return [(0, peer) for peer in range(1, size, step)]
-
-
-def _latency(links: Links) -> list[Finding]:
-    if links.latency_us is None:
-        return []
-    text = f"{links.latency_us:.0f} us a message{_worst(links, 'latency_us', max)}"
-    text += f"; a sum over all {links.sum_latency_us:.0f} us"
-    if links.latency_us < SLOW_US:
-        return [Finding(TOPIC, "latency", "ok", text)]
-    remedy = (
-        "give each rank a core of its own (OMP_NUM_THREADS, other programs on the machine), "
-        "and the fastest interface in GLOO_SOCKET_IFNAME"
-    )
-    return [Finding(TOPIC, "latency", "warning", f"{text}: small tiles will mostly wait", remedy)]
-
-
-def _bandwidth(links: Links) -> list[Finding]:
-    if links.bandwidth_mb_s is None:
-        return []
-    text = f"{links.bandwidth_mb_s:.0f} MB/s{_worst(links, 'bandwidth_mb_s', min)}"
-    if links.bandwidth_mb_s > SLOW_MB_S:
-        return [Finding(TOPIC, "bandwidth", "ok", text)]
-    remedy = "name the fastest interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME); see what else uses the network"
-    return [Finding(TOPIC, "bandwidth", "warning", f"{text}: less than gigabit Ethernet", remedy)]
-
-
-def _worst(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -> str:
-    if len(links.pairs) < 2:
-        return ""
-    first, second = choose(links.pairs, key=lambda pair: pair[figure])["ranks"]
-    return f" between ranks {first} and {second}, the slowest pair"
 
 
 # ---- what the ranks do ----

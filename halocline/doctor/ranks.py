@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,17 +22,37 @@ from ..errors import HaloclineError
 from ..testing.pool import RankPool
 from ..world import ProcessWorld, forget, init, this_world
 from ..world.rendezvous import within
-from .compare import About, about_this_rank, compare
+from . import machine
 from .finding import Finding, problems, ranks_text
-from .launch import DoctorLaunch
 from .links import Links, examine_links, measure_links, together
-from .network import is_loopback, resolve
+from .machine import LaunchedRun
 
-TOPIC = "ranks"
+COMPARED = ("python", "torch", "halocline")
 SLACK = 5.0  # seconds in which the library itself says who kept it waiting, once its own deadline has passed
 PARTING = 5.0  # seconds for the others to hear the verdict before rank 0, and with it the store, goes
+NOT_TRIED = Finding(
+    "ranks",
+    "messages",
+    "warning",
+    "not tried: the problems found would spoil it",
+    "solve them and run the doctor again",
+)
 
 Say = Callable[[str], None]
+
+
+@dataclass
+class About:
+    """What one rank says of itself."""
+
+    rank: int
+    host: str
+    versions: dict[str, str | None]
+    gpus: int = 0
+    threads: int = 1
+    cores: int = 0  # of the machine; 0 where it does not matter
+    loopback: bool = False  # gloo would stay on the machine
+    findings: list[Finding] = field(default_factory=list)
 
 
 @dataclass
@@ -44,6 +64,66 @@ class Meeting:
     links: Links = field(default_factory=Links)
     alone: bool = False
     stuck: bool = False
+
+
+def about_this_rank(rank: int) -> About:
+    versions = machine.versions()
+    return About(rank, socket.gethostname(), {name: versions[name] for name in COMPARED})
+
+
+# ---- do they fit together? ----
+
+
+def compare(ranks: Sequence[About]) -> list[Finding]:
+    """Findings about all ranks together, and those of other ranks about themselves, the same words only once."""
+    findings, hosts = _versions(ranks), _grouped(ranks, lambda one: one.host)
+    without = [one for one in ranks if not one.gpus]
+    if without and len(without) < len(ranks):
+        text = f"{_who(without)} without a GPU, the others with: they would choose different backends and never meet"
+        remedy = "start ranks on like machines, or hide the GPUs everywhere with CUDA_VISIBLE_DEVICES="
+        findings.append(Finding("ranks", "GPUs", "problem", text, remedy))
+    for some in hosts.values():
+        threads, cores = sum(one.threads for one in some), some[0].cores
+        if 0 < cores < threads:
+            remedy = f"export OMP_NUM_THREADS={cores // len(some)}" if cores >= len(some) else "start fewer ranks there"
+            text = f"{threads} threads of {_who(some)} on {cores} cores: they will wait for each other"
+            findings.append(Finding("ranks", "threads", "warning", text, remedy))
+    unheard = [one for one in ranks if one.loopback and not one.gpus]  # nccl looks for an interface by itself
+    if unheard and len(hosts) > 1:
+        text = f"on {_who(unheard)} gloo would talk over loopback, where ranks on other machines cannot hear it"
+        remedy = "export GLOO_SOCKET_IFNAME with the interface that the machines share, the same line for all ranks"
+        findings.append(Finding("ranks", "gloo interface", "problem", text, remedy))
+    amiss = {one: [rank for rank in ranks if rank.rank and one in rank.findings] for r in ranks for one in r.findings}
+    return findings + [
+        Finding(one.topic, one.name, one.status, f"on {_who(some)}: {one.found}", one.remedy)
+        for one, some in amiss.items()
+        if some and one.status != "ok"
+    ]
+
+
+def _versions(ranks: Sequence[About]) -> list[Finding]:
+    findings, remedy = [], "start every rank from the same environment: virtual environment, container or module"
+    for name in COMPARED:
+        holders = _grouped(ranks, lambda one: str(one.versions.get(name)))  # noqa: B023 - called at once
+        if len(holders) > 1:
+            text = "; ".join(f"{name} {version} on {_who(some)}" for version, some in holders.items())
+            findings.append(Finding("ranks", f"{name} versions", "problem", text, remedy))
+    if findings or len(ranks) == 1:
+        return findings
+    text = ", ".join(f"{name} {ranks[0].versions.get(name)}" for name in COMPARED)
+    return [Finding("ranks", "same versions", "ok", f"{text} on all {len(ranks)} ranks")]
+
+
+def _grouped(ranks: Iterable[About], key: Callable[[About], str]) -> dict[str, list[About]]:
+    groups: dict[str, list[About]] = {}
+    for one in ranks:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def _who(some: Sequence[About]) -> str:
+    hosts = sorted({one.host for one in some})
+    return f"{ranks_text(one.rank for one in some)} ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
 
 
 # ---- ranks of our own ----
@@ -70,44 +150,40 @@ def measure_on_rank(interfaces: str, deadline: float) -> Links:
     return measure_links(ProcessWorld(deadline))
 
 
-def not_tried() -> Finding:
-    text = "not tried: the problems found would spoil it"
-    return Finding(TOPIC, "messages", "warning", text, "mend them and run the doctor again")
-
-
 def _silence(who: str, error: Exception, deadline: float) -> Finding:
     said = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(", at")  # a stack follows
     remedy = (
         "see whether a firewall stands between them, whether memory or open files ran out, and whether the interface "
         f"in GLOO_SOCKET_IFNAME is the one they share; if they were merely slow, --deadline {deadline * 4:g}"
     )
-    return Finding(TOPIC, "messages", "problem", f"{who} cannot talk: {said}", remedy)
+    return Finding("ranks", "messages", "problem", f"{who} cannot talk: {said}", remedy)
 
 
 # ---- ranks that torchrun or Slurm started ----
 
 
-def join_ranks(launch: DoctorLaunch, me: About, deadline: float, say: Say) -> Meeting:
+def join_ranks(run: LaunchedRun, me: About, deadline: float, say: Say) -> Meeting:
     """Every rank calls this; what comes of it is whole on rank 0 alone. The others get the verdict."""
     try:
-        _reach(launch, deadline)
+        _reach(run, deadline)
         # A store that is another program's may never answer, and torch then waits without end.
-        store = within(deadline + 1, lambda: meeting_point(launch, deadline))
-        return lead(store, launch.size, me, deadline, say) if me.rank == 0 else follow(store, me, deadline)
+        store = within(deadline + 1, lambda: _store(run, deadline))
+        return lead(store, run.size, me, deadline, say) if me.rank == 0 else follow(store, me, deadline)
     except (RuntimeError, OSError) as error:  # the first are torch's own of stores
-        where = f"{launch.address}:{launch.port}"
-        said, stuck = next(iter(str(error).splitlines()), ""), isinstance(error, TimeoutError)
+        where, said = f"{run.meeting.address}:{run.meeting.port}", next(iter(str(error).splitlines()), "")
         remedy = "see whether rank 0 runs, what holds that port, and whether a firewall lets this machine reach it"
         text = f"rank {me.rank} cannot meet the others at {where} within {deadline:g} s: {said}"
-        return Meeting([Finding(TOPIC, "meeting point", "problem", text, remedy)], alone=True, stuck=stuck)
+        finding = Finding("ranks", "meeting point", "problem", text, remedy)
+        return Meeting([finding], alone=True, stuck=isinstance(error, TimeoutError))
 
 
-def _reach(launch: DoctorLaunch, deadline: float) -> None:
+def _reach(run: LaunchedRun, deadline: float) -> None:
     """Wait until somebody listens at the meeting point: torch's own way of not getting there fills a screen."""
     until = time.monotonic() + deadline
-    while launch.rank and not launch.held:
+    while run.rank and not run.meeting.served:
         try:
-            socket.create_connection((launch.address, launch.port), max(until - time.monotonic(), 0.1)).close()
+            where = run.meeting.address, run.meeting.port
+            socket.create_connection(where, max(until - time.monotonic(), 0.1)).close()
             break
         except OSError:
             if time.monotonic() > until:
@@ -115,57 +191,60 @@ def _reach(launch: DoctorLaunch, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def meeting_point(launch: DoctorLaunch, deadline: float) -> Any:
+def _store(run: LaunchedRun, deadline: float) -> Any:
     """The store of the run: torchrun's, or one that rank 0 keeps and torch will share when it asks for its own."""
     options: dict[str, Any] = {}
-    serve = launch.rank == 0 and not launch.held
-    address = resolve(launch.address) or launch.address
-    if serve and is_loopback(address):  # one that the store opens itself listens to the whole network
+    serve, where = run.rank == 0 and not run.meeting.served, run.meeting
+    address = machine.resolve(where.address) or where.address
+    if serve and machine.is_loopback(address):  # one that the store opens itself listens to the whole network
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        options["master_listen_fd"] = socket.create_server((address, launch.port), family=family).detach()
+        options["master_listen_fd"] = socket.create_server((address, where.port), family=family).detach()
     limit = timedelta(seconds=deadline)
-    met = TCPStore(launch.address, launch.port, None, serve, limit, False, multi_tenant=True, **options)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"halocline/doctor/{restart}", met)
+    store = TCPStore(where.address, where.port, None, serve, limit, False, multi_tenant=True, **options)
+    return PrefixStore(f"halocline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def lead(store: Any, size: int, me: About, deadline: float, say: Say) -> Meeting:
     """Rank 0: hear everybody, let them measure if it makes sense, and tell them how it went."""
     say(f"waiting for the reports of {size} ranks")
     said = _collect(store, "about", range(1, size), deadline)
-    ranks = [me, *(_read_about(said[rank]) for rank in sorted(said))]
-    findings = [*_absent(set(range(1, size)) - set(said), deadline), *compare(ranks)]
-    go = not problems([*findings, *me.findings])
+    reports = [json.loads(said[rank]) for rank in sorted(said)]
+    ranks = [me, *(About(**{**one, "findings": [Finding(**each) for each in one["findings"]]}) for one in reports)]
+    met = Meeting([*_absent(set(range(1, size)) - set(said), deadline), *compare(ranks)], ranks)
+    go = not problems([*met.findings, *me.findings])
     store.set("go", "yes" if go else "no")
-    met = Meeting(findings if go else [*findings, not_tried()], ranks)
     if go:
         say(f"measuring the links between {size} ranks")
-        _measure_together(store, met, size, deadline)
-    _part(store, set(said), met, me)
+        try:
+            met.links = _measured_by_all(store, size, deadline)
+            met.findings += examine_links(met.links)
+        except (HaloclineError, RuntimeError, OSError) as error:
+            met.findings.append(_silence(f"the {size} ranks", error, deadline))
+            met.stuck = isinstance(error, TimeoutError)
+    else:
+        met.findings.append(NOT_TRIED)
+    store.set("verdict", json.dumps([asdict(one) for one in problems([*met.findings, *me.findings])]))
+    _collect(store, "heard", sorted(said), PARTING)
     return met
 
 
-def _measure_together(store: Any, met: Meeting, size: int, deadline: float) -> None:
-    try:
-        mine = within(deadline + SLACK, lambda: _measure(deadline / 2))
-        said = _collect(store, "links", range(1, size), deadline + SLACK)
-        if mute := set(range(1, size)) - set(said):
-            raise HaloclineError(f"no figures came from {ranks_text(mute)}")
-        met.links = together([mine, *(Links(**json.loads(text)) for text in said.values())])
-        met.links.interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        met.findings += examine_links(met.links)
-    except (HaloclineError, RuntimeError, OSError) as error:
-        met.findings.append(_silence(f"the {size} ranks", error, deadline))
-        met.stuck = isinstance(error, TimeoutError)
+def _measured_by_all(store: Any, size: int, deadline: float) -> Links:
+    mine = within(deadline + SLACK, lambda: _measure(deadline / 2))
+    said = _collect(store, "links", range(1, size), deadline + SLACK)
+    if silent := set(range(1, size)) - set(said):
+        raise HaloclineError(f"no figures came from {ranks_text(silent)}")
+    links = together([mine, *(Links(**json.loads(text)) for text in said.values())])
+    links.interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface above")
+    return links
 
 
 def _measure(deadline: float) -> Links:
     """Joins as every run of the library does, and leaves no process group behind."""
     init(deadline)
-    found = measure_links(this_world())
+    links = measure_links(this_world())
     forget()
     dist.destroy_process_group()
-    return found
+    return links
 
 
 def follow(store: Any, me: About, deadline: float) -> Meeting:
@@ -174,23 +253,15 @@ def follow(store: Any, me: About, deadline: float) -> Meeting:
     met = Meeting([])
     store.wait(["go"], timedelta(seconds=2 * (deadline + SLACK)))
     if store.get("go") == b"yes":
-        met.stuck = not _report_links(store, me.rank, deadline)
+        try:
+            links = within(deadline + SLACK, lambda: _measure(deadline / 2))
+            store.set(f"links/{me.rank}", json.dumps(asdict(links)))
+        except (HaloclineError, RuntimeError, OSError) as error:  # rank 0 misses this rank's figures, and says so
+            met.stuck = isinstance(error, TimeoutError)
     store.wait(["verdict"], timedelta(seconds=3 * (deadline + SLACK)))
     met.findings = [Finding(**one) for one in json.loads(store.get("verdict"))]
     store.set(f"heard/{me.rank}", "yes")
     return met
-
-
-def _report_links(store: Any, rank: int, deadline: float) -> bool:
-    """False if the measurement has not come back."""
-    try:
-        links = within(deadline + SLACK, lambda: _measure(deadline / 2))
-        store.set(f"links/{rank}", json.dumps(links.as_json()))
-    except TimeoutError:
-        return False
-    except (HaloclineError, RuntimeError, OSError):
-        pass  # rank 0 hears nothing from this rank, and has an error of its own
-    return True
 
 
 def _collect(store: Any, key: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
@@ -201,22 +272,10 @@ def _collect(store: Any, key: str, ranks: Sequence[int], deadline: float) -> dic
     return {rank: store.get(name).decode() for rank, name in keys.items() if store.check([name])}
 
 
-def _read_about(text: str) -> About:
-    said: Mapping[str, Any] = json.loads(text)
-    return About(**{**said, "findings": [Finding(**one) for one in said["findings"]]})
-
-
 def _absent(ranks: set[int], deadline: float) -> list[Finding]:
-    if not ranks:
-        return []
     remedy = (
         "see whether they started, and what they wrote: all ranks of the run must call the doctor, in a batch script "
         f"by srun or torchrun; if they were merely slow, --deadline {deadline * 4:g}"
     )
     text = f"{ranks_text(ranks)} did not come to the meeting point within {deadline:g} s"
-    return [Finding(TOPIC, "ranks that came", "problem", text, remedy)]
-
-
-def _part(store: Any, others: set[int], met: Meeting, me: About) -> None:
-    store.set("verdict", json.dumps([asdict(one) for one in problems([*met.findings, *me.findings])]))
-    _collect(store, "heard", sorted(others), PARTING)
+    return [Finding("ranks", "ranks that came", "problem", text, remedy)] if ranks else []

@@ -21,6 +21,7 @@ from ..program.memory import peak_of
 from ..sizes import bytes_from, size_text
 from ..tensor import wrap_with_halo
 from ..world import Mesh
+from ..world.launcher import node_info_of
 from .guard import TrainingError
 from .precision import Precision
 from .settings import ConfigError, Settings
@@ -108,7 +109,7 @@ def available() -> int:
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free)
-    return _free() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _free() // node_info_of(os.environ).local_size
 
 
 def _free() -> int:

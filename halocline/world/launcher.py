@@ -104,3 +104,34 @@ def first_host(nodelist: str) -> str:
         raise MeshError(f"SLURM_JOB_NODELIST {nodelist!r} names no host; set MASTER_ADDR by hand")
     prefix, numbers = match.groups()
     return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a run meet. ``served``: torchrun itself keeps the store there."""
+
+    address: str
+    port: int
+    served: bool
+
+
+def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
+    """As torchrun's variables say; port 0 where they do not."""
+    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Rendezvous(environment.get("MASTER_ADDR", "127.0.0.1"), _number(environment, "MASTER_PORT"), served)
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A rank among those of its node, and its node among those of the run."""
+
+    local_rank: int
+    local_size: int
+    node: int
+
+
+def node_info_of(environment: Mapping[str, str]) -> NodeInfo:
+    """A lone rank of node 0 where the environment says nothing."""
+    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID") or ""
+    local = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE", 1)
+    return NodeInfo(*local, int(node) if node.isdigit() else 0)

@@ -201,7 +201,7 @@ def test_what_there_is_no_time_or_package_for_is_listed(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("subject", ["cosmoflow", "unet3d"])
 def test_every_step_starts_from_the_same_weights_and_data(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_case, "hc", SimpleNamespace(distribute=lambda model: model))
-    monkeypatch.setitem(WAYS, "full", gpu_case.Way(halocline=True, channels_last=False, tf32=True))
+    monkeypatch.setitem(WAYS, "full", gpu_case.StepMode(halocline=True, channels_last=False, tf32=True))
     losses = [float(GpuStep(GpuCase(subject, 16, way), "cpu")()) for way in ("tf32", "full")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 

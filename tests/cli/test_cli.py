@@ -180,7 +180,7 @@ def test_bytes_for_people() -> None:
 NO_EXTRAS = """
 import sys
 import halocline.testing.check
-assert not {"typer", "rich", "matplotlib", "click"} & set(sys.modules)
+assert not {"typer", "rich", "click"} & set(sys.modules)
 sys.modules["typer"] = None  # as if it were not installed
 from halocline.cli import main
 main()

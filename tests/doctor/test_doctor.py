@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 
 from halocline._torch_private import default_store
 from halocline.cli.app import app
-from halocline.doctor import hardware, launch, links, network, ranks, software
-from halocline.doctor.compare import About, about_this_rank, compare
+from halocline.doctor import checks, links, machine, ranks
 from halocline.doctor.finding import Finding, problems, ranks_text
-from halocline.doctor.launch import DoctorLaunch
-from halocline.doctor.network import Interface
+from halocline.doctor.machine import Interface, LaunchedRun
+from halocline.doctor.ranks import About, about_this_rank, compare
 from halocline.testing.pool import Outcome, RankError, shared_pool
+from halocline.world.launcher import Rendezvous
 
 COMMAND = "from halocline.cli import main; main()"
 LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GLOO_|NCCL_")
@@ -39,7 +39,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(filter(LAUNCHERS.match, os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setattr(ranks, "RankPool", lambda size: nullcontext(shared_pool(size)))
-    monkeypatch.setattr(network, "resolve", lambda host: "127.0.0.1")
+    monkeypatch.setattr(machine, "resolve", lambda host: "127.0.0.1")
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -74,7 +74,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 @pytest.fixture
 def run_of_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[int, dict[str, Any], int, str]]:
     """The command as both ranks of a run, over loopback: rank 0 in this process, rank 1 in another."""
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launch.free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": checks.free_port(), "GLOO_SOCKET_IFNAME": "lo"}
 
     def run(code: str) -> tuple[int, dict[str, Any], int, str]:
         for name, value in {**meet, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1}.items():
@@ -151,7 +151,7 @@ def test_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_free() -> int:
         raise OSError(98, "Address already in use")
 
-    monkeypatch.setattr(launch, "free_port", none_free)
+    monkeypatch.setattr(checks, "free_port", none_free)
     status, report = doctor("--no-ranks")
     assert status == 1
     assert "ss -tlnp" in amiss(report)["free port"]["remedy"]
@@ -184,6 +184,11 @@ def test_the_help_teaches() -> None:
         assert word in text
 
 
+def run_at(port: int, by: str = "torchrun") -> LaunchedRun:
+    """Rank 1 of 2, which meet at that port."""
+    return LaunchedRun(by, rank=1, size=2, meeting=Rendezvous("127.0.0.1", port, served=False))
+
+
 # ---- the environment of a launcher ----
 
 RUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -201,20 +206,20 @@ RUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
     ],
 )
 def test_contradictions(changes: dict[str, str | None], words: str) -> None:
-    assert not launch.contradictions(RUN)
+    assert not list(checks.contradictions(RUN))
     env = {name: value for name, value in {**RUN, **changes}.items() if value is not None}
-    (found,) = launch.contradictions(env)
+    (found,) = checks.contradictions(env)
     assert found.status == "problem" and words in found.found and found.remedy
 
 
 def test_a_rank_exported_in_a_slurm_script() -> None:
     env = {**RUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
-    found = launch.examine_launch(DoctorLaunch("Slurm", port=29500, rank=1), env, gpus=0)
+    found = checks.check_launch(run_at(29500, "Slurm"), env, gpus=0)
     assert "RANK=0, but Slurm calls this task 1" in next(one.found for one in found if one.status == "warning")
 
 
 def test_a_port_out_of_range() -> None:
-    found = launch.examine_launch(DoctorLaunch(), {"MASTER_PORT": "70000"}, gpus=0)
+    found = checks.check_launch(LaunchedRun(), {"MASTER_PORT": "70000"}, gpus=0)
     assert "70000 is no port" in problems(found)[0].found
 
 
@@ -222,7 +227,7 @@ def test_a_port_out_of_range() -> None:
 
 
 def interface_problems(**env: str) -> list[str]:
-    return [one.found for one in problems(network.examine_network([LO, ETH, DOWN], env, "localhost"))]
+    return [one.found for one in problems(checks.check_network([LO, ETH, DOWN], env, "localhost"))]
 
 
 def test_interfaces_that_are_down_or_misspelt() -> None:
@@ -242,13 +247,13 @@ def test_nccl_reads_its_interfaces_in_its_own_way(setting: str, fit: bool) -> No
 
 
 def test_a_system_that_does_not_list_interfaces() -> None:
-    found = network.examine_network([], {"GLOO_SOCKET_IFNAME": "en0"}, "localhost")
+    found = checks.check_network([], {"GLOO_SOCKET_IFNAME": "en0"}, "localhost")
     assert not problems(found)
 
 
 def test_a_host_name_without_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "resolve", lambda host: None)
-    found = network.examine_network([LO, ETH], {}, "nowhere")
+    monkeypatch.setattr(machine, "resolve", lambda host: None)
+    found = checks.check_network([LO, ETH], {}, "nowhere")
     assert [one.name for one in found if one.status == "warning"] == ["host name"]
 
 
@@ -258,14 +263,14 @@ def test_a_host_name_without_address(monkeypatch: pytest.MonkeyPatch) -> None:
 def report_of_odd_rank() -> list[dict[str, Any]] | None:
     """Rank 1 has another torch; everything after that is the doctor's own."""
     rank, store = dist.get_rank(), dist.PrefixStore("odd rank", default_store())
-    own = software.versions
+    own = machine.versions
     if rank == 1:
-        software.versions = lambda: {**own(), "torch": "2.12.1"}
+        machine.versions = lambda: {**own(), "torch": "2.12.1"}
     try:
         me = about_this_rank(rank)
         met = ranks.lead(store, 2, me, 20, print) if rank == 0 else ranks.follow(store, me, 20)
     finally:
-        software.versions = own
+        machine.versions = own
     return [vars(one) for one in problems(met.findings)]
 
 
@@ -308,12 +313,12 @@ def stranger() -> Iterator[int]:
 
 
 def test_a_meeting_point_that_is_no_store(stranger: int) -> None:
-    met = ranks.join_ranks(DoctorLaunch("torchrun", rank=1, size=2, port=stranger), replace(ABOUT, rank=1), 0.2, print)
+    met = ranks.join_ranks(run_at(stranger), replace(ABOUT, rank=1), 0.2, print)
     assert met.alone and f"cannot meet the others at 127.0.0.1:{stranger}" in met.findings[0].found
 
 
 def test_a_meeting_point_where_nobody_is() -> None:
-    nobody = DoctorLaunch("torchrun", rank=1, size=2, port=launch.free_port())
+    nobody = run_at(checks.free_port())
     met = ranks.join_ranks(nobody, replace(ABOUT, rank=1), 0.3, print)
     assert met.alone and not met.stuck and "refused" in met.findings[0].found
 
@@ -349,24 +354,21 @@ def test_ranks_that_cannot_talk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_oldest_torch_is_that_of_the_project() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'"torch>={".".join(map(str, software.TORCH))}"' in text
+    assert f'"torch>={".".join(map(str, checks.TORCH))}"' in text
 
 
 def test_software_that_will_not_do() -> None:
-    found = {**software.versions(), "torch": "2.9.1+cu128", "matplotlib": None}
+    found = {**machine.versions(), "torch": "2.9.1+cu128", "h5py": None}
     lacking = {"gloo": True, "nccl": False, "mpi": False, "ucc": False}
-    said = {one.name: one for one in software.examine_software(found, lacking, gpus=2)}
+    said = {one.name: one for one in checks.check_software(found, lacking, gpus=2)}
     assert said["torch"].status == said["backends"].status == "problem"
-    assert said["packages of the commands"].remedy == "pip install 'halocline[cli]'"
-    assert "h5py" in said["optional packages"].found
+    assert "not installed: h5py (HDF5 files)" in said["optional packages"].found
 
 
 def test_limits_of_the_system() -> None:
-    poor = replace(
-        hardware.devices(), open_files=256, shared_memory_bytes=64 << 20, memory_available_bytes=1 << 28, gpu_files=4
-    )
-    poor = replace(poor, gpus=[], cuda=None)
-    said = {one.name: one for one in hardware.examine_devices(poor, {"OMP_NUM_THREADS": "all"}, 2, 2, False)}
+    limits = {"open_files": 256, "shared_memory_bytes": 64 << 20, "memory_available_bytes": 1 << 28, "gpu_files": 4}
+    poor = {**machine.devices(), **limits, "gpus": [], "cuda": None}
+    said = {one.name: one for one in checks.check_devices(poor, "all", 2, 2, False)}
     assert {name for name, one in said.items() if one.status == "warning"} == {
         "threads", "memory", "GPUs", "open files", "shared memory"
     }  # fmt: skip
@@ -376,7 +378,8 @@ def test_limits_of_the_system() -> None:
 def test_slow_links_are_warned_of() -> None:
     slow = links.Links(2, "eth0", "gloo", 5000.0, 11.0, 9000.0, [])
     assert [one.status for one in links.examine_links(slow)] == ["ok", "warning", "warning"]
-    assert links.examine_links(replace(slow, faults=["rank 1 got wrong numbers from rank 0"]))[0].status == "problem"
+    (damaged,) = links.examine_links(replace(slow, faults=["rank 1 got wrong numbers from rank 0"]))
+    assert damaged.status == "problem"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 33, 1000])

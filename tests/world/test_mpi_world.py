@@ -18,7 +18,8 @@ import test_ranks
 import torch
 
 import halocline as hc
-from halocline.doctor import launch, software
+from halocline.doctor import checks
+from halocline.doctor.machine import LaunchedRun
 from halocline.testing import EXACT, RankPool, relative_error
 from halocline.testing.mpi_place import MpiPlace, mpiexec
 from halocline.world import joining, mpi_library
@@ -177,9 +178,9 @@ def test_worlds_beside_each_other_do_not_mix(pool: RankPool) -> None:
 
 
 def test_the_doctor_names_the_library_and_its_threads() -> None:
-    found = software._mpi("4")
+    found = checks.check_mpi("4")
     assert found.status == "ok" and "thread level multiple" in found.found
-    assert software._mpi(None).status == "ok"  # nobody needs it
+    assert checks.check_mpi(None).status == "ok"  # nobody needs it
 
 
 # ---- how it is chosen ----
@@ -211,7 +212,7 @@ STARTED = {
 def test_mpiexec_is_known_by_its_variables(case: str) -> None:
     variables, several = STARTED[case]
     assert joining.started_by_mpiexec(variables) is several
-    told = launch.examine_launch(launch.DoctorLaunch(), variables, gpus=0)[0].found
+    told = next(checks.check_launch(LaunchedRun(), variables, gpus=0)).found
     assert ("over MPI" if several else "single rank") in told
 
 

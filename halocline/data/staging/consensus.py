@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...world import Label, World
+from ...world.launcher import node_info_of
 from .listing import StageError, Tick
 from .watch import Watched
 
@@ -94,8 +95,9 @@ def reason(error: BaseException) -> str:
 
 def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
     """The ranks that work, one a node, and the number of this rank's node among them."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    table = consensus.hear([1 + local, *_whereabouts()])
+    here = node_info_of(os.environ)
+    host = zlib.crc32(socket.gethostname().encode())
+    table = consensus.hear([1 + here.local_rank, host, here.node])
     workers = tuple(int(rank) for rank in np.flatnonzero(table[:, 0] == 1))
     if not workers:
         return consensus.ranks, consensus.world.rank
@@ -109,9 +111,3 @@ def _own(workers: tuple[int, ...], rank: int, table: Any) -> int:
     if len(alike) == 1:
         return alike[0]
     return max(0, sum(worker <= rank for worker in workers) - 1)  # ranks of a node follow each other
-
-
-def _whereabouts() -> tuple[int, int]:
-    number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
-    host = zlib.crc32(socket.gethostname().encode())
-    return host, int(number) if number.isdigit() else 0

@@ -1,0 +1,228 @@
+"""What the checks look at: this machine, its software and network, and what a launcher said of the run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import halocline
+
+from ..world.launcher import Rendezvous, adopt_environment, rank_info_of, rendezvous_of
+from ..world.rendezvous import within
+
+#: Packages that only some runs need, and what for.
+OPTIONAL = {
+    "h5py": "HDF5 files",
+    "zarr": "Zarr stores",
+    "nibabel": "NIfTI files",
+    "pydantic": "training settings",
+    "mpi4py": "ranks over MPI",
+    "networkx": "torch.compile",
+}
+BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+_RESOLVE = 5.0  # seconds for a name server
+_MPI_WAIT = 30.0  # seconds
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface; ``up`` is None where the system does not tell."""
+
+    name: str
+    address: str | None
+    up: bool | None
+
+    @property
+    def usable(self) -> bool:
+        return self.up is None or (self.up and self.address is not None)
+
+    @property
+    def loopback(self) -> bool:
+        return is_loopback(self.address) if self.address else self.name in ("lo", "lo0")
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address or 'no address'}{ {None: '', True: ', up', False: ', down'}[self.up] })"
+
+
+@dataclass(frozen=True)
+class LaunchedRun:
+    """This process among the ranks of its run; a run of one where no launcher (``by``) started more."""
+
+    by: str = ""
+    rank: int = 0
+    size: int = 1
+    meeting: Rendezvous = field(default_factory=lambda: rendezvous_of({}))
+
+
+def devices() -> dict[str, Any]:
+    """What this process may use; sizes in bytes, None where the system does not tell."""
+    has_gpus, memory = torch.cuda.is_available(), _memory()
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
+    free = re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo"))
+    return {
+        "cores": _cores(),
+        "machine_cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "memory_available_bytes": min(int(free[1]) << 10, memory or sys.maxsize) if free else None,
+        "open_files": _open_files(),
+        "shared_memory_bytes": _shared_memory(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpus and dist.is_nccl_available() else None,
+        "gpus": [{"name": one.name, "memory_bytes": one.total_memory} for one in gpus],
+        "gpu_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),  # whether torch can use them or not
+    }
+
+
+def backends() -> dict[str, bool]:
+    return {name: dist.is_available() and getattr(dist, f"is_{name}_available")() for name in BACKENDS}
+
+
+def read_run(env: Mapping[str, str]) -> LaunchedRun:
+    """The run that the launcher describes. For Slurm this sets torchrun's variables, as the library itself does."""
+    info = rank_info_of(env)
+    if info is None or not adopt_environment():
+        return LaunchedRun()
+    by = "torchrun's variables" if info.by == "torchrun" else info.by
+    return LaunchedRun(by, info.rank, info.size, rendezvous_of(env))
+
+
+def versions() -> dict[str, str | None]:
+    """None for a package that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(("numpy", "typer", "rich", *OPTIONAL))
+    for name in found:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    own = {"python": platform.python_version(), "torch": torch.__version__, "halocline": halocline.__version__}
+    return {**own, **found}
+
+
+# ---- system ----
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cores() -> int:
+    """The cores that this process is bound to, or fewer where a container allows fewer."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    allowed = int(quota) // int(period) if quota.isdigit() and period.isdigit() else bound
+    return max(1, min(bound, allowed))
+
+
+def _memory() -> int | None:
+    limit = _text("/sys/fs/cgroup/memory.max")
+    sizes = [int(limit)] if limit.isdigit() else []
+    with suppress(ValueError, OSError, AttributeError):  # no such names on this system
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(sizes, default=None)
+
+
+def _open_files() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _shared_memory() -> int | None:
+    with suppress(OSError, AttributeError):
+        stat = os.statvfs("/dev/shm")
+        return stat.f_frsize * stat.f_blocks
+    return None
+
+
+#: In a process of its own: an MPI that does not fit its machine may end the process that starts it.
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.thread_level = "multiple"
+from mpi4py import MPI
+names = ("single", "funneled", "serialized", "multiple")
+levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in names}
+print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0].expandtabs(1), levels[MPI.Query_thread()], sep="|")
+"""
+
+
+@cache
+def ask_mpi() -> tuple[str, str, str]:
+    """Name and thread level of the MPI library, or what went wrong; asked outside of any launcher."""
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "MPI_LOCAL", "PRTE_", "HYDI_"))}
+    try:
+        command = [sys.executable, "-c", _ASK_MPI]
+        done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=_MPI_WAIT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", "", str(error).replace(_ASK_MPI, "...")
+    if done.returncode or "|" not in done.stdout:
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"it ended with status {done.returncode}"]
+        return "", "", said[-1][:200]
+    library, _, level = done.stdout.strip().splitlines()[-1].partition("|")
+    return re.sub(r"\s+", " ", library).strip(), level, ""
+
+
+# ---- network ----
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces of this machine; none where the system does not list them."""
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except (OSError, AttributeError):
+        return []
+    flags = {name: _text(f"/sys/class/net/{name}/flags") for name in names}
+    return [Interface(name, _address(name), bool(int(flags[name], 16) & 1) if flags[name] else None) for name in names]
+
+
+def _address(interface: str) -> str | None:
+    if sys.platform == "linux":
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+    rows = [line.split() for line in _text("/proc/net/if_inet6").splitlines()]
+    return next((str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[-1] == interface), None)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def resolve(host: str) -> str | None:
+    """The host's first address; None where there is none, or no answer in time."""
+    try:
+        answers = within(_RESOLVE, lambda: socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
+    except (OSError, UnicodeError):  # TimeoutError is an OSError
+        return None
+    return str(answers[0][4][0])
+
+
+def gloo_loopback(interfaces: Sequence[Interface], env: Mapping[str, str]) -> bool:
+    """Would gloo use loopback, where ranks on other machines cannot reach this one?"""
+    if names := env.get("GLOO_SOCKET_IFNAME"):
+        return any(one.loopback for one in interfaces if one.name in names.split(","))
+    address = resolve(socket.gethostname())
+    return address is None or is_loopback(address)
