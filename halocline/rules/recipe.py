@@ -169,7 +169,6 @@ class Recipe:
     positions: bool = False
     either: bool = False
     index: tuple[Any, ...] | None = None
-    flops: float = 0.0
     linear_part: Callable[[Box, Box, bool], LinearPart] | None = None
     box_local: bool = False
     single_node: SingleNode | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -83,7 +82,6 @@ def contraction(
         uncut=frozenset(where[label] for label in uncut),
         combine="sum",
         runs_empty=True,
-        flops=2.0 * prod(sizes.values()),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, reduce
@@ -76,7 +75,7 @@ def describe(
         nearest = Nearest(input, shape, replace(style, last=last and several), scales, several)
         return _recipe(input, shape, nearest.accesses(), nearest.local)
     blend = Blend(input, shape, style, scales)
-    return _recipe(input, shape, blend.accesses(), blend.local, sum(taps.width for taps in blend.taps))
+    return _recipe(input, shape, blend.accesses(), blend.local)
 
 
 def _asked(dtype: torch.dtype) -> torch.dtype:
@@ -91,15 +90,12 @@ def _scales(scale_factor: Any, spatial: int) -> Scales:
     return tuple(float(factor) for factor in given)
 
 
-def _recipe(
-    input: Operand, shape: tuple[int, ...], accesses: Sequence[Access], local: Callable[..., Tensor], taps: float = 0.0
-) -> Recipe:
+def _recipe(input: Operand, shape: tuple[int, ...], accesses: Sequence[Access], local: Callable[..., Tensor]) -> Recipe:
     return Recipe(
         space=shape,
         reads=(Read(input, (Link(0), Link(1), *(Link(2 + i, access) for i, access in enumerate(accesses)))),),
         outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
         local=local,
-        flops=2.0 * taps * math.prod(shape),
     )
 
 

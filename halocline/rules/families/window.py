@@ -84,7 +84,6 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             reads=tuple(reads),
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
             local=Local(local),
-            flops=2.0 * _product(space) * _product(weight.shape[1:]),
             linear_part=Convolve(torch_function, kernel, strides, dilations, before, groups).linear_part
             if lead
             else None,
@@ -131,13 +130,6 @@ def _channels(name: str, input: Operand, weight: Operand, rest: Sequence[Any]) -
 def _check_sizes(name: str, input: Operand, out: tuple[int, ...], least: int) -> None:
     if any(size < least for size in out):
         raise ShardingError(f"{name} in {here()}: an input of {list(input.shape)} leaves an output of {list(out)}")
-
-
-def _product(values: tuple[int, ...]) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total
 
 
 def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable[..., Recipe]:
@@ -201,7 +193,6 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
             reads=tuple(reads),
             outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
             local=local,
-            flops=2.0 * input.numel() * _product(weight.shape[1:]),
             linear_part=Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True).linear_part
             if lead
             else None,
