@@ -279,9 +279,12 @@ def set_gradient_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None:
     leaf._backward_hooks = hooks
 
 
-def set_group_timeout(group: dist.ProcessGroup, wait: timedelta) -> None:
+def set_group_timeout(group: dist.ProcessGroup | dist.ProcessGroupGloo, wait: timedelta) -> None:
     """Also of what it does in threads of its own."""
-    dist.distributed_c10d._set_pg_timeout(wait, group)
+    if isinstance(group, dist.ProcessGroup):
+        dist.distributed_c10d._set_pg_timeout(wait, group)
+    else:
+        group._set_default_timeout(wait)
 
 
 #: One norm of each tensor of a list, and each tensor of a list times its own number, in place: a few kernels for all.

@@ -147,7 +147,11 @@ def measure_on_rank(interfaces: str, deadline: float) -> Links:
     """The pool met over loopback; a world makes process groups of its own, for which gloo looks at its variable."""
     if interfaces:
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces
-    return measure_links(ProcessWorld(deadline))
+    world = ProcessWorld(deadline)
+    try:
+        return measure_links(world)
+    finally:
+        world.close()
 
 
 def _silence(who: str, error: Exception, deadline: float) -> Finding:

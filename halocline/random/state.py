@@ -20,7 +20,7 @@ import torch
 from .._torch_private import in_backward
 from ..errors import Refused
 from ..tensor import here
-from ..world import Label, LocalWorld, World
+from ..world import Label, World
 from ..world.local import current_local_world
 from .generator import signed
 
@@ -130,7 +130,7 @@ def current() -> State:
     if world is None:
         return _process_state()
     if world not in _of_world:
-        start, threaded = _process_state(), isinstance(world, LocalWorld) and world.size > 1
+        start, threaded = _process_state(), not world.capabilities.separate_processes and world.size > 1
         _of_world[world] = State(start.seed, start.counter, threaded=threaded, asked=start.asked)
     return _of_world[world]
 

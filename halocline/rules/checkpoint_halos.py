@@ -6,17 +6,17 @@ in the order in which it comes; in the recomputation it is handed out again in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from .._torch_private import count_in_checkpoint
 from ..errors import Refused
 from ..tensor import here
-from ..world import Label, PendingExchange, Receive, Send, World, this_world
+from ..world import Label, PendingExchange, Receive, Send, Tape, World, this_world
 
-Event = tuple[str, list[Tensor]]  # what it was for, and what came
+Kept = tuple[str, list[Tensor]]  # what it was for, and what came
 
 
 def keep_halos() -> tuple[_Recording, _Replaying]:
@@ -24,40 +24,38 @@ def keep_halos() -> tuple[_Recording, _Replaying]:
 
     It costs the memory of what the ranks receive, which for halos and norms is little.
     """
-    world, tape = this_world(), list[Event | None]()
-    return _Recording(world, tape), _Replaying(world, tape)
+    world, kept = this_world(), list[Kept | None]()
+    return _Recording(world, kept), _Replaying(world, kept)
 
 
-class _Standing:
-    """Inside, this stands before the world's own ways to communicate."""
+class _HaloTape:
+    """Inside, this stands before the world's ``begin``, ``sum`` and ``maximum``. It may be entered again inside."""
 
-    def __init__(self, world: World, tape: list[Event | None]) -> None:
-        self.world, self.tape = world, tape
-        self._before: list[dict[str, Any]] = []  # one for each time it is entered and not left
+    def __init__(self, world: World, kept: list[Kept | None]) -> None:
+        self.world, self.kept = world, kept
+        self._outer: list[Tape | None] = []  # one for each time it is entered and not left
 
     def __enter__(self) -> None:
-        own: dict[str, Any] = self.world.__dict__
-        self._before.append({name: own.get(name) for name in ("begin", "sum", "maximum")})
-        inner = {name: getattr(self.world, name) for name in self._before[-1]}
-        self.start(inner)
-        for name in inner:
-            own[name] = getattr(self, name)
+        self._outer.append(self.world.tape)
+        self.world.tape = self  # type: ignore[assignment]  # subclasses have its methods
 
     def __exit__(self, *_: object) -> None:
-        for name, way in self._before.pop().items():
-            if way is None:
-                del self.world.__dict__[name]
-            else:
-                self.world.__dict__[name] = way
-
-    def start(self, inner: dict[str, Any]) -> None:
-        raise NotImplementedError
+        self.world.tape = self._outer.pop()
 
 
-class _Recording(_Standing):
-    def start(self, inner: dict[str, Any]) -> None:
-        self.inner, self._inside = inner, False
-        self.tape.clear()
+class _Recording(_HaloTape):
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.kept.clear()
+
+    @contextmanager
+    def _outside(self) -> Iterator[World]:
+        """The world as it is without this tape; what a sum exchanges is then not recorded beside its result."""
+        self.world.tape = self._outer[-1]
+        try:
+            yield self.world
+        finally:
+            self.world.tape = self
 
     def begin(
         self,
@@ -68,32 +66,28 @@ class _Recording(_Standing):
         label: Label,
         path: int | None = None,
     ) -> PendingExchange:
-        exchange: PendingExchange = self.inner["begin"](sends, receives, like, ranks, label, path)
-        if self._inside:  # part of a sum, of which the result is kept
-            return exchange
-        self.tape.append(None)
-        return _Recorded(exchange, self.tape, len(self.tape) - 1, label)
+        with self._outside() as world:
+            exchange = world.begin(sends, receives, like, ranks, label, path)
+        self.kept.append(None)
+        return _Recorded(exchange, self.kept, len(self.kept) - 1, label)
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        return self._kept("sum", tensor, ranks, label)
+        with self._outside() as world:
+            return self._keep(world.sum(tensor, ranks, label), label)
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        return self._kept("maximum", tensor, ranks, label)
+        with self._outside() as world:
+            return self._keep(world.maximum(tensor, ranks, label), label)
 
-    def _kept(self, name: str, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        self._inside = True
-        try:
-            result: Tensor = self.inner[name](tensor, ranks, label)
-        finally:
-            self._inside = False
-        self.tape.append((label.operation, [result.detach().clone()]))
+    def _keep(self, result: Tensor, label: Label) -> Tensor:
+        self.kept.append((label.operation, [result.detach().clone()]))
         return result
 
 
 class _Recorded(PendingExchange):
     """An exchange of which a copy is kept of what arrives."""
 
-    def __init__(self, exchange: PendingExchange, tape: list[Event | None], place: int, label: Label) -> None:
+    def __init__(self, exchange: PendingExchange, tape: list[Kept | None], place: int, label: Label) -> None:
         self._exchange, self._tape, self._place, self._operation = exchange, tape, place, label.operation
 
     def wait(self) -> list[Tensor]:
@@ -114,8 +108,9 @@ class _Known(PendingExchange):
         return self._messages
 
 
-class _Replaying(_Standing):
-    def start(self, inner: dict[str, Any]) -> None:
+class _Replaying(_HaloTape):
+    def __enter__(self) -> None:
+        super().__enter__()
         self._next = 0
 
     def begin(
@@ -139,7 +134,7 @@ class _Replaying(_Standing):
 
     def _again(self, sizes: list[int], like: Tensor, label: Label) -> list[Tensor]:
         """The next of what came, copied: it may be asked for once more, and whoever gets it may write into it."""
-        event = self.tape[self._next] if self._next < len(self.tape) else None
+        event = self.kept[self._next] if self._next < len(self.kept) else None
         self._next += 1
         same = event is not None and event[0] == label.operation and [m.numel() for m in event[1]] == sizes
         if event is None or not same or any(m.dtype != like.dtype for m in event[1]):

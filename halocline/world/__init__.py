@@ -1,6 +1,7 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
-from .base import PendingExchange, PendingSum, Receive, Send, World
+from .base import PendingExchange, PendingSum, Receive, Send, Tape, World
+from .capabilities import Capabilities
 from .comm_thread import CommThread
 from .dry import DryWorld
 from .events import Averaged, Begun, Computed, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
@@ -37,6 +38,7 @@ __all__ = [
     "Averaged",
     "Begun",
     "Bundle",
+    "Capabilities",
     "CommThread",
     "Computed",
     "DryWorld",
@@ -62,6 +64,7 @@ __all__ = [
     "Send",
     "Sum",
     "Summed",
+    "Tape",
     "Traffic",
     "Waited",
     "World",

@@ -1,8 +1,8 @@
-"""What a world can do: exchange messages between ranks, and from that sum, find extremes and agree.
+"""The interface between the library and a transport: exchange messages between ranks, sum, duplicate, close.
 
 Every message bears a tag made of its place in the sequence, the operation, the line of the program that asked for it,
-and its size. Ranks that take different paths through the program ask for tags that nobody sends: their numbers are not
-mixed up, and as soon as one of two such messages meets the other, both ranks raise.
+and its size. Ranks that take different paths through the program ask for tags that no other rank sends: their numbers
+are never mixed up, and where two such messages meet, both ranks raise.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .._torch_private import count_in_checkpoint
 from .caller import LauncherCalls, call_path, describe_path
+from .capabilities import Capabilities
 from .events import Begun, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
-from .tags import counted_tag, size_bits
+from .tags import counted_tag, size_bits, sum_tag
 
 
 class Send(NamedTuple):
@@ -34,39 +35,110 @@ class Receive(NamedTuple):
 
 Outgoing = tuple[int, Tensor, int]  # peer, message, tag
 Incoming = tuple[int, Tensor, int]  # peer, buffer, tag
+Combine = Callable[[Tensor, Tensor], Tensor]
 CHANNELS = ("moves", "control", "gradients")
 
-_LARGE = 1 << 18  # bytes from which a ring (the backend's all-reduce) beats recursive doubling
+_LARGE = 1 << 18  # bytes from which the transport's own sum beats recursive doubling
+
+
+class Tape(Protocol):
+    """Stands before a world's ``begin``, ``sum`` and ``maximum``: records what they bring, or plays it back."""
+
+    def begin(
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        like: Tensor,
+        ranks: tuple[int, ...],
+        label: Label,
+        path: int | None = None,
+    ) -> PendingExchange: ...
+
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor: ...
+
+    def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor: ...
 
 
 class World(ABC):
-    """The ranks of a run as one rank sees them. Subclasses say how a message travels, and nothing else."""
+    """The ranks of a run as one rank sees them.
 
-    rank: int
-    size: int
-    puts_urgent_first = False  # where it is wide
+    A transport implements ``post``, ``complete`` and ``_duplicate``; ``post_sum``, ``complete_sum`` and ``close`` where
+    it has something better than messages or something to release; the other methods that do nothing here are optional.
+    ``halocline.testing.WorldTests`` checks it. One thread at a time uses a world: another thread has a duplicate.
+    """
+
+    capabilities: Capabilities
 
     def __init__(self, rank: int, size: int, deadline: float) -> None:
         self.rank, self.size, self.deadline = rank, size, deadline
         self.traffic = Traffic()
         self.share_events(EventStream())
-        self._turns: Counter[tuple[int, ...]] = Counter()
         self.overlap = True  # False: wait for every exchange as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
         self.samples: Counter[tuple[int, ...]] = Counter()  # calls of ``hc.shard`` so far, by group of ranks
         self.launcher_calls: LauncherCalls | None = None  # the outermost calls, where they differ between ranks
+        self.tape: Tape | None = None
+        self._turns: Counter[tuple[int, ...]] = Counter()
+        self._sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    # What a transport implements ------------------------------------------------------------------------------------
 
     @abstractmethod
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
-        """Start the sends and receives."""
+        """Start the sends and receives, and return what ``complete`` needs. It does not wait for other ranks.
+
+        Messages are of any dtype, size (0 too) and device. They may be changed when ``complete`` has returned.
+        """
 
     @abstractmethod
-    def complete(self, posted: object, label: Label) -> None:
-        """Wait until all of ``posted`` is done, or raise RankFailure at the deadline."""
+    def complete(self, posted: Any, label: Label) -> None:
+        """Wait until the sends are taken and the buffers hold what came; RankFailure at the deadline."""
 
     @abstractmethod
-    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        """Sum a large tensor over ``ranks`` in place, same bits on every rank."""
+    def _duplicate(self, wide: bool) -> World:
+        """The same ranks with connections of their own."""
+
+    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        """Start to sum ``tensor`` over ``ranks`` in place; the same bits on each. Here: all send to all, and each adds
+        in the order of ranks.
+        """
+        self._sums[label.channel, ranks] += 1
+        tag = sum_tag(self._sums[label.channel, ranks], ranks, label.operation, label.channel, tensor)
+        parts = {peer: torch.empty_like(tensor) for peer in ranks if peer != self.rank}
+        sends = [(peer, tensor, tag) for peer in parts]
+        return tensor, ranks, parts, self.post(sends, [(peer, part, tag) for peer, part in parts.items()], label)
+
+    def complete_sum(self, posted: Any, label: Label) -> None:
+        """Wait until the tensor that was posted holds the sum."""
+        tensor, ranks, parts, messages = posted
+        self.complete(messages, label)
+        parts[self.rank] = tensor
+        total = parts[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += parts[rank]
+        tensor.copy_(total)
+
+    def close(self) -> None:  # noqa: B027
+        """Release process groups, threads and sockets. By all ranks together, when nothing is under way."""
+
+    def leave(self) -> None:  # noqa: B027
+        """After an error: ranks that wait for this one are to hear at once that it has gone, not at the deadline."""
+
+    def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+        """Wait until one of these is done, and return which; None after :meth:`wake`. RankFailure at ``end``."""
+        under_way[0].wait()
+        return 0
+
+    def wake(self) -> None:  # noqa: B027
+        """From another thread: whoever waits in :meth:`wait_any` is to return."""
+
+    def connect(self, peers: Sequence[int]) -> None:  # noqa: B027
+        """Connect with ``peers`` before the first message. By all ranks together."""
+
+    def limit_unsent(self, size: int) -> None:  # noqa: B027
+        """Hand at most about ``size`` bytes to what knows no urgency, such as the kernel's buffers."""
+
+    # Exchanges ------------------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -81,6 +153,8 @@ class World(ABC):
 
         ``path`` is the caller's :meth:`path`, where it is known already.
         """
+        if self.tape is not None:
+            return self.tape.begin(sends, receives, like, ranks, label, path)
         self._turns[ranks] += 1
         path = self.path(label) if path is None else path
         tag, dtype = counted_tag(self._turns[ranks], ranks, label.operation, path), like.dtype
@@ -91,6 +165,14 @@ class World(ABC):
         ]
         return self.begin_tagged(outgoing, incoming, label)
 
+    def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> PendingExchange:
+        """Start an exchange into existing buffers. The caller keeps its tags apart from all others."""
+        number, dtype = next(self.events.numbers), (incoming or outgoing or _NOTHING)[0][1].dtype
+        sizes = _sizes(outgoing), _sizes(incoming)
+        self.emit(Begun(number, self.number, time.perf_counter(), label, *sizes, dtype))
+        buffers = [buffer for _, buffer, _ in incoming]
+        return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, number)
+
     def path(self, label: Label) -> int:
         """From where in the program this is called; 0 for what the library does by itself, in threads of its own."""
         return call_path(self.launcher_calls) if label.channel == "moves" else 0
@@ -100,110 +182,40 @@ class World(ABC):
         text = describe_path(call_path(self.launcher_calls))
         return f"{label}, called at {text}" if text else str(label)
 
-    def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> PendingExchange:
-        """Start an exchange whose tags the caller keeps apart, into memory that is there."""
-        number, dtype = next(self.events.numbers), (incoming or outgoing or _NOTHING)[0][1].dtype
-        sizes = _sizes(outgoing), _sizes(incoming)
-        self.emit(Begun(number, self.number, time.perf_counter(), label, *sizes, dtype))
-        buffers = [buffer for _, buffer, _ in incoming]
-        return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, number)
-
-    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
-        """Wait until one of these is done, and say which; None after :meth:`interrupt`. RankFailure at ``end``.
-
-        Where nobody can tell which is done, it is the oldest.
-        """
-        under_way[0].wait()
-        return 0
-
-    def meet(self, peers: Sequence[int]) -> None:  # noqa: B027
-        """Connect with these, who do so too, before the first message. By all ranks together."""
-
-    def keep_short(self, size: int) -> None:  # noqa: B027
-        """Let no more than some ``size`` bytes to a peer be in hands that know nothing of urgency."""
-
-    def interrupt(self) -> None:  # noqa: B027
-        """From another thread: whoever waits in :meth:`first` is to return."""
-
-    def share_events(self, events: EventStream) -> None:
-        """Emit into ``events``, as the next of the worlds that do."""
-        self.events, self.number = events, next(events.worlds)
-
-    def emit(self, event: Event) -> None:
-        """Count an event, and hand it to those who listen to ``events``."""
-        self.traffic.count(event)
-        for listener in self.events.listeners:
-            listener(event)
-
-    def redistributed(self, kind: str, label: Label, size: int = 0) -> int:
-        """Emit the event of that kind, of ``size`` bytes; returns how often it happened with this label."""
-        number = next(self.events.numbers)
-        self.emit(Redistributed(number, self.number, time.perf_counter(), label, kind, size))
-        return self.traffic.times(kind, label)
-
-    def _begin_summing(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> int:
-        number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
-        self.emit(Summed(number, self.number, time.perf_counter(), label, len(ranks), size, tensor.dtype))
-        return number
+    # Sums and other reductions --------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The sum over ``ranks``, same bits on each of them."""
+        if self.tape is not None:
+            return self.tape.sum(tensor, ranks, label)
         if len(ranks) == 1:
             return tensor
         if tensor.numel() * tensor.element_size() < _LARGE:
             result = self._double(tensor, ranks, torch.add, label)
-            count_in_checkpoint()
-            return result
-        # A ring knows no tags: one small tagged sum first makes sure that all mean the same sum.
-        self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
-        result = tensor.clone(memory_format=torch.contiguous_format)
-        number, began = self._begin_summing(result, ranks, label), time.perf_counter()
-        self.ring_sum(result, ranks, label)
-        self.waited(label, number, began)
+        else:
+            # The transport's sums know no tags: a small tagged sum first makes sure that all mean the same one.
+            self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
+            result = tensor.clone(memory_format=torch.contiguous_format)
+            self.begin_sum(result, ranks, label).wait()
         count_in_checkpoint()
         return result
 
-    def waited(self, label: Label, event: int, began: float) -> float:
-        """A wait for that event has ended well; returns its seconds."""
-        seconds = time.perf_counter() - began
-        self.emit(Waited(next(self.events.numbers), self.number, began, label, event, seconds))
-        return seconds
-
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
-        number = self._begin_summing(tensor, ranks, label)
+        number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
+        self.emit(Summed(number, self.number, time.perf_counter(), label, len(ranks), size, tensor.dtype))
         return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 
-    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
-        """Start it. Where nothing goes on by itself, it is done when it is waited for."""
-        return tensor, ranks
+    def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        if self.tape is not None:
+            return self.tape.maximum(tensor, ranks, label)
+        return self.combined(tensor, ranks, torch.maximum, label)
 
-    def complete_sum(self, posted: Any, label: Label) -> None:
-        tensor, ranks = posted
-        self.ring_sum(tensor, ranks, label)
-
-    @abstractmethod
-    def duplicate(self, wide: bool = False) -> World:
-        """The same ranks once more, for another thread: what the two send is never mixed up. Made by all together.
-
-        ``wide``: that thread does nothing but communicate, many messages at a time, of any size, and over all network
-        cards by turns of their tags.
-        """
-
-    def close(self) -> None:  # noqa: B027  others have nothing to let go of
-        """Let go of what :meth:`duplicate` made: connections and their threads. By all ranks together."""
-
-    def leave(self) -> None:  # noqa: B027
-        """After an error: whoever waits for this rank is to hear at once that it has gone, not at the deadline."""
-
-    def combined(self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label) -> Tensor:
+    def combined(self, tensor: Tensor, ranks: tuple[int, ...], combine: Combine, label: Label) -> Tensor:
         """``combine`` over all ranks: associative and commutative, element by element."""
         result = self._double(tensor, ranks, combine, label)
         count_in_checkpoint()
         return result
-
-    def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        return self.combined(tensor, ranks, torch.maximum, label)
 
     def broadcast(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The first rank's tensor on all ``ranks``, down a binomial tree."""
@@ -218,7 +230,7 @@ class World(ABC):
         return value.view(tensor.shape)
 
     def _double(
-        self, tensor: Tensor, ranks: tuple[int, ...], combine: object, label: Label, detail: str = ""
+        self, tensor: Tensor, ranks: tuple[int, ...], combine: Combine, label: Label, detail: str = ""
     ) -> Tensor:
         """Recursive doubling: ceil(log2 P) rounds; both partners compute the same a + b, so all end with equal bits."""
         me, count = ranks.index(self.rank), len(ranks)
@@ -234,12 +246,12 @@ class World(ABC):
             self._swap(value, ranks, send_to=me - power, label=label, path=path)
             return self._swap(value, ranks, receive_from=me - power, label=label, path=path).view(shape)
         if me < extra:
-            value = combine(value, self._swap(value, ranks, receive_from=me + power, label=label, path=path))  # type: ignore[operator]
+            value = combine(value, self._swap(value, ranks, receive_from=me + power, label=label, path=path))
         step = 1
         while step < power:
             partner = me ^ step
             other = self._swap(value, ranks, send_to=partner, receive_from=partner, label=label, path=path)
-            value = combine(value, other) if me < partner else combine(other, value)  # type: ignore[operator]
+            value = combine(value, other) if me < partner else combine(other, value)
             step *= 2
         if me < extra:
             self._swap(value, ranks, send_to=me + power, label=label, path=path)
@@ -261,31 +273,58 @@ class World(ABC):
         received = self.begin(sends, receives, value, (*pair, -1), label, path).wait()
         return received[0] if received else value
 
+    # Other worlds, and events ---------------------------------------------------------------------------------------
+
+    def duplicate(self, wide: bool = False) -> World:
+        """The same ranks once more, for another thread: the two never mix up messages. Made by all together.
+
+        ``wide``: that thread does nothing but communicate, many messages at a time and of any size; they are spread
+        over all network cards by their tags.
+        """
+        made = self._duplicate(wide)
+        made.launcher_calls = self.launcher_calls
+        made.share_events(self.events)
+        return made
+
+    def share_events(self, events: EventStream) -> None:
+        """Emit into ``events``, as the next of the worlds that do."""
+        self.events, self.number = events, next(events.worlds)
+
+    def emit(self, event: Event) -> None:
+        """Count an event, and hand it to those who listen to ``events``."""
+        self.traffic.count(event)
+        for listener in self.events.listeners:
+            listener(event)
+
+    def redistributed(self, kind: str, label: Label, size: int = 0) -> int:
+        """Emit the event of that kind, of ``size`` bytes; returns how often it happened with this label."""
+        number = next(self.events.numbers)
+        self.emit(Redistributed(number, self.number, time.perf_counter(), label, kind, size))
+        return self.traffic.times(kind, label)
+
+    def waited(self, label: Label, event: int, began: float) -> float:
+        """A wait for that event has ended well; returns its seconds."""
+        seconds = time.perf_counter() - began
+        self.emit(Waited(next(self.events.numbers), self.number, began, label, event, seconds))
+        return seconds
+
 
 class PendingExchange:
     """An exchange under way."""
 
-    def __init__(self, world: World, posted: object, buffers: list[Tensor], label: Label, number: int) -> None:
-        self._world, self._posted, self._buffers, self._label, self._number = world, posted, buffers, label, number
+    def __init__(self, world: World, posted: Any, buffers: list[Tensor], label: Label, number: int) -> None:
+        self._world, self.posted, self._buffers, self.label, self._number = world, posted, buffers, label, number
 
     def wait(self) -> list[Tensor]:
         """What arrived; waiting a second time gives it again."""
-        if self._posted is not _DONE:
+        if self.posted is not _DONE:
             began = time.perf_counter()
-            self._world.complete(self._posted, self._label)
-            self._world.waited(self._label, self._number, began)
-            self._posted = _DONE
-            if self._label.channel == "moves":  # those of sums count once a sum
+            self._world.complete(self.posted, self.label)
+            self._world.waited(self.label, self._number, began)
+            self.posted = _DONE
+            if self.label.channel == "moves":  # those of sums count once a sum
                 count_in_checkpoint()
         return self._buffers
-
-    @property
-    def posted(self) -> Any:
-        return self._posted
-
-    @property
-    def label(self) -> Label:
-        return self._label
 
 
 class PendingSum:
@@ -303,7 +342,7 @@ class PendingSum:
             self._world.waited(self._label, self._number, began)
 
 
-_DONE = object()
+_DONE: Any = object()
 _NOTHING = ((0, torch.empty(0), 0),)
 
 

@@ -11,10 +11,15 @@ from torch import Tensor
 
 from ..errors import MeshError
 from .base import Incoming, Outgoing, World
+from .capabilities import Capabilities
 from .events import Label
 
 
 class DryWorld(World):
+    """Rank ``rank`` of ``size``, without the others."""
+
+    capabilities = Capabilities("dry", moves_data=False)
+
     def __init__(self, rank: int, size: int) -> None:
         if not 0 <= rank < size:
             raise MeshError(f"there is no rank {rank} among {size}; ranks count from 0")
@@ -34,15 +39,10 @@ class DryWorld(World):
         return None
 
     def complete_sum(self, posted: object, label: Label) -> None:
-        """Nothing comes."""
-
-    def duplicate(self, wide: bool = False) -> DryWorld:
-        made = type(self)(self.rank, self.size)
-        made.share_events(self.events)
-        return made
-
-    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
         """The tensor keeps what it holds."""
+
+    def _duplicate(self, wide: bool) -> DryWorld:
+        return type(self)(self.rank, self.size)
 
     def _swap(
         self,

@@ -1,4 +1,4 @@
-"""What worlds of processes share: a deadline, spare worlds for other threads, and words about who failed where."""
+"""What worlds of processes share: a deadline, and words about who failed where."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
 
 from ..errors import RankFailure
 from .base import World
@@ -37,9 +36,7 @@ class JoinedWorld(World):
         self.set_deadline(deadline)
         self._failed: str | None = None
         self._store_is_silent = False
-        self._wide = False
-        self._spare: dict[bool, list[Any]] = {}  # of its own kind: those that are not wide, and those that are
-        self._lent = False
+        self._closed = False
         self._adapts = False
         self._first = False  # the one that all ranks joined, in which the program communicates
 
@@ -70,42 +67,29 @@ class JoinedWorld(World):
         self.traffic.clear()
         self._first = True
 
-    @abstractmethod
-    def _another(self, wide: bool) -> Self:
-        """The same ranks with connections of their own."""
-
-    def duplicate(self, wide: bool = False) -> Self:
-        spare = self._spare.get(wide)
-        made: Self = spare.pop() if spare else self._another(wide)
-        made._spare, made._lent, made._wide, made.launcher_calls = self._spare, True, wide, self.launcher_calls
+    def _alike(self, made: Self) -> Self:
+        """A duplicate with this world's choice of deadlines."""
         made._adapts = self._adapts
-        made.share_events(self.events)
-        made.set_deadline(self.deadline)
         return made
 
     def close(self) -> None:
-        """It is kept for the next who wants one. Its groups are not destroyed: torch names new ones by how many there
-        are, and a name that comes again meets what the first one left behind.
-        """
-        if self._failed or not self._lent:
+        if self._closed:
             return
-        with suppress(RankFailure):  # no rank may use it anew while another waits for its last message
-            self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
-            self._lent = False
-            self.traffic.clear()
-            self._spare.setdefault(self._wide, []).append(self)
+        if not self._failed:
+            with suppress(RankFailure):  # no rank may go while another waits for its last message
+                self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
+        self._closed = True
+        self._release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of connections, and of the threads behind them."""
 
     def _refuse_after_failure(self) -> None:
+        if self._closed:
+            raise RankFailure(f"rank {self.rank}: this world is closed; make another with world.duplicate()")
         if self._failed:
             raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
-
-    @staticmethod
-    def _host(tensor: Tensor, fill: bool = False) -> Tensor:
-        """The tensor itself on the CPU; pinned host memory for a device tensor, which the transport cannot read."""
-        if tensor.device.type == "cpu":
-            return tensor.contiguous()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor) if fill else host
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
         """Say what this rank saw, hear what the others saw, and name the rank where it began."""

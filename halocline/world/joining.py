@@ -42,7 +42,7 @@ def check_transport(joined: JoinedWorld, transport: str | None) -> None:
     if transport is None:
         return
     _check_name(transport)
-    by = "torch" if isinstance(joined, process.ProcessWorld) else "mpi"
+    by = joined.capabilities.transport
     if by != transport:
         raise MeshError(f"the ranks have joined over {by!r} already; say hc.init(transport={transport!r}) before that")
 

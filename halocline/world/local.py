@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ..errors import RankFailure
 from .base import Incoming, Outgoing, PendingExchange, World
+from .capabilities import Capabilities
 from .events import Label
-from .tags import diverged, divergence, sum_tag
+from .tags import diverged, divergence
 
 _current = threading.local()  # the world of this thread, if it is a rank of its own
 Result = TypeVar("Result")
@@ -46,10 +45,13 @@ class _Board:
 
 
 class LocalWorld(World):
+    """A rank that is a thread. Messages are copies on a board that all ranks share."""
+
+    capabilities = Capabilities("local", separate_processes=False, detects_divergence=True, waits_for_any=True)
+
     def __init__(self, rank: int, size: int, board: _Board, deadline: float) -> None:
         super().__init__(rank, size, deadline)
-        self._board, self._duplicates, self._interrupted = board, 0, False
-        self._sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._board, self._duplicates, self._woken = board, 0, False
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         with self._board.changed:
@@ -87,10 +89,10 @@ class LocalWorld(World):
             if key[:2] == awaited[:2] and diverged(awaited[2], key[2]):
                 raise RankFailure(divergence(self.rank, self.called(label), awaited[0], called))
 
-    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+    def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         board = self._board
         with board.changed:
-            while not self._interrupted:
+            while not self._woken:
                 for number, exchange in enumerate(under_way):
                     if all(board.messages.get((peer, self.rank, tag)) for peer, _, tag in exchange.posted):
                         return number
@@ -99,38 +101,17 @@ class LocalWorld(World):
                     peer, _, tag = exchange.posted[0]
                     self._take((peer, self.rank, tag), 0.0, exchange.label)  # raises
                 board.changed.wait(max(0.0, end - time.monotonic()))
-            self._interrupted = False
+            self._woken = False
         return None
 
-    def interrupt(self) -> None:
+    def wake(self) -> None:
         with self._board.changed:
-            self._interrupted = True
+            self._woken = True
             self._board.changed.notify_all()
 
-    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
-        """All get this rank's part at once, so that each may ask for its sums when it likes, as between processes."""
-        self._sums[label.channel, ranks] += 1
-        tag = sum_tag(self._sums[label.channel, ranks], ranks, label.operation, label.channel, tensor)
-        self.post([(peer, tensor, tag) for peer in ranks if peer != self.rank], (), label)
-        return tensor, ranks, tag
-
-    def complete_sum(self, posted: Any, label: Label) -> None:
-        tensor, ranks, tag = posted
-        end = time.monotonic() + self.deadline
-        parts = [tensor if p == self.rank else self._take((p, self.rank, tag), end, label) for p in ranks]
-        total = parts[0].clone()  # in the order of ranks: the same bits on each
-        for part in parts[1:]:
-            total += part
-        tensor.copy_(total)
-
-    def duplicate(self, wide: bool = False) -> LocalWorld:
+    def _duplicate(self, wide: bool) -> LocalWorld:
         self._duplicates += 1
-        made = LocalWorld(self.rank, self.size, self._board.duplicate(self._duplicates), self.deadline)
-        made.share_events(self.events)
-        return made
-
-    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        tensor.copy_(self._double(tensor, ranks, torch.add, label))
+        return LocalWorld(self.rank, self.size, self._board.duplicate(self._duplicates), self.deadline)
 
 
 def current_local_world() -> World | None:

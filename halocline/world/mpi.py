@@ -21,11 +21,13 @@ from torch import Tensor
 
 from ..errors import RankFailure, Refused
 from .base import CHANNELS, Incoming, Outgoing, PendingExchange
+from .capabilities import Capabilities
 from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
-from .mpi_library import at_the_end, ending_process, library, poll, progress, started_library
+from .mpi_library import at_the_end, ending_process, library, not_at_the_end, poll, progress, started_library
 from .tags import folded
 from .tcp import Diverged
+from .tensor_bytes import in_host_memory
 
 _PARTING = "parting"  # a communicator on which a rank that leaves says so
 _LAST = 0.1  # seconds for what a rank sent before it left
@@ -67,23 +69,25 @@ class _Posted:
 class MpiWorld(JoinedWorld):
     """A communicator for each channel, and one more on which ranks say that they leave."""
 
+    capabilities = Capabilities("mpi", detects_divergence=True, waits_for_any=True)
+
     def __init__(self, deadline: float = DEFAULT_DEADLINE, comm: Any = None) -> None:
         self._mpi = started_library(deadline)
         self._home = self._mpi.COMM_WORLD if comm is None else comm
         super().__init__(self._home.Get_rank(), self._home.Get_size(), deadline)
         highest = self._home.Get_attr(self._mpi.TAG_UB) or 32767  # the least that MPI promises
         self._bits = min(_TAG_BITS, (highest + 1).bit_length() - 1)
-        self._comms = {name: self._duplicate(name) for name in (*CHANNELS, _PARTING)}
+        self._comms = {name: self._communicator(name) for name in (*CHANNELS, _PARTING)}
         self._rings: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._under_way: set[_Posted] = set()
         self._left: dict[int, float] = {}  # who has said so, and when it was heard
         self._told: list[Any] = []
-        self._interrupted = Event()
+        self._woken = Event()
         self._progress = progress()
         at_the_end(self)
         weakref.finalize(self, _keep_for_good, self._under_way).atexit = False
 
-    def _duplicate(self, name: str) -> Any:
+    def _communicator(self, name: str) -> Any:
         made, request = self._home.Idup()
         if not poll(request.Test, time.monotonic() + self.deadline):
             raise RankFailure(
@@ -99,12 +103,12 @@ class MpiWorld(JoinedWorld):
         comm, posted = self._comms[label.channel], _Posted()
         self._under_way.add(posted)
         for peer, buffer, tag in receives:
-            host = self._host(buffer)
+            host = in_host_memory(buffer)
             posted.awaited.append(host.nbytes)
             posted.copies += [] if host is buffer else [(buffer, host)]
             self._start(posted, comm.Irecv, host, peer, tag)
         for peer, message, tag in sends:
-            host = self._host(message.resolve_conj().resolve_neg(), fill=True)
+            host = in_host_memory(message, fill=True)
             self._start(posted, comm.Isend, host, peer, tag)
         if any(host.nbytes >= _LONG for host in posted.memory):
             self._carry_on(posted)
@@ -127,11 +131,11 @@ class MpiWorld(JoinedWorld):
     def complete(self, posted: Any, label: Label) -> None:
         self._await([posted], time.monotonic() + self.deadline, label)
 
-    def _await(self, several: Sequence[_Posted], end: float, label: Label, interrupted: Event | None = None) -> bool:
-        """Until one of them is done, or the interruption (False); what goes wrong is a RankFailure."""
+    def _await(self, several: Sequence[_Posted], end: float, label: Label, woken: Event | None = None) -> bool:
+        """Until one of them is done, or it is woken (False); what goes wrong is a RankFailure."""
 
         def one_done() -> bool:
-            return any(map(self._is_done, several)) or (interrupted is not None and interrupted.is_set())
+            return any(map(self._is_done, several)) or (woken is not None and woken.is_set())
 
         first, compared = several[0], _Compared(self, label)
         try:
@@ -177,32 +181,24 @@ class MpiWorld(JoinedWorld):
                     return peer
         return posted.peers[0]
 
-    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+    def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         several = [exchange.posted for exchange in under_way]
-        if not self._await(several, end, under_way[0].label, self._interrupted):
-            self._interrupted.clear()
+        if not self._await(several, end, under_way[0].label, self._woken):
+            self._woken.clear()
             return None
         return next(number for number, posted in enumerate(several) if posted.done)
 
-    def interrupt(self) -> None:
-        self._interrupted.set()
+    def wake(self) -> None:
+        self._woken.set()
 
     # ---- sums ----
-
-    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        self._await([self._begun_sum(tensor, ranks, label)], time.monotonic() + self.deadline, label)
-
-    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
-        posted = self._begun_sum(tensor, ranks, label)
-        self._carry_on(posted)
-        return posted
 
     def complete_sum(self, posted: Any, label: Label) -> None:
         self._await([posted], time.monotonic() + self.deadline, label)
 
-    def _begun_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> _Posted:
+    def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> _Posted:
         self._refuse_after_failure()
-        host = self._host(tensor.resolve_conj().resolve_neg(), fill=True)
+        host = in_host_memory(tensor, fill=True)
         real = torch.view_as_real(host) if host.is_complex() else host
         datatype, operation = _arithmetic(real.dtype, label)
         comm = self._ring(ranks, label)
@@ -214,6 +210,7 @@ class MpiWorld(JoinedWorld):
             posted.requests.append(comm.Iallreduce(self._mpi.IN_PLACE, message, operation))
         except self._mpi.Exception as error:
             raise self._failure(None, error, label) from error
+        self._carry_on(posted)
         return posted
 
     def _ring(self, ranks: tuple[int, ...], label: Label) -> Any:
@@ -246,8 +243,16 @@ class MpiWorld(JoinedWorld):
 
     # ---- other worlds, and the end ----
 
-    def _another(self, wide: bool) -> MpiWorld:
-        return MpiWorld(self.deadline, self._home)
+    def _duplicate(self, wide: bool) -> MpiWorld:
+        return self._alike(MpiWorld(self.deadline, self._home))
+
+    def _release(self) -> None:
+        not_at_the_end(self)
+        if self._failed:  # freeing a communicator may wait for ranks that have gone
+            return
+        with ending_process(self.deadline + _MAKING):
+            for comm in (*self._comms.values(), *self._rings.values()):
+                comm.Free()
 
     def leave(self) -> None:
         self._failed = self._failed or "this rank has left"

@@ -166,6 +166,11 @@ def at_the_end(leaver: Leaver) -> None:
     _leavers.add(leaver)
 
 
+def not_at_the_end(leaver: Leaver) -> None:
+    """It has ended already."""
+    _leavers.discard(leaver)
+
+
 def _end(mpi: Any) -> None:
     """MPI ends on all ranks together. mpiexec kills the others of a rank that ends without, so it waits for them.
 

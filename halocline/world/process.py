@@ -13,20 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch_private import default_store, set_group_timeout
+from .._torch_private import set_group_timeout
 from ..errors import RankFailure
-from .base import CHANNELS, Incoming, Outgoing, PendingExchange
+from .base import Incoming, Outgoing, PendingExchange
+from .capabilities import Capabilities
 from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment
-from .rendezvous import init_process_group, meeting_point, new_group
+from .nccl import NcclGroups, nccl_groups
+from .rendezvous import gloo_group, init_process_group, meeting_point, world_number
 from .tags import folded
-from .tcp import LARGEST, PendingReceive, TcpTransport, memory_of
+from .tcp import LARGEST, PendingReceive, TcpTransport
 from .tcp_priority import POSSIBLE, PriorityTransport, TransportError
+from .tensor_bytes import in_host_memory, memory_of, sendable
 
-_TAG_BITS = 31  # of gloo, and of lanes that put shared memory's places above them
-_SENT_AS_IT_IS = (torch.float32, torch.float64)
-_PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # which numpy knows too
+_TAG_BITS = 31  # of gloo, and of connections that put shared memory's places above them
+_MESSAGES = "messages"
+_NOTHING = torch.empty(0)
+Job = tuple[int, Any, Tensor, Tensor]  # a peer, what is under way, and a tensor with its place in host memory
 
 
 class _Large(NamedTuple):
@@ -38,38 +42,57 @@ class _Large(NamedTuple):
 
 
 class ProcessWorld(JoinedWorld):
-    """Point-to-point messages, reductions and gradients each in a process group of their own; those of a wide world on
-    sockets of our own, if these can be had."""
+    """Small messages on sockets of its own, large ones by gloo, and sums of each channel and set of ranks in a gloo
+    group of their own; with one GPU a rank, tensors on GPUs by NCCL. A wide world sends all messages on its sockets.
+    """
 
     def __init__(self, deadline: float = DEFAULT_DEADLINE, wide: bool = False) -> None:
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._rings: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups
+        self._nccl: NcclGroups | None = None
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
-        # Flags and shapes travel as CPU tensors, so that NCCL alone would not do.
-        self._nccl = "nccl" in str(dist.get_backend_config())
-        self._backend = "cpu:gloo,cuda:nccl" if self._nccl else None
-        own_sockets = _own_sockets(self.size)
-        self.puts_urgent_first = own_sockets and POSSIBLE
-        in_bulk = wide and self.puts_urgent_first
-        # Each group of gloo's has threads, which wake up a hundred times a second.
-        channels = CHANNELS if not in_bulk or self._nccl else ()
-        self._groups = {channel: new_group(deadline, backend=self._backend) for channel in channels}
-        self._priority = PriorityTransport(self.rank, deadline) if in_bulk else None
-        self._tcp = TcpTransport(self.rank, deadline) if own_sockets and not in_bulk else None
+        own_sockets = self.size > 1 and os.environ.get("HALOCLINE_WIRE") != "0"
+        on_devices = "nccl" in str(dist.get_backend_config())
+        self.capabilities = Capabilities(
+            "torch",
+            matches_tags=not on_devices,
+            detects_divergence=own_sockets,
+            waits_for_any=own_sockets and wide and POSSIBLE,
+            priorities=own_sockets and POSSIBLE,
+            device_memory=on_devices,
+        )
+        self._wide, self._everyone = wide, tuple(range(self.size))
+        self._name = f"halocline/world {world_number(self.rank, deadline)}"
+        by_priority = wide and self.capabilities.priorities
+        if not by_priority:  # each group of gloo's has threads, which wake up a hundred times a second
+            self._group(_MESSAGES, self._everyone)
+        self._priority = PriorityTransport(self.rank, deadline) if by_priority else None
+        self._tcp = TcpTransport(self.rank, deadline) if own_sockets and not by_priority else None
+        if on_devices:  # flags and shapes travel as CPU tensors, so that NCCL alone would not do
+            self._nccl = nccl_groups(self.size, deadline)
 
     def set_deadline(self, seconds: float) -> None:
         super().set_deadline(seconds)
-        for group in (*self._groups.values(), *self._rings.values()):
+        for group in self._gloo.values():
             set_group_timeout(group, self._wait)
+        if self._nccl is not None:
+            self._nccl.set_deadline(seconds)
+
+    def _group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
+        """Of these ranks, made when first needed by its members alone."""
+        key = (purpose, ranks)
+        if key not in self._gloo:
+            name = f"{self._name}/{purpose}/{'-'.join(map(str, ranks))}"
+            self._gloo[key] = gloo_group(name, ranks.index(self.rank), len(ranks), self.deadline)
+        return self._gloo[key]
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         self._refuse_after_failure()
-        if self._nccl and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
-            return _post_on_device(sends, receives, self._groups[label.channel])
+        if self._nccl is not None and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
+            return [(-1, work, _NOTHING, _NOTHING) for work in self._nccl.post(sends, receives, label.channel)]
         if self._priority is not None:
-            return self._post_in_bulk(self._priority, sends, receives, label)
-        group = self._groups[label.channel]
-        jobs: list[tuple[int, Any, Tensor, Tensor]] = []
+            return self._post_by_priority(self._priority, sends, receives, label)
+        group = self._gloo[_MESSAGES, self._everyone]
+        jobs: list[Job] = []
         for (peer, tensor, tag), start in [*((r, self._receive) for r in receives), *((m, self._send) for m in sends)]:
             try:
                 jobs.append(start(peer, tensor, tag, group))
@@ -77,42 +100,41 @@ class ProcessWorld(JoinedWorld):
                 raise self._failure(peer, error, label) from error
         return jobs
 
-    def _post_in_bulk(
-        self, bulk: PriorityTransport, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label
-    ) -> list[tuple[int, Any, Tensor, Tensor]]:
-        jobs: list[tuple[int, Any, Tensor, Tensor]] = []
+    def _post_by_priority(
+        self, transport: PriorityTransport, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label
+    ) -> list[Job]:
+        jobs: list[Job] = []
         peer = -1
         try:
             for peer, buffer, long_tag in receives:
-                host, tag = self._host(buffer), folded(long_tag, _TAG_BITS)
-                jobs.append((peer, bulk.lane(peer, tag, host.nbytes).receive(tag, _memory(host)), buffer, host))
+                host, tag = in_host_memory(buffer), folded(long_tag, _TAG_BITS)
+                lane = transport.lane(peer, tag, host.nbytes)
+                jobs.append((peer, lane.receive(tag, memory_of(host)), buffer, host))
             for peer, message, long_tag in sends:
-                host, tag = self._host(message, fill=True), folded(long_tag, _TAG_BITS)
-                lane = bulk.lane(peer, tag, host.nbytes)
-                jobs.append((peer, lane.send(tag, _memory(host), label.urgency), host, host))
+                host, tag = in_host_memory(message, fill=True), folded(long_tag, _TAG_BITS)
+                lane = transport.lane(peer, tag, host.nbytes)
+                jobs.append((peer, lane.send(tag, memory_of(host), label.urgency), host, host))
         except (RuntimeError, OSError) as error:
             raise self._failure(peer, error, label) from error
         return jobs
 
-    def _receive(
-        self, peer: int, buffer: Tensor, tag: int, group: dist.ProcessGroup
-    ) -> tuple[int, Any, Tensor, Tensor]:
-        host = self._host(buffer)
+    def _receive(self, peer: int, buffer: Tensor, tag: int, group: Any) -> Job:
+        host = in_host_memory(buffer)
         if self._tcp is None:
-            return peer, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS)), buffer, host
+            return peer, group.recv([sendable(host)], peer, folded(tag, _TAG_BITS)), buffer, host
         if host.nbytes <= LARGEST:
-            return peer, self._tcp.connection(peer).receive(tag, _memory(host)), buffer, host
+            return peer, self._tcp.connection(peer).receive(tag, memory_of(host)), buffer, host
         announced = self._tcp.connection(peer).receive(tag, memoryview(bytearray()))
-        return peer, _Large(announced, group.recv([_bytes(host)], peer, folded(tag, _TAG_BITS))), buffer, host
+        return peer, _Large(announced, group.recv([sendable(host)], peer, folded(tag, _TAG_BITS))), buffer, host
 
-    def _send(self, peer: int, message: Tensor, tag: int, group: dist.ProcessGroup) -> tuple[int, Any, Tensor, Tensor]:
-        host = self._host(message, fill=True)
+    def _send(self, peer: int, message: Tensor, tag: int, group: Any) -> Job:
+        host = in_host_memory(message, fill=True)
         if self._tcp is not None and host.nbytes <= LARGEST:
-            self._tcp.connection(peer).send(tag, _memory(host))
+            self._tcp.connection(peer).send(tag, memory_of(host))
             return peer, None, host, host
         if self._tcp is not None:
             self._tcp.connection(peer).send(tag, memoryview(b""))
-        return peer, group.send([_bytes(host)], peer, folded(tag, _TAG_BITS)), host, host
+        return peer, group.send([sendable(host)], peer, folded(tag, _TAG_BITS)), host, host
 
     def complete(self, posted: object, label: Label) -> None:
         end = time.monotonic() + self.deadline
@@ -132,54 +154,52 @@ class ProcessWorld(JoinedWorld):
             if host is not buffer:
                 buffer.copy_(host)
 
-    def first(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+    def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
         if self._priority is None:
-            return super().first(under_way, end)
+            return super().wait_any(under_way, end)
         try:
             return self._priority.first([exchange.posted for exchange in under_way], end)
         except TransportError as error:
             raise self._failure(error.peer, error, under_way[0].label) from error
 
-    def meet(self, peers: Sequence[int]) -> None:
-        if self._priority is not None:
-            try:
-                self._priority.meet(peers)
-            except (RuntimeError, OSError) as error:
-                raise self._failure(None, error, Label("meeting", "the rings")) from error
-
-    def keep_short(self, size: int) -> None:
-        if self._priority is not None:
-            self._priority.keep_short(size)
-
-    def interrupt(self) -> None:
+    def wake(self) -> None:
         if self._priority is not None:
             self._priority.ring()
 
-    def ring_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> None:
-        host = tensor if self._nccl and tensor.is_cuda else self._host(tensor, fill=True)
-        real = torch.view_as_real(host) if host.is_complex() else host
-        try:
-            dist.all_reduce(real, group=self._ring(ranks, label.channel), async_op=True).wait(self._wait)
-        except (RuntimeError, OSError) as error:
-            raise self._failure(None, error, label) from error
-        if host is not tensor:
-            tensor.copy_(host)
+    def connect(self, peers: Sequence[int]) -> None:
+        if self._priority is not None:
+            try:
+                self._priority.connect(peers)
+            except (RuntimeError, OSError) as error:
+                raise self._failure(None, error, Label("connecting", "the rings")) from error
+
+    def limit_unsent(self, size: int) -> None:
+        if self._priority is not None:
+            self._priority.limit_unsent(size)
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        self._refuse_after_failure()
         try:
-            return dist.all_reduce(tensor, group=self._ring(ranks, label.channel), async_op=True)
+            if self._nccl is not None and tensor.is_cuda:
+                return self._nccl.post_sum(tensor, ranks, label.channel), tensor, tensor
+            host = in_host_memory(tensor, fill=True)
+            real = torch.view_as_real(host) if host.is_complex() else host
+            return self._group(label.channel, ranks).allreduce([real]), tensor, host
         except (RuntimeError, OSError) as error:
             raise self._failure(None, error, label) from error
 
     def complete_sum(self, posted: Any, label: Label) -> None:
+        work, tensor, host = posted
         try:
-            posted.wait(self._wait)
+            work.wait(self._wait)
         except RuntimeError as error:
             raise self._failure(None, error, label) from error
+        if host is not tensor:
+            tensor.copy_(host)
 
-    def _another(self, wide: bool) -> ProcessWorld:
+    def _duplicate(self, wide: bool) -> ProcessWorld:
         try:
-            return ProcessWorld(self.deadline, wide)
+            return self._alike(ProcessWorld(self.deadline, wide))
         except (RuntimeError, OSError) as error:  # a rank is gone, or the store with it
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
 
@@ -190,57 +210,24 @@ class ProcessWorld(JoinedWorld):
 
     def leave(self) -> None:
         self._failed = self._failed or "this rank has left"
-        if self._tcp is not None:
-            self._tcp.close()
-        if self._priority is not None:
-            self._priority.close()
-        nobody = next(rank for rank in range(self.size) if rank != self.rank)
-        for group in self._groups.values():
+        self._close_sockets()
+        for (_, ranks), group in self._gloo.items():
+            other = next((place for place, rank in enumerate(ranks) if rank != self.rank), None)
             with suppress(RuntimeError):  # gloo closes all connections of a group when a wait in it has timed out
-                group.recv([torch.empty(1)], nobody, 0).wait(timedelta(milliseconds=1))
+                if other is not None:
+                    group.recv([torch.empty(1)], other, 0).wait(timedelta(milliseconds=1))
 
-    def _ring(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
-        """A group for these ranks, made when first needed by its members alone."""
-        key = (channel, ranks)
-        if key not in self._rings:
-            self._rings[key] = new_group(
-                self.deadline, list(ranks), backend=self._backend, use_local_synchronization=True
-            )
-        return self._rings[key]
+    def _close_sockets(self) -> None:
+        for transport in (self._tcp, self._priority):
+            if transport is not None:
+                transport.close()
 
-
-def _post_on_device(sends: Sequence[Outgoing], receives: Sequence[Incoming], group: dist.ProcessGroup) -> object:
-    """NCCL knows no tags: messages of a pair match by order, which all ranks share."""
-    operations = [dist.P2POp(dist.irecv, _bytes(buffer), peer, group) for peer, buffer, _ in receives]
-    operations += [dist.P2POp(dist.isend, _bytes(message.contiguous()), peer, group) for peer, message, _ in sends]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    nothing = torch.empty(0)
-    return [(-1, work, nothing, nothing) for work in works]
-
-
-def _own_sockets(size: int) -> bool:
-    """Unless switched off, or there is nowhere to say where they are."""
-    return size > 1 and os.environ.get("HALOCLINE_WIRE") != "0" and default_store() is not None
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """Its bytes; those of the most usual dtypes without a detour."""
-    if tensor.dtype in _PLAIN and not tensor.is_neg() and not tensor.requires_grad:
-        array: Any = tensor.numpy()
-        return memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b"")
-    return memory_of(_as_bytes(tensor))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """As bytes: gloo sends those for every dtype."""
-    if tensor.dtype in _SENT_AS_IT_IS:
-        return tensor
-    return _as_bytes(tensor)
+    def _release(self) -> None:
+        self._close_sockets()
+        self._gloo.clear()  # a group ends with its last reference
+        if self._nccl is not None and not self._failed:
+            self._nccl.release()
+        self._nccl = None
 
 
 def connect(deadline: float = DEFAULT_DEADLINE) -> ProcessWorld | None:

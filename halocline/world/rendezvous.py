@@ -102,6 +102,23 @@ def new_group(deadline: float, ranks: list[int] | None = None, **options: Any) -
     return _on_this_device(deadline, lambda: dist.new_group(ranks, timeout=wait, **options))
 
 
+def gloo_group(name: str, rank: int, size: int, deadline: float) -> Any:
+    """A group of gloo's under a name that no other has had. By its ranks together.
+
+    Unlike those of ``dist.new_group`` it ends, with its threads and sockets, with its last reference.
+    """
+    prefixed, wait = dist.PrefixStore, timedelta(seconds=deadline)  # type: ignore[attr-defined]  # public all the same
+    store = prefixed(name, default_store())
+    return _on_this_device(deadline, lambda: dist.ProcessGroupGloo(store, rank, size, wait))
+
+
+def world_number(rank: int, deadline: float) -> int:
+    """How many worlds this rank has made at this store: the same on all ranks, which make them together."""
+    store = joined_store(deadline)
+    assert store is not None, "ranks make worlds when they have met"
+    return store.add(f"halocline/worlds/{rank}", 1)
+
+
 def init_process_group(deadline: float, backend: str, **meeting: Any) -> None:
     wait = timedelta(seconds=deadline)
     _on_this_device(deadline, lambda: dist.init_process_group(backend, timeout=wait, **meeting))

@@ -15,10 +15,9 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from .listener import HELLO, Listener
 from .rendezvous import BoundedStore, joined_store
@@ -329,9 +328,3 @@ def _address_of(card: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", card.encode()[:15]))  # SIOCGIFADDR
     return socket.inet_ntoa(answer[20:24])
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 CPU tensor."""
-    array: Any = tensor.detach().numpy()
-    return memoryview(array).cast("B") if tensor.numel() else memoryview(b"")

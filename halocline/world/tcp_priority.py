@@ -78,7 +78,7 @@ class PriorityConnection(Connection):
         self.queued += HEADER.size + payload.nbytes
         departure.mark = self.queued
 
-    def keep_short(self, size: int) -> None:
+    def limit_unsent(self, size: int) -> None:
         """Let the kernel have no more that it has not sent."""
         if self.socket.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
@@ -267,14 +267,14 @@ class PriorityTransport:
         self._lanes[lane.socket.fileno()] = lane
         self._poll.register(lane.socket, select.EPOLLIN)
 
-    def meet(self, peers: Sequence[int]) -> None:
+    def connect(self, peers: Sequence[int]) -> None:
         """Open all lanes to these. By all ranks together: the lower of two calls, and each answers the lowest first,
         so that none waits in a circle."""
         for wire in (*self._wires, *self._express):
             for peer in sorted(peers):
                 wire.connection(peer)
 
-    def keep_short(self, size: int) -> None:
+    def limit_unsent(self, size: int) -> None:
         """Of all lanes."""
         self._most = size
         for lane in list(self._lanes.values()):
@@ -282,7 +282,7 @@ class PriorityTransport:
 
     def _limit(self, lane: PriorityConnection) -> None:
         if self._most and not lane.closed:
-            lane.keep_short(max(_SHORTEST, self._most))
+            lane.limit_unsent(max(_SHORTEST, self._most))
 
     def ring(self) -> None:
         """From another thread: whoever waits is to return."""

@@ -20,8 +20,7 @@ from halocline.reduction.buckets.cutting import LinkCost
 from halocline.reduction.transport.compression import WIRES
 from halocline.testing import RankPool, shared_pool
 from halocline.testing.mpi_place import MpiPlace, mpiexec
-from halocline.world import Mesh, run_local
-from halocline.world.mesh import forget
+from halocline.world import Mesh, forget, joined_world, run_local, this_world
 
 RANKS = 4
 WIDE = 97  # of its weight, 75 KB, a quarter still goes through shared memory
@@ -347,11 +346,21 @@ mpi_pool = cache(started_by_mpi)  # it takes seconds to start
 
 def in_fresh_world(transport: str, algorithm: str, deadline: float, body: Callable[..., T], *arguments: Any) -> T:
     """On a process that is a rank, with connections of its own; without the library's own sockets over "gloo"."""
-    forget()
+    close_world()
     wanted = {"HALOCLINE_WIRE": "0" if transport == "gloo" else "", "HALOCLINE_LEVELS": EVERY[algorithm].on_node}
     try:
         with variables(**wanted):
             hc.init(deadline=deadline)
             return body(Mesh(data=-1), EVERY[algorithm], *arguments)
+    except BaseException:
+        this_world().leave()
+        raise
     finally:
-        forget()
+        close_world()
+
+
+def close_world() -> None:
+    """The next mesh joins the ranks anew. By all ranks together."""
+    if (world := joined_world()) is not None:
+        world.close()
+    forget()

@@ -38,7 +38,7 @@ class Handed:
 
     def __init__(self, world: World, patch: pytest.MonkeyPatch) -> None:
         self.bytes, self._world = 0, world
-        for name in ("post", "post_sum", "ring_sum"):
+        for name in ("post", "post_sum"):
             patch.setattr(world, name, self._counted(name))
 
     def _counted(self, name: str) -> Callable[..., object]:

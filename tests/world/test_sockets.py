@@ -13,7 +13,8 @@ import halocline as hc
 from halocline.testing import shared_pool
 from halocline.world import Label
 from halocline.world.listener import HELLO, Listener
-from halocline.world.tcp import LARGEST, Connection, TcpTransport, memory_of
+from halocline.world.tcp import LARGEST, Connection, TcpTransport
+from halocline.world.tensor_bytes import memory_of
 
 
 def pair() -> tuple[Connection, Connection]:
@@ -158,12 +159,13 @@ def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatc
 
 
 def meet_among_strangers() -> list[float]:
-    world = hc.Mesh(data=-1).world._another(False)  # type: ignore[attr-defined]
+    world = hc.Mesh(data=-1).world.duplicate()
     callers = [stranger(world._tcp._listener.address, kind) for kind in STRANGERS for _ in range(3)]
     everyone = tuple(range(world.size))
     found = world.sum(torch.ones(2), everyone, Label("sum", "a test")).tolist()
     for caller in callers:
         caller.close()
+    world.close()
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import RankFailure
-from ...world import CommThread, DryWorld, Label, PendingExchange, World
+from ...world import CommThread, Label, PendingExchange, World
 from .algorithms import Round
 
 _SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which network card, and alternate by chunk
@@ -76,8 +76,8 @@ class ChunkScheduler:
 
     def __init__(self, world: World, depth: int) -> None:
         self._world, self._depth = world, depth
-        self._dry = isinstance(world, DryWorld)
-        self.thread = CommThread("halocline rings", self, world.interrupt if world.puts_urgent_first else None)
+        self._dry = not world.capabilities.moves_data
+        self.thread = CommThread("halocline rings", self, world.wake if world.capabilities.priorities else None)
         self._lock = threading.Lock()
         self._queue: list[tuple[float, int, ChunkTransfer]] = []  # a heap: by urgency, then by age
         self._under_way: list[ChunkTransfer] = []
@@ -108,10 +108,10 @@ class ChunkScheduler:
         return bool(self._under_way)
 
     def advance(self) -> bool:
-        """Wait for an exchange, and go on with its chunk; False if :meth:`World.interrupt` came before."""
+        """Wait for an exchange, and go on with its chunk; False if :meth:`World.wake` came before."""
         exchanges = [transfer.exchange for transfer in self._under_way if transfer.exchange is not None]
         try:
-            number = self._world.first(exchanges, self._progress + self._world.deadline)
+            number = self._world.wait_any(exchanges, self._progress + self._world.deadline)
             if number is not None:
                 self._progress = time.monotonic()
                 self._step(self._under_way[number])

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ...errors import MeshError
-from ...world import DryWorld, Label, LocalWorld, World
+from ...world import Label, World
 
 LEVELS = "HALOCLINE_LEVELS"  # such as "2,4": ranks on a node, nodes in a rack; what is left is one level more
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Levels:
 
 def levels_of(world: World) -> Levels:
     """By what every rank says of itself: one exchange, the same result on all. Made by all together."""
-    if world.size == 1 or isinstance(world, DryWorld):
+    if world.size == 1 or not world.capabilities.moves_data:
         return grouped([0] * world.size, os.environ.get(LEVELS, ""))
     said = torch.zeros(world.size + 1, dtype=torch.int64)
     said[world.rank] = _own_node(world)
@@ -77,7 +77,7 @@ def _asked_factors(asked: str, ranks: int) -> tuple[int, ...]:
 
 def _own_node(world: World) -> int:
     """A host by its name; a network namespace is a node of its own, for what leaves it goes over a link."""
-    if isinstance(world, LocalWorld):
+    if not world.capabilities.separate_processes:
         return 1
     inside = _NAMESPACE.stat().st_ino if _NAMESPACE.exists() else 0
     return zlib.crc32(f"{socket.gethostname()}|{inside}".encode()) + 1

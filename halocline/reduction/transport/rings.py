@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MeshError, Refused
-from ...world import CommThread, DryWorld, Label, LocalWorld, World
+from ...world import CommThread, Label, World
 from ...world.tcp import cards
 from ..buckets.cutting import LinkCost
 from .algorithms import Algorithm, Round, Span, gather_rounds, scatter_rounds, split
@@ -50,18 +50,18 @@ class Rings:
         self.world, self.how = world, how if isinstance(how, str) else tuple(how)
         self._everyone = tuple(range(world.size))
         self.levels = levels_of(world)
-        self.urgent = urgent = urgent and world.puts_urgent_first
+        self.urgent = urgent = urgent and world.capabilities.priorities
         self._algorithms = algorithms_for(how, self.levels, world.rank)
         if urgent and how == "levels":
             self._algorithms |= algorithms_for("doubling", self.levels, world.rank)
-        self._measures = measure and world.size > 1 and not isinstance(world, LocalWorld | DryWorld)
+        self._measures = measure and world.size > 1 and world.capabilities.measurable
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
             self._algorithms = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
-        self._alone = world.size == 1 or isinstance(world, DryWorld)
+        self._alone = world.size == 1 or not world.capabilities.moves_data
         self._own = world if self._alone else world.duplicate(wide=True)
         if not self._alone:
             # A scheduler that waits for a connection carries nothing, and ranks begin the urgent in different orders.
-            self._own.meet(self._peers())
+            self._own.connect(self._peers())
         self._scheduler = ChunkScheduler(self._own, URGENT_DEPTH if urgent else DEPTH)
         self.links: tuple[LinkCost, ...] = ()
         self.costs: Costs | None = None
@@ -132,7 +132,7 @@ class Rings:
     def expect(self, per_byte: float) -> None:
         """A sum takes so many seconds a byte: what is to wait for its turn must not lie in the kernel by then."""
         if self.urgent and not self._alone:
-            self._own.keep_short(int(_AHEAD / per_byte))
+            self._own.limit_unsent(int(_AHEAD / per_byte))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """This rank's share of the sum: of the elements in a row, the part that bears its number. Each rank sends all
@@ -213,7 +213,7 @@ def rings_for(
     """
     if how == "usual":
         on_cpus = all(tensor.device.type == "cpu" for tensor in tensors)
-        how = "levels" if goes_on and on_cpus and world.puts_urgent_first else FLAT
+        how = "levels" if goes_on and on_cpus and world.capabilities.priorities else FLAT
     return Rings(world, how, urgent, measure) if how != FLAT and world.size > 1 and tensors else None
 
 

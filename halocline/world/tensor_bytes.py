@@ -1,0 +1,43 @@
+"""The bytes of tensors, as transports carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SENT_AS_IT_IS = (torch.float32, torch.float64)
+_PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # which numpy knows too
+
+
+def in_host_memory(tensor: Tensor, fill: bool = False) -> Tensor:
+    """A contiguous CPU tensor itself; for any other one a new tensor in host memory, which for a device is pinned.
+
+    With ``fill`` it holds the values, once all work that the current stream has been given is done.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor) if fill else host
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a backend of torch.distributed sends it: bytes, for all but the most usual dtypes."""
+    return tensor if tensor.dtype in _SENT_AS_IT_IS else _as_bytes(tensor)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable in place; those of the most usual dtypes without a detour."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    if tensor.dtype in _PLAIN and not tensor.is_neg() and not tensor.requires_grad:
+        array: Any = tensor.numpy()
+    else:
+        array = _as_bytes(tensor).detach().numpy()
+    return memoryview(array.reshape(-1)).cast("B")
