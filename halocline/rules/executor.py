@@ -43,7 +43,9 @@ from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
 from .out import into
 from .plan import CallPlan, bound, make_plan, substitute
+from .recipe import Reduced
 from .remedy import forced, forcing
+from .statistics import reduce_statistics
 from .table import entry_for, executed_by, refuse
 from .whole_target import becomes_cut
 
@@ -173,6 +175,8 @@ def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwar
     result = _call(plan, plan.call, tiles, args, kwargs)
     if result is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
         return NotImplemented
+    if plan.recipe.reduces is not None:
+        result = _reduced(plan, result, Label(plan.name, here()))
     if entering and plan.hooked and result.requires_grad:
         plan.hook(result, tiles)
     return wrap(result, plan.shardings[0])
@@ -225,7 +229,7 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     brought = _bring(plan, tiles, label, ready)
     if plan.gathers:
         _count_gathers(plan, tiles, label)
-    results = _compute(plan, brought, args, kwargs)
+    results = _compute(plan, brought, args, kwargs, label)
     if results is NotImplemented:
         return NotImplemented
     if plan.recipe.inplace:
@@ -234,8 +238,8 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
             target.written() if target.unsure else target.write_back()
         return tensors[0]
     if plan.sum_axes:
-        route = Route(plan.mesh.world, plan.mesh.ranks_along(plan.sum_axes), label)
-        results = [_combined(plan, result, route) for result in results]
+        route = plan.route(plan.sum_axes, label)
+        results = [_combined(plan, result, route) for result in results]  # type: ignore[arg-type]
     known = settled(plan, function, args, kwargs, tensors, tiles, results)
     results = [result for result, _, _ in known]
     if plan.shuffles:
@@ -288,12 +292,20 @@ def _run_with_halo(plan: CallPlan, halo: Halo | Boxes, tiles: list[Tensor], labe
     return wrap(result, plan.shardings[0])
 
 
-def _compute(plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
+    return reduce_statistics(local, plan.route(plan.reduce_axes, label), plan.route(plan.track_axes, label))
+
+
+def _compute(
+    plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], label: Label
+) -> list[Tensor]:
     if plan.idle:
         return _compute_nothing(plan, brought, args, kwargs)
     result = _call(plan, plan.call, brought, args, kwargs)
     if result is NotImplemented:
         return NotImplemented
+    if plan.recipe.reduces is not None:
+        return [_reduced(plan, result, label)]
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
@@ -313,11 +325,12 @@ def _compute_nothing(
 
 
 def _put_back(plan: CallPlan, results: list[Tensor], label: Label) -> list[Tensor]:
-    """The second half of a shuffle. Counted, and said once a place, as a gather is."""
-    if plan.mesh.world.redistributed("shuffle", label) == 1 and plan.mesh.rank == 0:
+    """The second half of a shuffle, counted, and said once a place, as a gather is; or a gathered result cut again."""
+    moves = [None if old is new else recut(old, new) for old, new in zip(plan.shardings, plan.goals, strict=True)]
+    exchanged = any(move is not None and move.communicates for move in moves)
+    if exchanged and plan.mesh.world.redistributed("shuffle", label) == 1 and plan.mesh.rank == 0:
         _log.info("%s: the ranks exchange tiles so that another dim is cut meanwhile, and back", label)
-    moves = zip(results, plan.shardings, plan.goals, strict=True)
-    return [result if old is new else recut(old, new)(result, label) for result, old, new in moves]
+    return [result if move is None else move(result, label) for result, move in zip(results, moves, strict=True)]
 
 
 def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:

@@ -14,7 +14,7 @@ from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
 from ..sizes import size_text
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
-from ..world import Label, Mesh, scaled
+from ..world import Label, Mesh, Route, scaled
 from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
 from .idle import IdleWork, idle_work
@@ -51,6 +51,8 @@ class CallPlan:
     shardings: tuple[Sharding, ...]  # of the results as they are computed
     goals: tuple[Sharding, ...]  # and as they are handed out
     sum_axes: frozenset[str]
+    reduce_axes: frozenset[str]  # over which the statistics of Recipe.reduces run
+    track_axes: frozenset[str]
     some_empty: bool  # has any rank nothing to compute?
     halo: Halo | Boxes | None  # where the halo is not glued to the tile
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
@@ -71,6 +73,10 @@ class CallPlan:
     def idle(self) -> bool:
         """Has this rank nothing to compute?"""
         return not self.recipe.runs_empty and any(interval.empty for interval in self.work.box)
+
+    def route(self, axes: frozenset[str], label: Label) -> Route | None:
+        """Among this rank's peers along ``axes``; None where there are none."""
+        return Route(self.mesh.world, self.mesh.ranks_along(axes), label) if axes else None
 
     def idle_work(self, brought: list[tuple[int, ...]]) -> IdleWork | None:
         """What a rank with nothing to compute computes instead, for operands of these shapes."""
@@ -164,6 +170,8 @@ def make_plan(
         shardings=way.results,
         goals=way.goals,
         sum_axes=_sum_axes(function, recipe, cuts),
+        reduce_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in (recipe.reduces or ())),
+        track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
         halo=_halo(mesh, recipe, work, fetches, cuts),
         places=_places(args, len(tensors)),
@@ -203,6 +211,8 @@ class SpaceCut:
 def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
     gather = SpaceCut(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
+    if recipe.keeps_cut:
+        gather.goals = (shardings[recipe.reads[0].operand.index],)
     lost = lost_axes(recipe, shardings, gather.cuts)
     if not lost or recipe.inplace or forced() == "gather":
         return gather

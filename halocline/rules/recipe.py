@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -141,6 +141,61 @@ class SingleNode:
     again: Callable[..., Tensor]
 
 
+class Moments(NamedTuple):
+    """Of each group of elements: how many, their mean, and the sum of squared deviations from it, in float64."""
+
+    elements: Tensor
+    mean: Tensor
+    spread: Tensor
+
+
+def merged(parts: Moments, dim: int) -> Moments:
+    """The moments of parts taken together. Never a mean of squares less a square of the mean."""
+    elements = parts.elements.sum(dim)
+    mean = (parts.elements * parts.mean).sum(dim) / elements.clamp_min(1)
+    spread = (parts.spread + parts.elements * (parts.mean - mean.unsqueeze(dim)) ** 2).sum(dim)
+    return Moments(elements, mean, spread)
+
+
+class Reduction(Protocol):
+    """Local work in two halves, between which the ranks reduce statistics. Operands are this rank's, or None.
+
+    Forward: ``moments`` of this rank, merged over the ranks, then ``result``. Backward: ``slopes`` gives numbers to be
+    added up over the ranks and what to keep meanwhile, ``gradients`` gets their sum over ``count`` and that, and gives
+    the gradient of each operand. ``composed`` is the whole map from differentiable functions, for second derivatives;
+    ``total`` in it is the sum over the ranks.
+    """
+
+    @property
+    def count(self) -> int:
+        """Elements of a group over all ranks."""
+
+    def moments(self, *operands: Any) -> Moments: ...
+
+    def result(self, mean: Tensor, variance: Tensor, *operands: Any) -> Tensor: ...
+
+    def slopes(self, gradient: Tensor, mean: Tensor, variance: Tensor, *operands: Any) -> tuple[Tensor, Any]: ...
+
+    def gradients(self, means: Tensor, kept: Any, mean: Tensor, variance: Tensor, *operands: Any) -> Any: ...
+
+    def composed(self, total: Callable[[Tensor], Tensor], *operands: Any) -> Tensor: ...
+
+
+class Tracking(NamedTuple):
+    """Running statistics: ``update`` gets the sum of every rank's ``share(mean, variance)``, in forward."""
+
+    share: Callable[[Tensor, Tensor], Tensor]
+    update: Callable[[Tensor], None]
+
+
+class Reduced(NamedTuple):
+    """What ``local`` returns where ``Recipe.reduces`` is set: work that the executor carries out."""
+
+    work: Reduction
+    operands: tuple[Tensor | None, ...]
+    tracking: Tracking | None = None
+
+
 @dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
@@ -154,6 +209,8 @@ class Recipe:
     adds to the box ``out``, both in global indices. The ``main`` piece is the own tile, which reaches all of the box.
     ``box_local`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the
     space's: the output is then computed box by box where that spares gluing a halo to the tile.
+    With ``reduces``, ``local`` returns a :class:`Reduced`, whose statistics run over these dims, and its ``tracking``
+    over the dims ``tracks``. With ``keeps_cut`` results are cut as the first operand is, whatever the work needed.
     """
 
     space: tuple[int, ...]
@@ -172,6 +229,9 @@ class Recipe:
     linear_part: Callable[[Box, Box, bool], LinearPart] | None = None
     box_local: bool = False
     single_node: SingleNode | None = None
+    reduces: frozenset[int] | None = None
+    tracks: frozenset[int] = frozenset()
+    keeps_cut: bool = False
     #: Former names, for one release.
     boxes: InitVar[bool | None] = None
     sums: InitVar[bool | None] = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,47 +11,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.layout import memory_format_of
-from ...tensor import ShardedTensor, current_module, entering, here, unwrap, wrap
-from ...world import Label, Mesh, Route
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
+from ...tensor import ShardedTensor, current_module
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Reduced, Tracking, Work, follow, read_whole
 from ..table import composite, refuse, run_rule
-from .channels import whole_channels
-from .normalize import NARROW, NormLayout, normalize
+from .normalize import NARROW, Normalization
 
 #: A module with this attribute set to "replica" takes batch statistics of each data replica by itself, as DDP does.
 STATISTICS = "_halocline_statistics"
 
 
-def _axes_of(input: ShardedTensor, dims: Sequence[int]) -> frozenset[str]:
-    return frozenset(cut.axis for d, cut in enumerate(input.sharding.cuts) if cut and d in dims)
-
-
-def _route(mesh: Mesh, axes: frozenset[str], operation: str) -> Route | None:
-    return Route(mesh.world, mesh.ranks_along(axes), Label(operation, here())) if axes else None
-
-
-def _entering(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
-    """A whole parameter that enters work cut as ``input`` is: law 3."""
-    if parameter is None:
-        return parameter
-    sharding = input.sharding
-    return entering(parameter, sharding.mesh, sharding.axes, Label("a norm", here()))
-
-
-def _check(function: Any, input: Any) -> None:
+def _check(function: Any, input: Any, *running: Any) -> None:
     if not isinstance(input, ShardedTensor):
         raise refuse(function, "its input is whole and another argument is cut", "shard the input, not the weights")
+    if any(isinstance(statistic, ShardedTensor) for statistic in running):
+        raise refuse(function, "its running statistics are cut, and each rank updates all of them", "keep them whole")
 
 
 def _channel_affine(input: Operand, *parameters: Operand | None, **options: Any) -> Recipe:
     """With given statistics a norm is local: one scale and shift for each channel."""
     dims = tuple(range(input.ndim))
-    links = tuple(WHOLE if d == 1 else Link(d) for d in dims)
     return Recipe(
         space=input.shape,
-        reads=(Read(input, links), *(read_whole(p) for p in parameters if isinstance(p, Operand))),
-        outputs=(Output(input.shape, tuple(None if d == 1 else d for d in dims)),),
+        reads=(follow(input, *dims), *(follow(p, 1) for p in parameters if isinstance(p, Operand))),
+        outputs=(Output(input.shape, dims),),
         local=lambda work, tile, mean, var, weight, bias, eps: F.batch_norm(
             tile, mean, var, weight, bias, False, 0.0, eps
         ),
@@ -62,9 +45,8 @@ def _given(input: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: floa
 
 
 @composite(F.batch_norm)
-@whole_channels
 def batch_norm(
-    input: ShardedTensor,
+    input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -76,53 +58,72 @@ def batch_norm(
 ) -> Tensor:
     if not training:
         return _given(input, running_mean, running_var, weight, bias, eps)
-    _check(F.batch_norm, input)
-    sharding = input.sharding
-    mesh = sharding.mesh
+    _check(F.batch_norm, input, running_mean, running_var)
     replica = getattr(current_module(), STATISTICS, "global") == "replica"
-    batch_axis = _axes_of(input, (0,)) if replica else frozenset()
-    axes = sharding.axes - batch_axis
-    count = prod(sharding.shape) // sharding.shape[1]
-    if batch_axis:
-        count = count // sharding.shape[0] * sharding.tile_shape[0]
-    if count <= 1 and not replica:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(sharding.shape)}")
-    tile = unwrap(input)
-    layout = NormLayout(tuple(tile.shape), tile.shape[1], max(1, count), _route(mesh, axes, "batch_norm"))
-
-    def track(mean: Tensor, var: Tensor) -> None:
-        if running_mean is None or running_var is None:
-            return
-        unbiased = var * (count / max(1, count - 1))
-        if batch_axis:
-            mean, unbiased = _of_first_replica(mesh, batch_axis, mean, unbiased)
-        _track(running_mean, running_var, mean, unbiased, momentum)
-
-    return wrap(normalize(tile, _entering(input, weight), _entering(input, bias), eps, layout, track), sharding)
+    call = (input, running_mean, running_var, weight, bias, momentum, eps, replica)
+    return run_rule(F.batch_norm, _batch_rule, call, {}, by_value=False)
 
 
-def _view(tile: Tensor) -> tuple[int, int, int]:
-    return tile.shape[0], tile.shape[1], prod(tile.shape[2:])
+def _batch_rule(
+    input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, replica: bool
+) -> Recipe:
+    shape = input.shape
+    total = prod(shape) // shape[1]
+    if total <= 1 and not replica:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
+
+    def local(
+        work: Work, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, *_: Any
+    ) -> Reduced:
+        batch = work.box[0]
+        count = total // shape[0] * batch.size if replica else total
+
+        def share(mean: Tensor, variance: Tensor) -> Tensor:
+            """Of replicas, running statistics are those of the first on every rank, as DDP's are."""
+            both = torch.stack((mean, variance * (count / max(1, count - 1))))
+            return both * float(batch.lo == 0 and batch.size > 0) if replica else both
+
+        work_here = Normalization(max(1, count), tuple(x.shape), x.shape[1], eps)
+        return Reduced(work_here, (x, weight, bias), _tracking(mean, var, momentum, share))
+
+    dims = {d for d in range(input.ndim) if d != 1}
+    parameters = (mean, var, weight, bias)
+    return _norm(input, parameters, local, dims - {0} if replica else dims, {0} if replica else set())
 
 
-def _track(running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float) -> None:
-    with torch.no_grad():
-        running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
-        running_var.mul_(1 - momentum).add_(var.to(running_var.dtype), alpha=momentum)
+def _norm(input: Operand, parameters: tuple[Any, ...], local: Any, reduces: set[int], tracks: set[int]) -> Recipe:
+    """Channels are not cut. Nor does a cut move to the batch, whose axis tells replicas apart."""
+    dims = range(input.ndim)
+    return Recipe(
+        space=input.shape,
+        reads=(follow(input, *dims), *(read_whole(p) for p in parameters if isinstance(p, Operand))),
+        outputs=(Output(input.shape, tuple(dims)),),
+        local=local,
+        uncut=frozenset({1} if 0 in input.cut_dims else {0, 1}),
+        reduces=frozenset(reduces),
+        tracks=frozenset(tracks),
+        keeps_cut=True,
+        runs_empty=True,
+    )
 
 
-def _of_first_replica(mesh: Mesh, axes: frozenset[str], mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    """Running statistics are those of replica 0 on every rank, as DDP's are."""
-    first = all(mesh.coordinates[axis] == 0 for axis in axes)
-    both = torch.stack((mean, var)) * float(first)
-    mean, var = mesh.world.sum(both, mesh.ranks_along(axes), Label("batch_norm replica 0", here()))
-    return mean, var
+def _tracking(
+    running_mean: Tensor | None, running_var: Tensor | None, momentum: float, share: Callable[[Tensor, Tensor], Tensor]
+) -> Tracking | None:
+    if running_mean is None or running_var is None:
+        return None
+
+    def update(both: Tensor) -> None:
+        with torch.no_grad():
+            for running, value in zip((running_mean, running_var), both, strict=True):
+                running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+
+    return Tracking(share, update)
 
 
 @composite(F.instance_norm)
-@whole_channels
 def instance_norm(
-    input: ShardedTensor,
+    input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -134,45 +135,40 @@ def instance_norm(
 ) -> Tensor:
     if not use_input_stats:
         return _given(input, running_mean, running_var, weight, bias, eps)
-    _check(F.instance_norm, input)
-    sharding, tile = input.sharding, unwrap(input)
-    batch, channels, _rest = _view(tile)
-    count = prod(sharding.shape[2:])
+    _check(F.instance_norm, input, running_mean, running_var)
+    call = (input, running_mean, running_var, weight, bias, momentum, eps)
+    return run_rule(F.instance_norm, _instance_rule, call, {}, by_value=False)
+
+
+def _instance_rule(input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Recipe:
+    shape, count = input.shape, prod(input.shape[2:])
     if count <= 1:
-        raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(sharding.shape)}")
-    space = sharding.axes - _axes_of(input, (0,))
-    route = _route(sharding.mesh, space, "instance_norm")
-    layout = NormLayout((1, batch * channels, _rest), batch * channels, count, route)
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(shape)}")
 
-    def track(mean: Tensor, var: Tensor) -> None:
-        if running_mean is not None and running_var is not None:
-            _track_instances(input, running_mean, running_var, mean, var * (count / (count - 1)), momentum)
+    def local(
+        work: Work, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float
+    ) -> Reduced:
+        def share(mean: Tensor, variance: Tensor) -> Tensor:
+            """The average over the batch of each sample's statistics."""
+            both = torch.stack((mean, variance * (count / (count - 1))))
+            return both.view(2, -1, shape[1]).sum(1) / shape[0]
 
-    return wrap(normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout, track), sharding)
+        samples = x.shape[0] * x.shape[1]
+        work_here = Normalization(count, (1, samples, prod(x.shape[2:])), samples, eps)
+        return Reduced(work_here, (x, *_repeated(x, weight, bias)), _tracking(mean, var, momentum, share))
+
+    return _norm(input, (mean, var, weight, bias), local, set(range(2, input.ndim)), {0})
 
 
-def _repeated(input: ShardedTensor, parameter: Tensor | None) -> Tensor | None:
+def _repeated(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     """One value for each channel of each sample of this rank."""
-    entered = _entering(input, parameter)
     # Not repeat: without samples its gradient is cut off, and this rank would miss the sums of the others.
-    return None if entered is None else entered.expand(input.sharding.tile_shape[0], -1).reshape(-1).contiguous()
-
-
-def _track_instances(
-    input: ShardedTensor, running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, momentum: float
-) -> None:
-    """The average over the batch of each sample's statistics."""
-    sharding = input.sharding
-    both = torch.stack((mean, var)).view(2, -1, sharding.shape[1]).sum(1)
-    ranks = sharding.mesh.ranks_along(_axes_of(input, (0,)))
-    mean, var = sharding.mesh.world.sum(both, ranks, Label("instance_norm batch", here())) / sharding.shape[0]
-    _track(running_mean, running_var, mean, var, momentum)
+    return [None if p is None else p.expand(x.shape[0], -1).reshape(-1).contiguous() for p in parameters]
 
 
 @composite(F.group_norm, torch.group_norm)
-@whole_channels
 def group_norm(
-    input: ShardedTensor,
+    input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -180,15 +176,20 @@ def group_norm(
     *_: Any,
 ) -> Tensor:
     _check(F.group_norm, input)
-    sharding, tile = input.sharding, unwrap(input)
-    if sharding.shape[1] % num_groups:
-        raise RuntimeError(f"Expected number of channels {sharding.shape[1]} to be divisible by {num_groups} groups")
-    batch, channels, rest = _view(tile)
-    count = prod(sharding.shape[1:]) // num_groups
-    route = _route(sharding.mesh, sharding.axes - _axes_of(input, (0,)), "group_norm")
-    layout = NormLayout((1, batch * channels, rest), batch * num_groups, count, route)
-    made = normalize(tile, _repeated(input, weight), _repeated(input, bias), eps, layout)
-    return wrap(made.contiguous(memory_format=memory_format_of(tile)), sharding)  # as torch's kernel leaves it
+    return run_rule(F.group_norm, _group_rule, (input, num_groups, weight, bias, eps), {})
+
+
+def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float) -> Recipe:
+    channels = input.shape[1]
+    if channels % groups:
+        raise RuntimeError(f"Expected number of channels {channels} to be divisible by {groups} groups")
+    count = prod(input.shape[1:]) // groups
+
+    def local(work: Work, x: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Reduced:
+        batch, view = x.shape[0], (1, x.shape[0] * channels, prod(x.shape[2:]))
+        return Reduced(Normalization(count, view, batch * groups, eps, True), (x, *_repeated(x, weight, bias)))
+
+    return _norm(input, (weight, bias), local, set(range(2, input.ndim)), set())
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
@@ -202,9 +203,23 @@ def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, 
     )
 
 
+def _cut_layer_rule(input: Operand, normalized_shape: tuple[int, ...], eps: float) -> Recipe:
+    first = input.ndim - len(normalized_shape)
+    if input.shape[first:] != normalized_shape:
+        wanted, got = list(normalized_shape), list(input.shape)
+        raise RuntimeError(f"Given normalized_shape={wanted}, expected input to end so, got {got}")
+
+    def local(work: Work, x: Tensor, *_: Any) -> Reduced:
+        rows = prod(x.shape[:first])
+        view = (1, rows, prod(x.shape[first:]))
+        return Reduced(Normalization(prod(normalized_shape), view, rows, eps), (x, None, None))
+
+    return replace(_norm(input, (), local, set(range(first, input.ndim)), set()), uncut=frozenset())
+
+
 @composite(F.layer_norm, torch.layer_norm)
 def layer_norm(
-    input: ShardedTensor,
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -213,17 +228,9 @@ def layer_norm(
 ) -> Tensor:
     shape = tuple(normalized_shape)
     _check(F.layer_norm, input)
-    first = input.ndim - len(shape)
-    dims = tuple(range(first, input.ndim))
-    if not _axes_of(input, dims):
+    if all(cut is None for cut in input.sharding.cuts[input.ndim - len(shape) :]):  # type: ignore[attr-defined]
         return run_rule(F.layer_norm, _layer_rule, (input, shape, weight, bias, eps), {})
-    if tuple(input.shape[first:]) != shape:
-        raise RuntimeError(f"Given normalized_shape={list(shape)}, expected input to end so, got {list(input.shape)}")
-    sharding, tile = input.sharding, unwrap(input)
-    rows = prod(tile.shape[:first])
-    route = _route(sharding.mesh, _axes_of(input, dims), "layer_norm")
-    layout = NormLayout((1, rows, prod(tile.shape[first:])), rows, prod(shape), route)
-    y: Tensor = wrap(normalize(tile, None, None, eps, layout), sharding)
+    y: Tensor = run_rule(F.layer_norm, _cut_layer_rule, (input, shape, eps), {})
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -244,7 +251,7 @@ def rms_norm(
 
 @composite(torch.batch_norm)
 def torch_batch_norm(
-    input: ShardedTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
+    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
 ) -> Tensor:
     """torch's own names its parameters before its statistics."""
     return batch_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
@@ -252,7 +259,7 @@ def torch_batch_norm(
 
 @composite(torch.instance_norm)
 def torch_instance_norm(
-    input: ShardedTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
+    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
 ) -> Tensor:
     return instance_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
 
