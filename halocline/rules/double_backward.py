@@ -34,6 +34,15 @@ class Autocast(NamedTuple):
         return self._replace(enabled=False)
 
 
+def in_autocast_dtype(*tensors: Tensor | None) -> list[Any]:
+    """As autocast would hand them to an operator in low precision: before a Function, which saves what it gets."""
+    first = tensors[0]
+    autocast = Autocast.now(first.device)  # type: ignore[union-attr]
+    if not autocast.enabled or first.dtype == torch.double:  # type: ignore[union-attr]
+        return list(tensors)
+    return [None if tensor is None else tensor.to(autocast.dtype) for tensor in tensors]
+
+
 def differentiated(
     compute: Callable[..., Tensor],
     operands: Sequence[Tensor | None],

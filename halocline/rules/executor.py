@@ -45,6 +45,7 @@ from .out import into
 from .plan import CallPlan, bound, make_plan, substitute
 from .recipe import Reduced
 from .remedy import forced, forcing
+from .ring import Ring, in_ring
 from .statistics import reduce_statistics
 from .table import entry_for, executed_by, refuse
 from .whole_target import becomes_cut
@@ -224,8 +225,8 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
         raise refuse_write(plan.name)
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
     ready = _ready(plan, tensors, tiles)
-    if plan.halo is not None and not ready:
-        return _run_with_halo(plan, plan.halo, tiles, label)
+    if plan.overlapped is not None and not ready:
+        return _run_overlapped(plan, plan.overlapped, tiles, label)
     brought = _bring(plan, tiles, label, ready)
     if plan.gathers:
         _count_gathers(plan, tiles, label)
@@ -280,15 +281,18 @@ def _ready(plan: CallPlan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[i
     return found
 
 
-def _run_with_halo(plan: CallPlan, halo: Halo | Boxes, tiles: list[Tensor], label: Label) -> Tensor:
+def _run_overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], label: Label) -> Tensor:
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
-    tile, *others = (tiles[read.operand.index] for read in plan.recipe.reads)
+    operands = [tiles[read.operand.index] for read in plan.recipe.reads]
+    if isinstance(work, Ring):
+        route = Route(plan.mesh.world, plan.mesh.ranks_along([work.axis]), label)
+        return wrap(in_ring(work, route, *operands), plan.shardings[0])
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
-    for operand in others:
+    for operand in operands[1:]:
         if not getattr(operand, AVERAGED, False):
             check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
-    result = in_boxes(halo, route, tile) if isinstance(halo, Boxes) else with_halo(halo, route, tile, *others)
+    result = in_boxes(work, route, *operands) if isinstance(work, Boxes) else with_halo(work, route, *operands)
     return wrap(result, plan.shardings[0])
 
 

@@ -19,7 +19,7 @@ from .._torch_private import quick_apply
 from ..geometry import Box
 from ..tensor import Fetch
 from ..world import KnownMove, MovementFunction, PendingExchange, Route, scaled
-from .double_backward import Autocast, differentiated
+from .double_backward import Autocast, differentiated, in_autocast_dtype
 from .halo_exchange import HaloExchange
 from .recipe import LinearPart, Recipe, Work
 
@@ -57,11 +57,7 @@ def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, gl
 
 
 def with_halo(halo: Halo, route: Route, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    kind = tile.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and tile.dtype != torch.double:
-        dtype = torch.get_autocast_dtype(kind)  # as autocast does, and outside the Function, which saves what it gets
-        tile, weight, bias = tile.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return quick_apply(WithHalo, tile, weight, bias, halo, route)
+    return quick_apply(WithHalo, *in_autocast_dtype(tile, weight, bias), halo, route)
 
 
 class WithHalo(MovementFunction):

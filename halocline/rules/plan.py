@@ -18,8 +18,9 @@ from ..world import Label, Mesh, Route, scaled
 from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
 from .idle import IdleWork, idle_work
-from .recipe import Local, Operand, Read, Recipe, Slot, Work
-from .remedy import cost, forced, lost_axes, put_back, shuffled
+from .recipe import Local, Operand, Read, Recipe, RingSteps, Slot, Work
+from .remedy import choose_round, cost, forced, lost_axes, put_back, ring_axis, shuffled
+from .ring import Ring
 from .table import name_of, refuse
 
 _log = logging.getLogger("halocline")
@@ -54,7 +55,7 @@ class CallPlan:
     reduce_axes: frozenset[str]  # over which the statistics of Recipe.reduces run
     track_axes: frozenset[str]
     some_empty: bool  # has any rank nothing to compute?
-    halo: Halo | Boxes | None  # where the halo is not glued to the tile
+    overlapped: Halo | Boxes | Ring | None  # work that exchanges while it computes, on tiles as they lie
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
     fitting: Sharding | None  # of a large plain target of in-place work: how it would lie if it were cut as the rest is
     _idle_work: tuple[IdleWork | None] | None = None
@@ -173,7 +174,7 @@ def make_plan(
         reduce_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in (recipe.reduces or ())),
         track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
-        halo=_halo(mesh, recipe, work, fetches, cuts),
+        overlapped=_ring(mesh, recipe, work, way) if way.in_ring else _halo(mesh, recipe, work, fetches, cuts),
         places=_places(args, len(tensors)),
         fitting=_fitting(mesh, recipe, tensors, shardings),
     )
@@ -194,7 +195,7 @@ class SpaceCut:
     """One way to cut the space: what it makes each operand bring, and how the results lie, at first and in the end."""
 
     def __init__(self, mesh: Mesh, recipe: Recipe, shardings: list[Sharding], cuts: dict[int, Cut]) -> None:
-        self.cuts = cuts
+        self.shardings, self.cuts, self.in_ring = shardings, cuts, False
         work_axes = frozenset(cut.axis for cut in cuts.values())
         self.fetches: list[Fetch | None] = [None] * len(shardings)
         self.slots: list[tuple[Slot, ...]] = [()] * len(shardings)
@@ -211,6 +212,8 @@ class SpaceCut:
 def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
     gather = SpaceCut(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
+    if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
+        return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis)
     if recipe.keeps_cut:
         gather.goals = (shardings[recipe.reads[0].operand.index],)
     lost = lost_axes(recipe, shardings, gather.cuts)
@@ -220,6 +223,42 @@ def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> SpaceCut:
     goals = zip(recipe.outputs, shuffle.results, strict=True)
     shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
     return shuffle if forced() == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
+
+
+def _choose_round(
+    mesh: Mesh, recipe: Recipe, steps: RingSteps, shardings: list[Sharding], gather: SpaceCut, axis: str
+) -> SpaceCut:
+    """Between a gather, a shuffle to the dim ``instead``, and a ring, for operands that one axis cuts."""
+    name = choose_round(mesh, recipe, gather.cuts, axis)
+    if name == "shuffle":
+        own = gather.cuts[steps.along]
+        cuts = {dim: cut for dim, cut in gather.cuts.items() if dim != steps.along}
+        cuts[steps.instead] = Cut(axis, Partition.even(recipe.space[steps.instead], mesh.sizes[axis]))
+        shuffle = SpaceCut(mesh, recipe, shardings, cuts)
+        lost = {axis: (steps.along, own)}
+        goals = zip(recipe.outputs, shuffle.results, strict=True)
+        shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
+        return shuffle
+    gather.in_ring = name == "ring"
+    return gather
+
+
+def _ring(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut) -> Ring:
+    steps = recipe.ring
+    fetches = [fetch for read in recipe.reads if (fetch := way.fetches[read.operand.index])]
+    assert steps is not None
+    cut = way.shardings[recipe.reads[-1].operand.index].cuts[steps.dim]
+    assert cut is not None
+    return Ring(
+        work=steps.bound(work),
+        resident=steps.resident,
+        dim=steps.dim,
+        axis=cut.axis,
+        place=mesh.coordinates[cut.axis],
+        partition=cut.partition,
+        fetches=tuple(fetches),
+        gathered=bound(recipe, work),
+    )
 
 
 def _halo(

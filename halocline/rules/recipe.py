@@ -196,6 +196,42 @@ class Reduced(NamedTuple):
     tracking: Tracking | None = None
 
 
+class RingWork(Protocol):
+    """Work that takes the pieces of some operands one after another, as they go round the ranks.
+
+    ``begin`` gets this rank's operands, ``step`` a piece of each travelling one and which interval of the whole dim it
+    is, ``end`` gives the result and a tensor to keep for backward. Backward takes the same pieces in the same order:
+    ``step_backward`` gives a piece's gradients, ``end_backward`` those of the operands that stay.
+    """
+
+    def begin(self, *operands: Any) -> Any: ...
+
+    def step(self, state: Any, interval: Interval, *pieces: Any) -> Any: ...
+
+    def end(self, state: Any) -> tuple[Tensor, Tensor]: ...
+
+    def begin_backward(self, gradient: Tensor, result: Tensor, kept: Tensor, *resident: Any) -> Any: ...
+
+    def step_backward(self, state: Any, interval: Interval, *pieces: Any) -> tuple[Any, list[Tensor]]: ...
+
+    def end_backward(self, state: Any) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class RingSteps:
+    """Operands that are read whole along a dim may go round in pieces instead, if one axis cuts them and the work.
+
+    The first ``resident`` operands stay. The others are cut along ``dim``, and the space along ``along``, by that axis,
+    which may also cut ``instead`` for the call (a shuffle). ``bound(work)`` makes the steps of a rank.
+    """
+
+    resident: int
+    dim: int
+    along: int
+    instead: int
+    bound: Callable[[Work], RingWork]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
@@ -211,6 +247,7 @@ class Recipe:
     space's: the output is then computed box by box where that spares gluing a halo to the tile.
     With ``reduces``, ``local`` returns a :class:`Reduced`, whose statistics run over these dims, and its ``tracking``
     over the dims ``tracks``. With ``keeps_cut`` results are cut as the first operand is, whatever the work needed.
+    ``ring`` offers another way to bring operands that are read whole.
     """
 
     space: tuple[int, ...]
@@ -232,6 +269,7 @@ class Recipe:
     reduces: frozenset[int] | None = None
     tracks: frozenset[int] = frozenset()
     keeps_cut: bool = False
+    ring: RingSteps | None = None
     #: Former names, for one release.
     boxes: InitVar[bool | None] = None
     sums: InitVar[bool | None] = None

@@ -73,6 +73,43 @@ def shuffled(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], lost: dict[str, t
     return found
 
 
+_WORTH_A_RING = 1 << 20  # elements of what travels from which their memory counts more than a message a rank
+
+
+def ring_axis(
+    recipe: Recipe, shardings: Sequence[Sharding], cuts: dict[int, Cut], fetches: Sequence[Fetch | None]
+) -> str | None:
+    """The axis that cuts all travelling operands alike, and the work; None where there is none, or more has to move."""
+    steps = recipe.ring
+    if steps is None or steps.along not in cuts:
+        return None
+    of_reads = [shardings[read.operand.index].cuts for read in recipe.reads]
+    cut, axis = of_reads[-1][steps.dim], cuts[steps.along].axis
+    if cut is None or cut.axis != axis or any(each[steps.dim] != cut for each in of_reads[steps.resident :]):
+        return None
+    for place, read in enumerate(recipe.reads):
+        fetch = fetches[read.operand.index]
+        ringed = steps.dim if place >= steps.resident else None
+        if fetch is None or not all(move.untouched for dim, move in enumerate(fetch.dims) if dim != ringed):
+            return None
+    return axis
+
+
+def choose_round(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], axis: str) -> str:
+    """A shuffle where each rank gets as many of the dim ``instead``, else a ring for much, else a gather."""
+    steps = recipe.ring
+    assert steps is not None
+    ranks, others = mesh.sizes[axis], recipe.space[steps.instead]
+    can = {"gather": True, "ring": True, "shuffle": steps.instead not in cuts and others >= ranks}
+    asked = forced()
+    if asked is not None and can[asked]:
+        return asked
+    if can["shuffle"] and others % ranks == 0:
+        return "shuffle"
+    travelling = sum(read.operand.numel() for read in recipe.reads[steps.resident :])
+    return "ring" if travelling >= _WORTH_A_RING else "gather"
+
+
 def _in_all(outputs: Sequence[Output], dim: int) -> bool:
     return all(dim in output.dims for output in outputs)
 

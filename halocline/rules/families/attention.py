@@ -13,12 +13,10 @@ from torch import Tensor
 from ..._torch_private import nested_tensor_from_mask
 from ...geometry import Interval
 from ...random.mode import WHERE_DRAWN
-from ...tensor import Sharding
-from ..api import cut_like
-from ..recipe import WHOLE, Operand, Output, Read, Recipe, Work
+from ..recipe import WHOLE, Operand, Output, Read, Recipe, RingSteps, Work
 from ..table import composite, refuse, run_rule
+from .blockwise_attention import BlockwiseAttention
 from .dropout import dropped
-from .ring import choose, count, heads_first, ring_attention, tokens_axis
 from .view import shape
 from .whole_axis import stretched
 
@@ -37,22 +35,7 @@ def attention(
     call = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if dropout_p > 0:
         return _dropped(*call, dropout_p)
-    axis = tokens_axis(query, key, value)
-    way = "gather" if axis is None else choose(query, key, axis, attn_mask is None and not enable_gqa)
-    if axis is not None and way == "shuffle":
-        return _by_heads(query, key, value, axis, call[3:])
-    if axis is not None and way == "ring":
-        factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
-        return ring_attention(query, key, value, axis, is_causal, factor)
     return run_rule(F.scaled_dot_product_attention, _attention_rule, call, {})
-
-
-def _by_heads(query: Any, key: Any, value: Any, axis: str, options: tuple[Any, ...]) -> Tensor:
-    """Heads cut instead of tokens while the call runs, and tokens again after it."""
-    count(query, "shuffle")
-    moved = [heads_first(x, axis) for x in (query, key, value)]
-    result = run_rule(F.scaled_dot_product_attention, _attention_rule, (*moved, *options), {})
-    return cut_like(result, Sharding(query.sharding.mesh, result.shape, query.sharding.cuts))
 
 
 def _attention_rule(
@@ -73,7 +56,7 @@ def _attention_rule(
         reads.append(Read(attn_mask, (*stretched(attn_mask.shape[:-1], space[:-1]), WHOLE)))
 
     def local(
-        work: Work, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, *_: Any
+        work: Work, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any
     ) -> Tensor:
         own, causal = work.box[rows], is_causal
         if is_causal and own.size != space[rows]:
@@ -87,7 +70,18 @@ def _attention_rule(
         outputs=(Output(space, (*range(rows + 1), None)),),
         local=local,
         uncut=frozenset([rows - 1] * enable_gqa),
+        ring=_ring(query, key, value, rows, is_causal, scale) if attn_mask is None and not enable_gqa else None,
     )
+
+
+def _ring(
+    query: Operand, key: Operand, value: Operand, rows: int, is_causal: bool, scale: float | None
+) -> RingSteps | None:
+    """Keys and values may go round, or heads be cut instead of tokens, where all operands have the same heads."""
+    if rows < 1 or not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return None
+    factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    return RingSteps(1, rows, rows, rows - 1, lambda work: BlockwiseAttention(work.box[rows], is_causal, factor))
 
 
 def _seen(rows: Interval, keys: int, device: torch.device) -> Tensor:

@@ -1,0 +1,90 @@
+"""Attention over keys and values that come in blocks, each used once, in any order.
+
+The softmax is exact: a running maximum and a running sum for each query, as if all keys had been there at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...geometry import Interval
+
+_NARROW = (torch.half, torch.bfloat16)
+
+
+class Progress(NamedTuple):
+    """What all blocks so far come to: ``mixed / total`` is the result, weights being relative to ``exp(highest)``."""
+
+    query: Tensor
+    highest: Tensor
+    total: Tensor
+    mixed: Tensor
+    dtype: torch.dtype
+
+
+class BackwardProgress(NamedTuple):
+    """``level`` is the logarithm of a query's sum of weights, ``share`` the part of its gradient all keys share."""
+
+    query: Tensor
+    gradient: Tensor
+    level: Tensor
+    share: Tensor
+    of_query: Tensor
+
+
+@dataclass(frozen=True)
+class BlockwiseAttention:
+    """The steps of a ring (:class:`RingWork`) for the queries ``rows`` of the whole. Operands: query; keys, values."""
+
+    rows: Interval
+    causal: bool
+    scale: float
+
+    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Progress:
+        q = query.to(torch.float32 if query.dtype in _NARROW else query.dtype)
+        shape = q.shape[:-1]
+        highest, total = q.new_full((*shape, 1), float("-inf")), q.new_zeros((*shape, 1))
+        return Progress(q, highest, total, q.new_zeros((*shape, value.shape[-1])), query.dtype)
+
+    def step(self, state: Progress, columns: Interval, keys: Tensor, values: Tensor) -> Progress:
+        if columns.empty:
+            return state
+        scores = self._scores(state.query, keys.to(state.query.dtype), columns)
+        highest = torch.maximum(state.highest, scores.amax(-1, keepdim=True))
+        safe = highest.masked_fill(highest == float("-inf"), 0.0)
+        weights, before = (scores - safe).exp(), (state.highest - safe).exp()
+        total = state.total * before + weights.sum(-1, keepdim=True)
+        mixed = state.mixed * before + weights @ values.to(state.query.dtype)
+        return state._replace(highest=highest, total=total, mixed=mixed)
+
+    def end(self, state: Progress) -> tuple[Tensor, Tensor]:
+        return (state.mixed / state.total).to(state.dtype), state.highest + state.total.log()
+
+    def begin_backward(self, gradient: Tensor, result: Tensor, level: Tensor, query: Tensor) -> BackwardProgress:
+        q, dy = query.to(level.dtype), gradient.to(level.dtype)
+        share = (dy * result.to(level.dtype)).sum(-1, keepdim=True)
+        return BackwardProgress(q, dy, level, share, torch.zeros_like(q))
+
+    def step_backward(
+        self, state: BackwardProgress, columns: Interval, keys: Tensor, values: Tensor
+    ) -> tuple[BackwardProgress, list[Tensor]]:
+        q, dy = state.query, state.gradient
+        k, v = keys.to(q.dtype), values.to(q.dtype)
+        weights = (self._scores(q, k, columns) - state.level).exp()
+        slope = weights * (dy @ v.transpose(-2, -1) - state.share) * self.scale
+        gradients = [slope.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ dy]
+        return state._replace(of_query=state.of_query + slope @ k), gradients
+
+    def end_backward(self, state: BackwardProgress) -> list[Tensor]:
+        return [state.of_query]
+
+    def _scores(self, query: Tensor, keys: Tensor, columns: Interval) -> Tensor:
+        scores = (query @ keys.transpose(-2, -1)) * self.scale
+        if not self.causal:
+            return scores
+        rows = torch.arange(self.rows.lo, self.rows.hi, device=query.device).unsqueeze(1)
+        return scores.masked_fill(torch.arange(columns.lo, columns.hi, device=query.device) > rows, float("-inf"))
