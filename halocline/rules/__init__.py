@@ -2,7 +2,8 @@
 
 from . import direct, families  # noqa: F401  each registers its rules when imported
 from .api import cut_like, from_tile, reshard, shard
-from .executor import dispatch, planning
+from .asking_torch import planning
+from .executor import dispatch
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
 from .remedy import remedy
 from .table import composite, entries, forget_rule, rule

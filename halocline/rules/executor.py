@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch_private import disable_dispatch_modes, storage_key, tracing, transforming
+from .._torch_private import storage_key, tracing, transforming
 from ..errors import Refused
 from ..reduction import DeferredParameter, settle
 from ..sizes import size_text
@@ -38,6 +35,7 @@ from ..tensor import (
 )
 from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, Sum, scaled
 from .aliasing import settled, worth_keeping
+from .asking_torch import planned
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
@@ -112,25 +110,6 @@ def _new_plan(function: Any, describe: Any, args: Any, kwargs: Any, tensors: lis
             _plans.clear()
         _plans[key] = plan
     return plan
-
-
-_now = threading.local()
-
-
-def planning() -> bool:
-    """Is a plan being made? Rules may then ask torch about shapes, which is no part of the program."""
-    return getattr(_now, "planning", False)
-
-
-@contextmanager
-def planned() -> Iterator[None]:
-    """Inside, what torch is asked is part of a plan."""
-    before, _now.planning = planning(), True
-    try:
-        with disable_dispatch_modes():
-            yield
-    finally:
-        _now.planning = before
 
 
 def _key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:

@@ -52,8 +52,9 @@ def composite(*functions: Any, family: str | None = None) -> Callable[[Function]
     return _register("composite", functions, family)
 
 
-def direct(*functions: Any) -> Callable[[Function], Function]:
-    return _register("direct", functions, "direct")
+def direct(*functions: Any, family: str = "direct") -> Callable[[Function], Function]:
+    """Register a Python function that answers from this rank's tile and its sharding alone."""
+    return _register("direct", functions, family)
 
 
 def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_value: bool = True) -> Any:

@@ -1,5 +1,6 @@
 """Sharded tensors: tiles that know their place."""
 
+from ..world import OwnFunction
 from .copy import CopyOf, counting_writes, family_of, note_write, plain, refuse_write, same_memory, whole_copy
 from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
@@ -17,6 +18,7 @@ __all__ = [
     "CopyOf",
     "Cut",
     "Fetch",
+    "OwnFunction",
     "ShardedTensor",
     "Sharding",
     "Strides",

@@ -16,7 +16,7 @@ from ...geometry import Interval
 _NARROW = (torch.half, torch.bfloat16)
 
 
-class Progress(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """What all blocks so far come to: ``mixed / total`` is the result, weights being relative to ``exp(highest)``."""
 
     query: Tensor
@@ -26,7 +26,7 @@ class Progress(NamedTuple):
     dtype: torch.dtype
 
 
-class BackwardProgress(NamedTuple):
+class SoftmaxBackward(NamedTuple):
     """``level`` is the logarithm of a query's sum of weights, ``share`` the part of its gradient all keys share."""
 
     query: Tensor
@@ -44,13 +44,13 @@ class BlockwiseAttention:
     causal: bool
     scale: float
 
-    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> Progress:
+    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> RunningSoftmax:
         q = query.to(torch.float32 if query.dtype in _NARROW else query.dtype)
         shape = q.shape[:-1]
         highest, total = q.new_full((*shape, 1), float("-inf")), q.new_zeros((*shape, 1))
-        return Progress(q, highest, total, q.new_zeros((*shape, value.shape[-1])), query.dtype)
+        return RunningSoftmax(q, highest, total, q.new_zeros((*shape, value.shape[-1])), query.dtype)
 
-    def step(self, state: Progress, columns: Interval, keys: Tensor, values: Tensor) -> Progress:
+    def step(self, state: RunningSoftmax, columns: Interval, keys: Tensor, values: Tensor) -> RunningSoftmax:
         if columns.empty:
             return state
         scores = self._scores(state.query, keys.to(state.query.dtype), columns)
@@ -61,17 +61,17 @@ class BlockwiseAttention:
         mixed = state.mixed * before + weights @ values.to(state.query.dtype)
         return state._replace(highest=highest, total=total, mixed=mixed)
 
-    def end(self, state: Progress) -> tuple[Tensor, Tensor]:
+    def end(self, state: RunningSoftmax) -> tuple[Tensor, Tensor]:
         return (state.mixed / state.total).to(state.dtype), state.highest + state.total.log()
 
-    def begin_backward(self, gradient: Tensor, result: Tensor, level: Tensor, query: Tensor) -> BackwardProgress:
+    def begin_backward(self, gradient: Tensor, result: Tensor, level: Tensor, query: Tensor) -> SoftmaxBackward:
         q, dy = query.to(level.dtype), gradient.to(level.dtype)
         share = (dy * result.to(level.dtype)).sum(-1, keepdim=True)
-        return BackwardProgress(q, dy, level, share, torch.zeros_like(q))
+        return SoftmaxBackward(q, dy, level, share, torch.zeros_like(q))
 
     def step_backward(
-        self, state: BackwardProgress, columns: Interval, keys: Tensor, values: Tensor
-    ) -> tuple[BackwardProgress, list[Tensor]]:
+        self, state: SoftmaxBackward, columns: Interval, keys: Tensor, values: Tensor
+    ) -> tuple[SoftmaxBackward, list[Tensor]]:
         q, dy = state.query, state.gradient
         k, v = keys.to(q.dtype), values.to(q.dtype)
         weights = (self._scores(q, k, columns) - state.level).exp()
@@ -79,7 +79,7 @@ class BlockwiseAttention:
         gradients = [slope.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ dy]
         return state._replace(of_query=state.of_query + slope @ k), gradients
 
-    def end_backward(self, state: BackwardProgress) -> list[Tensor]:
+    def end_backward(self, state: SoftmaxBackward) -> list[Tensor]:
         return [state.of_query]
 
     def _scores(self, query: Tensor, keys: Tensor, columns: Interval) -> Tensor:

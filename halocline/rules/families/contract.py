@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..executor import planned
+from ..asking_torch import planned
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from ..table import composite, refuse
 from .view import as_called, each, forms, made_of, normal, operands, shape

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...tensor import Cut, ShardedTensor, Sharding, undrawn, unwrap, wrap
 from ..recipe import Recipe
-from ..table import composite, refuse, rule
+from ..table import direct, refuse, rule
 from .pointwise import elementwise
 
 
@@ -60,19 +60,19 @@ def _register(function: Callable[..., Tensor]) -> None:
     def new(self: ShardedTensor, *given: Any, size: Any = None, **how: Any) -> Tensor:
         return _new(function, self, _size(given if size is None else (size,)), **how)
 
-    composite(function)(new)
+    direct(function, family="factory")(new)
 
 
 for _function in (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty):
     _register(_function)
 
 
-@composite(Tensor.new_full)
+@direct(Tensor.new_full, family="factory")
 def new_full(self: ShardedTensor, size: Any, fill_value: Any, **how: Any) -> Tensor:
     return _new(Tensor.new_full, self, tuple(size), fill_value, **how)
 
 
-@composite(Tensor.new_tensor)
+@direct(Tensor.new_tensor, family="factory")
 def new_tensor(self: ShardedTensor, data: Any, **how: Any) -> Tensor:
     if isinstance(data, ShardedTensor):
         raise refuse(Tensor.new_tensor, "it copies a cut tensor as if it were whole", "use x.detach().clone()")

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ShardingError
-from ...tensor import here
+from ...tensor import ShardedTensor, here, unwrap, wrap
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, as_called
-from ..table import composite, refuse, rule
+from ..table import composite, direct, refuse, rule
 
 _NAMES = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
@@ -141,7 +141,7 @@ def prelu(input: Operand, weight: Operand) -> Recipe:
     )
 
 
-@composite(Tensor.to, family="pointwise")
+@direct(Tensor.to, family="pointwise")
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(self, Tensor) and args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
@@ -163,7 +163,7 @@ def cuda(self: Tensor, device: Any = None, **kwargs: Any) -> Tensor:
     return self.to("cuda" if device is None else device, **kwargs)
 
 
-@composite(Tensor.type, family="pointwise")
+@direct(Tensor.type, family="pointwise")
 def type_(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     if isinstance(dtype, torch.dtype):
         return self.to(dtype)
@@ -171,8 +171,6 @@ def type_(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
 
 
 def _convert(tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ...tensor import ShardedTensor, unwrap, wrap
-
     if not isinstance(tensor, ShardedTensor):
         return function(tensor, *args, **kwargs)
     tile = unwrap(tensor)

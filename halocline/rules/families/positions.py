@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import Refused
 from ...geometry import Interval
 from ...kernels.layout import memory_format_of
-from ..executor import planned
+from ..asking_torch import planned
 from ..table import refuse
 
 Scales = tuple[float, ...] | None  # where None, torch divides the sizes

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...geometry import Access
 from ...geometry.access import Resample
-from ...tensor import ShardedTensor
-from ...world import OwnFunction
+from ...tensor import OwnFunction, ShardedTensor
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from ..table import composite, refuse, run_rule
 from .pad import shape_from_torch
