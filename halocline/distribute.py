@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._torch_private import BatchNormBase, running_modules, transforming
 from .errors import MeshError, Refused
-from .kernels import SizeWatch, keep_fast
+from .kernels import SizeWatch
 from .own_collectives import watch_collectives
 from .random import same_state, watch_draws
 from .reduction import (
@@ -73,7 +73,8 @@ def distribute(
         optimizer.step()
 
     Without a mesh, for one device: on plain tensors nothing changes but that GPU work on operands too large for the
-    fast kernels (2^31 elements) goes to them in chunks. On a mesh each rank's tiles are treated so too.
+    fast kernels (2^31 elements) goes to them in chunks. On a mesh each rank's tiles are treated so too. Kernels are
+    replaced, for the whole process, when the first such operand comes in sight; the log says so.
 
     Rank 0's parameters and buffers go to every rank, and after each backward every parameter's gradient is its mean
     over all ranks. ``batch_statistics``: batch norm over the whole global batch ("global"), or over each data
@@ -120,7 +121,7 @@ def distribute(
         model.__dict__[ENGINE] = _Alone()
         _watch_sizes(model)
         return model
-    keep_fast()
+    _watch_sizes(model)
     _check_same_model(model, mesh)
     same_weights([t.detach() for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh.world)
     same_state(mesh.world)

@@ -8,6 +8,7 @@ through pays 10 us or so, which is why it is made only when something large is i
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 from .._torch_private import no_torch_functions, run_eagerly
 
 Kernel = Callable[..., Any]
+_log = logging.getLogger("halocline")
 
 
 class Replacement(NamedTuple):
@@ -73,6 +75,11 @@ def install(key: str) -> None:
     with _lock:
         if key not in _installed:
             _installed[key] = _replaced(key)
+            _log.info(
+                "torch's %s kernels for convolutions, pools, pads, resampling and norms are replaced in this process: "
+                "operands too large for their fast paths go to them in chunks",
+                key,
+            )
 
 
 def _replaced(key: str) -> torch.library.Library:

@@ -26,6 +26,10 @@ class AliasAnswer(NamedTuple):
     strides: Strides
 
 
+#: A result, its mark if it is a copy, and its strides on one rank if they are not those of a new tensor.
+Settled = tuple[Tensor, CopyOf | None, Strides | None]
+
+
 def settled(
     plan: CallPlan,
     function: Any,
@@ -34,7 +38,7 @@ def settled(
     tensors: list[Tensor],
     tiles: list[Tensor],
     results: list[Tensor],
-) -> list[tuple[Tensor, CopyOf | None, Strides | None]]:
+) -> list[Settled]:
     """Each result with its mark and with its strides on one rank, as far as they are not those of a new tensor."""
     index = plan.recipe.reads[0].operand.index if plan.recipe.reads else 0
     operand, tile = tensors[index], tiles[index]

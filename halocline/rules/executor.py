@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from .._torch_private import storage_key, tracing, transforming
 from ..errors import Refused
 from ..reduction import DeferredParameter, settle
-from ..sizes import size_text
 from ..tensor import (
     CopyOf,
     ShardedTensor,
@@ -22,23 +20,22 @@ from ..tensor import (
     counting_writes,
     dispatched_by,
     family_of,
-    from_preloaded_halo,
     here,
     note_write,
     plain,
-    recut,
     refuse_write,
     simple_tiles,
     unwrap,
     whole_copy,
     wrap,
 )
-from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, Sum, scaled
-from .aliasing import settled, worth_keeping
+from ..world import AVERAGED, Label, Route, Sum
+from .aliasing import Settled, settled, worth_keeping
 from .asking_torch import planned
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
+from .operands import bring, check_whole_operands, enter, preloaded, put_back_results
 from .out import into
 from .plan import CallPlan, bound, make_plan, substitute
 from .recipe import Reduced
@@ -48,8 +45,6 @@ from .statistics import reduce_statistics
 from .table import entry_for, executed_by, refuse
 from .whole_target import becomes_cut
 
-_log = logging.getLogger("halocline")
-_WORTH_ADVICE = 1 << 20  # bytes
 _plans: dict[Any, CallPlan] = {}
 _MOST_PLANS = 4096
 
@@ -149,9 +144,9 @@ def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwar
     """Nothing moves and nothing is shared: the short way that most calls go."""
     entering = plan.factors and torch.is_grad_enabled()
     if entering and plan.hooked:
-        _check_entering(plan, tiles)
+        check_whole_operands(plan, tiles)
     elif entering:
-        _enter(plan, tiles)
+        enter(plan, tiles)
     result = _call(plan, plan.call, tiles, args, kwargs)
     if result is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
         return NotImplemented
@@ -175,41 +170,16 @@ def _call(plan: CallPlan, local: Any, tiles: list[Tensor], args: tuple[Any, ...]
     return local(*arguments, **kwargs)
 
 
-def _check_entering(plan: CallPlan, tiles: list[Tensor]) -> None:
-    for _, places in plan.factors:
-        for place in places:
-            tile = tiles[place]
-            if not getattr(tile, AVERAGED, False) and tile.requires_grad:
-                fetch = plan.fetches[place]
-                check_entering(tile, plan.mesh, fetch.work_axes - fetch.axes, Label(plan.name, here()))  # type: ignore[union-attr]
-
-
-def _enter(plan: CallPlan, tiles: list[Tensor]) -> None:
-    """Law 3: whole operands of cut work, in place of themselves."""
-    _check_entering(plan, tiles)
-    for factor, places in plan.factors:
-        entering = [place for place in places if tiles[place].requires_grad]
-        if len(entering) == 1:
-            tiles[entering[0]] = scaled((1.0, factor), tiles[entering[0]])
-        elif entering:
-            found = scaled((1.0, factor), *[tiles[place] for place in entering])
-            for place, tile in zip(entering, found, strict=True):
-                tiles[place] = tile
-
-
 def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every call: operands are brought, the local work runs, its parts are combined, and results are wrapped."""
     label = Label(plan.name, here())
-    target: CopyOf | None = getattr(tensors[0], "_copy_of", None) if plan.recipe.inplace else None
-    if target is not None and not (target.unsure or target.can_write_back()):
-        raise refuse_write(plan.name)
+    target = _written_copy(plan, tensors[0])
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
-    ready = _ready(plan, tensors, tiles)
+    ready = preloaded(plan, tensors, tiles)
     if plan.overlapped is not None and not ready:
-        return _run_overlapped(plan, plan.overlapped, tiles, label)
-    brought = _bring(plan, tiles, label, ready)
-    if plan.gathers:
-        _count_gathers(plan, tiles, label)
-    results = _compute(plan, brought, args, kwargs, label)
+        results = [_overlapped(plan, plan.overlapped, tiles, label)]
+    else:
+        results = _compute(plan, bring(plan, tiles, label, ready), args, kwargs, label)
     if results is NotImplemented:
         return NotImplemented
     if plan.recipe.inplace:
@@ -217,18 +187,17 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
         if target is not None:
             target.written() if target.unsure else target.write_back()
         return tensors[0]
-    if plan.sum_axes:
-        route = plan.route(plan.sum_axes, label)
-        results = [_combined(plan, result, route) for result in results]  # type: ignore[arg-type]
-    known = settled(plan, function, args, kwargs, tensors, tiles, results)
-    results = [result for result, _, _ in known]
-    if plan.shuffles:
-        results = _put_back(plan, results, label)
-    marks = [(mark, strides) for _, mark, strides in known]
-    wrapped = [_wrapped(result, goal, *mark) for result, goal, mark in zip(results, plan.goals, marks, strict=True)]
-    if plan.recipe.view:
-        _remember_views(plan, tensors, wrapped)
-    return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+    if (route := plan.route(plan.sum_axes, label)) is not None:
+        results = [_combined(plan, result, route) for result in results]
+    return _wrapped(plan, settled(plan, function, args, kwargs, tensors, tiles, results), tensors, label)
+
+
+def _written_copy(plan: CallPlan, target: Tensor) -> CopyOf | None:
+    """The mark of a target in place that is a copy; refused where its base could not show the write."""
+    mark: CopyOf | None = getattr(target, "_copy_of", None) if plan.recipe.inplace else None
+    if mark is not None and not (mark.unsure or mark.can_write_back()):
+        raise refuse_write(plan.name)
+    return mark
 
 
 def _combined(plan: CallPlan, part: Tensor, route: Route) -> Tensor:
@@ -248,31 +217,18 @@ def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) 
                 view._family.add(view)
 
 
-def _ready(plan: CallPlan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:
-    """Operands that came with what the operation needs beside their tiles."""
-    found: dict[int, Tensor] = {}
-    for place, tensor in enumerate(tensors):
-        fetch = plan.fetches[place]
-        if getattr(tensor, "_preloaded_halo", None) is not None and fetch is not None and fetch.communicates:
-            brought = from_preloaded_halo(tensor, fetch, tiles[place])
-            if brought is not None:
-                found[place] = brought
-    return found
-
-
-def _run_overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], label: Label) -> Tensor:
+def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], label: Label) -> Tensor:
     """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
     operands = [tiles[read.operand.index] for read in plan.recipe.reads]
     if isinstance(work, Ring):
         route = Route(plan.mesh.world, plan.mesh.ranks_along([work.axis]), label)
-        return wrap(in_ring(work, route, *operands), plan.shardings[0])
+        return in_ring(work, route, *operands)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     for operand in operands[1:]:
         if not getattr(operand, AVERAGED, False):
             check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
-    result = in_boxes(work, route, *operands) if isinstance(work, Boxes) else with_halo(work, route, *operands)
-    return wrap(result, plan.shardings[0])
+    return in_boxes(work, route, *operands) if isinstance(work, Boxes) else with_halo(work, route, *operands)
 
 
 def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
@@ -307,71 +263,27 @@ def _compute_nothing(
     return [thrown_away(made, *output) for made, output in zip(results, outputs, strict=True)]
 
 
-def _put_back(plan: CallPlan, results: list[Tensor], label: Label) -> list[Tensor]:
-    """The second half of a shuffle, counted, and said once a place, as a gather is; or a gathered result cut again."""
-    moves = [None if old is new else recut(old, new) for old, new in zip(plan.shardings, plan.goals, strict=True)]
-    exchanged = any(move is not None and move.communicates for move in moves)
-    if exchanged and plan.mesh.world.redistributed("shuffle", label) == 1 and plan.mesh.rank == 0:
-        _log.info("%s: the ranks exchange tiles so that another dim is cut meanwhile, and back", label)
-    return [result if move is None else move(result, label) for result, move in zip(results, moves, strict=True)]
+def _wrapped(plan: CallPlan, settled_results: list[Settled], tensors: list[Tensor], label: Label) -> Any:
+    """Results as they are handed out: cut as planned, plain where nothing is cut, marked where they are copies."""
+    results = [result for result, _, _ in settled_results]
+    if plan.shuffles:
+        results = put_back_results(plan, results, label)
+    handed_out = [
+        _handed_out(result, goal, mark, strides)
+        for result, goal, (_, mark, strides) in zip(results, plan.goals, settled_results, strict=True)
+    ]
+    if plan.recipe.view:
+        _remember_views(plan, tensors, handed_out)
+    return handed_out[0] if len(handed_out) == 1 else tuple(handed_out)
 
 
-def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
-    """A gather is exact but costs memory: counted always, said once a place."""
-    for fetch, tile in zip(plan.fetches, tiles, strict=True):
-        if fetch is None or not fetch.gathers:
-            continue
-        size = fetch.transfer.received_elements * tile.element_size()
-        if plan.mesh.world.redistributed("gather", label, size) == 1 and plan.mesh.rank == 0:
-            axes = ", ".join(sorted(fetch.axes - fetch.work_axes))
-            _log.warning(
-                "%s: every rank fetches the whole operand over %s, %s a call; the result is exact, but this operation "
-                "saves no memory by being cut%s",
-                label,
-                axes,
-                size_text(size),
-                "" if size < _WORTH_ADVICE else "; cut another dim if this costs too much",
-            )
-
-
-def _wrapped(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
+def _handed_out(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
     if mark is not None and mark.values is None:
         result = result if sharding.axes else counting_writes(result)
         mark.values = partial(wrap, result, sharding) if sharding.axes else lambda: result
     if not sharding.axes:
         return result if mark is None else whole_copy(result, mark)
     shell = wrap(result, sharding)
-    shell._copy_of, shell._strides = mark, worth_keeping(strides, sharding.shape, result)
+    if mark is not None or strides is not None:
+        shell._copy_of, shell._strides = mark, worth_keeping(strides, sharding.shape, result)
     return shell
-
-
-def _bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Tensor]) -> list[Tensor]:
-    """Each operand's needed box, with law 3's factor on its gradient."""
-    brought = list(tiles)
-    if plan.factors and torch.is_grad_enabled():
-        _enter(plan, brought)
-    together = ready or (_together(plan, tiles, label) if plan.joined else {})
-    for place, moved in together.items():
-        brought[place] = moved
-    for place in plan.touched:
-        fetch = plan.fetches[place]
-        if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
-            check_entering(tiles[place], plan.mesh, fetch.work_axes - fetch.axes, label)  # type: ignore[union-attr]
-        if place not in together:
-            brought[place] = fetch(tiles[place], label)  # type: ignore[misc]
-    return brought
-
-
-def _together(plan: CallPlan, tiles: list[Tensor], label: Label) -> dict[int, Tensor]:
-    """Operands that move among the same ranks go in the same messages, where their dtypes allow."""
-    places = [place for place in plan.joined if tiles[place].dtype == tiles[plan.joined[0]].dtype]
-    if len(places) < 2:
-        return {}
-    fetches = [fetch for fetch in (plan.fetches[place] for place in places) if fetch is not None]
-    bundle = Bundle(
-        Route(plan.mesh.world, fetches[0].ranks, label),
-        tuple(fetch.transfer for fetch in fetches),
-        tuple((1.0, fetch.adjoint_scale) for fetch in fetches),
-        tuple(fetch.fill for fetch in fetches),
-    )
-    return dict(zip(places, MoveTogether.apply(bundle, *(tiles[place] for place in places)), strict=True))
