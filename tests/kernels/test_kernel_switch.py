@@ -24,6 +24,7 @@ from halocline.geometry import Interval, chunks_of, cut_at, shape_of, whole
 from halocline.kernels import replace
 from halocline.kernels.sizes import DEFAULTS, NEVER, Sizes, read_table, sizes, write_table
 from halocline.kernels.tune import tune
+from halocline.world import run_local
 
 chunked_module = sys.modules["halocline.kernels.chunked"]
 
@@ -116,6 +117,30 @@ def test_copies_are_watched_by_themselves(sights: list[int]) -> None:
     assert not sights
     model(torch.zeros(1, 1, 400))
     assert sights == [1]
+
+
+def network() -> nn.Module:
+    layers = (nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.Conv2d(2, 1, 1))
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize(("rows", "replaced"), [(8, False), (60, True)])
+def test_on_a_mesh_kernels_are_replaced_when_a_tile_needs_it(sights: list[int], rows: int, replaced: bool) -> None:
+    x, untrained = torch.linspace(-1, 1, rows * 4, dtype=torch.float64).reshape(1, 1, rows, 4), network()
+
+    def train(mesh: hc.Mesh | None) -> list[Tensor]:
+        model = copy.deepcopy(untrained)
+        model = hc.distribute(model, mesh) if mesh else model
+        for _ in range(2):  # watched, then not
+            y = model(x if mesh is None else hc.shard(x, mesh, {2: "rows"}))
+            (y * y).mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    true = train(None)
+    for found in run_local(2, lambda: train(hc.Mesh(rows=2))):
+        for mine, other in zip(found, true, strict=True):
+            torch.testing.assert_close(mine, other)
+    assert bool(sights) == replaced
 
 
 def test_a_distributed_model_is_compiled_whole(sights: list[int]) -> None:
