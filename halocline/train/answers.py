@@ -15,14 +15,15 @@ import numpy as np
 from torch import Tensor
 
 from ..data import Store
-from ..data.loading.agree import agreed
 from ..data.stores.nifti import Nifti
 from ..errors import DataError
 from ..geometry import slices, whole
 from ..sizes import size_text
 from ..tensor import ShardedTensor, Sharding, unwrap
-from ..world import Mesh
+from ..world import Label, Mesh
+from ..world.agreement import agree
 
+_LABEL = Label("write", "predictions", "control")
 _CHUNK = 1 << 22  # bytes
 ANSWERS = "p"  # the dataset in HDF5
 _METADATA = 1 << 16  # bytes of a file beside its numbers
@@ -285,13 +286,7 @@ class PredictionWriter:
 
     def _together(self, action: Callable[[], None]) -> None:
         """All ranks wait for it; what one of them raises, all raise."""
-        errors: dict[int, BaseException] = {}
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001  raised below, on every rank
-            errors[0] = error
-        for seen in agreed(self._mesh.world, errors, 1).values():
-            raise seen
+        agree(self._mesh.world, action, _LABEL, DataError)
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import HaloclineError
 from ..world import Label, Mesh
+from ..world.agreement import extremes
 from .settings import GuardSettings
 
 _log = logging.getLogger("halocline.train")
@@ -85,11 +86,9 @@ class Guard:
 
     def _compared(self, words: Tensor, flags: Tensor) -> tuple[list[int], list[int]]:
         """Where ``words`` differ between ranks, and where a rank has a flag; in one exchange."""
-        count = len(words)
-        # The least is the complement of the complements' greatest; a negative of the smallest number there is not.
-        most = self._maximum(torch.cat([words, ~words, flags]))
-        differ = most[:count] != ~most[count : 2 * count]
-        return torch.nonzero(differ).flatten().tolist(), torch.nonzero(most[2 * count :]).flatten().tolist()
+        least, most = extremes(self._mesh.world, torch.cat([words, flags]), _LABEL)
+        differ, flagged = (least != most)[: len(words)], most[len(words) :]
+        return torch.nonzero(differ).flatten().tolist(), torch.nonzero(flagged).flatten().tolist()
 
     def _of_each_rank(self, word: Tensor) -> list[int]:
         table = torch.full((self._mesh.size,), torch.iinfo(torch.int64).min)

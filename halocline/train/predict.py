@@ -20,6 +20,7 @@ from ..data.stores.open import open_store
 from ..distribute import distribute
 from ..errors import DataError
 from ..world import init, this_world
+from ..world.agreement import agree
 from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, PredictionWriter
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .config import read_settings
@@ -27,7 +28,7 @@ from .imports import use_code
 from .inputs import Input
 from .precision import Precision
 from .settings import AXES
-from .task import make_mesh, model_maker, together
+from .task import START, make_mesh, model_maker
 from .trainer import this_device
 
 Progress = Callable[[int, int], None]
@@ -44,8 +45,8 @@ class Predictor:
         self._precision = Precision(settings.precision, device)
         use_code(run)
         world = this_world()
-        self.input = together(world, lambda: Input.read(run))
-        make_model = together(world, lambda: model_maker(settings))
+        self.input = agree(world, lambda: Input.read(run), START)
+        make_model = agree(world, lambda: model_maker(settings), START)
         if math.prod(settings.mesh.values()) != world.size:  # that of the training, which had other ranks
             settings = replace(settings, mesh={})
         self.mesh, self._cut = make_mesh(settings, self.input.letters, world.size)

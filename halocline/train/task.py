@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from ..data import Crop, Field, Flip, Rotate90, Shift
-from ..errors import HaloclineError, RankFailure
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
-from ..world import Label, Mesh, World, broadcast_text
+from ..world import Label, Mesh
 from .imports import called, named
 from .inputs import Input
 from .losses import make_loss
@@ -24,7 +23,7 @@ from .settings import AXES, ConfigError, DataSettings, Settings
 from .step import Loss
 
 Made = TypeVar("Made")
-_LABEL = Label("start", "the training loop", "control")
+START = Label("start", "the training loop", "control")
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,6 @@ class TrainingTask:
 
 def make_task(settings: Settings, dtype: torch.dtype) -> TrainingTask:
     return _of_workload(settings, dtype) if settings.workload is not None else _of_user(settings, dtype)
-
-
-def together(world: World, make: Callable[[], Made]) -> Made:
-    """What each rank makes. If one rank fails, for want of a file, say, all raise, and say why it did."""
-    failed, made, mine = torch.zeros(world.size), [], None
-    try:
-        made.append(make())
-    except HaloclineError as error:
-        failed[world.rank], mine = 1, error
-    if world.size > 1:
-        failed = world.maximum(failed, tuple(range(world.size)), _LABEL)
-    if failed.any() and world.size > 1:
-        first = int(failed.argmax())
-        why = broadcast_text(world, first, str(mine), _LABEL)
-        if mine is None:
-            raise RankFailure(f"rank {world.rank}: rank {first} has not what it needs to begin: {why}")
-    if mine is not None:
-        raise mine
-    return made[0]
 
 
 def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ..data.loading.pipeline import Batch
 from ..distribute import distribute, lagged_gradients, load_lagged_gradients
 from ..sizes import bytes_from
 from ..world import Label, init, this_world
+from ..world.agreement import agree
 from .callbacks import Callbacks
 from .changes import changed, check_optimizer
 from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
@@ -37,7 +38,7 @@ from .pictures import Examples, memory_used
 from .precision import Precision
 from .settings import Settings
 from .step import training_step
-from .task import augmentations, make_mesh, make_task, together
+from .task import START, augmentations, make_mesh, make_task
 from .trace import STEPS, Tracer, merge
 
 Listener = Callable[[str, dict[str, Any]], None]
@@ -73,7 +74,7 @@ class Trainer:
         world = this_world()
         self._device = device = this_device()
         self._precision = Precision(settings.precision, device)
-        task = together(world, lambda: make_task(settings, self._precision.dtype))
+        task = agree(world, lambda: make_task(settings, self._precision.dtype), START)
         self.mesh, self._cut = make_mesh(settings, task.letters, world.size)
         self._task = task
         check_room(settings, task, self.mesh, self._cut, self._precision)
@@ -83,8 +84,8 @@ class Trainer:
         if task.loss_module is not None:
             self._precision.placed(task.loss_module)
         if settings.weights is not None:
-            together(world, lambda: load_weights(self.model, settings.weights or ""))
-        self._callbacks = together(world, lambda: Callbacks(settings.callbacks))
+            agree(world, lambda: load_weights(self.model, settings.weights or ""), START)
+        self._callbacks = agree(world, lambda: Callbacks(settings.callbacks), START)
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         distribute(self.model, self.mesh, **settings.gradients.arguments(self.optimizer))
         self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)

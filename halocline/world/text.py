@@ -10,9 +10,13 @@ from .events import Label
 _LONGEST = 512  # bytes
 
 
-def broadcast_text(world: World, source: int, text: str, label: Label) -> str:
-    """What rank ``source`` gives as ``text``, on every rank of the world; cut after 512 bytes. Called by all ranks."""
-    line, data = torch.zeros(_LONGEST, dtype=torch.uint8), text.encode()[:_LONGEST]
+def broadcast_text(world: World, source: int, text: str, label: Label, longest: int = _LONGEST) -> str:
+    """What rank ``source`` gives as ``text``, on every rank of the world, cut after ``longest`` bytes.
+
+    All ranks of the world call it, with the same ``longest``.
+    """
+    data = text.encode("utf-8", "backslashreplace")[:longest]
+    line = torch.zeros(longest, dtype=torch.uint8)
     if world.rank == source and data:
         line[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     ranks = (source, *(rank for rank in range(world.size) if rank != source))

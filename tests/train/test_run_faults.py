@@ -21,6 +21,7 @@ from halocline.cli import train as train_command
 from halocline.cli.stopping import Stop
 from halocline.errors import HaloclineError, RankFailure
 from halocline.testing import run_local, shared_pool
+from halocline.train import launch
 from halocline.train.checkpoints import CheckpointError, Checkpoints, Folder, named_tensors
 from halocline.train.config import make_settings
 from halocline.train.guard import Guard, TrainingError
@@ -148,6 +149,17 @@ PLACES = {
 def test_every_launcher_says_which_rank_this_is(case):
     variables, expected = PLACES[case]
     assert rank_info_of(variables) == expected
+
+
+@pytest.mark.parametrize(("case", "rank"), [("mpich", 1), ("open mpi", 2), ("nobody", 0)])
+def test_the_trainer_takes_its_rank_from_mpiexec(case, rank, monkeypatch):
+    """Otherwise every process would write the results of rank 0."""
+    for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_SIZE", "SLURM_", "PMI", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    for name, value in PLACES[case][0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "joined_world", lambda: None)
+    assert (launch.this_rank(), launch.launched()) == (rank, case != "nobody")
 
 
 # ---- corrupt state ----

@@ -245,7 +245,7 @@ def without_data(place, folder):
 
 def test_a_rank_without_the_data_ends_all(place, tmp_path):
     first, second = shared_pool(2).run(without_data, place, tmp_path, deadline=60)
-    assert "nowhere.h5" in second and "rank 1 has not what it needs to begin: " in first and "nowhere.h5" in first
+    assert "nowhere.h5" in second and "rank 1 failed: " in first and "nowhere.h5" in first
 
 
 def test_the_last_step_is_in_the_log_and_the_page_counts_them_all(place, tmp_path):

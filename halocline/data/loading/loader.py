@@ -25,17 +25,18 @@ from ...errors import DataError
 from ...geometry import shape_of
 from ...sizes import bytes_from
 from ...world import Label, Mesh
+from ...world.agreement import extremes
 from ..stores.store import SAMPLES, Store
 from .augment import Augmentation
 from .buffers import Pool
 from .cache import SampleCache
+from .device_copier import DeviceCopier
 from .fields import Field, Fields, as_fields
 from .layout import BatchLayout
 from .order import Order
 from .pipeline import ALONE, Batch, Pipeline
 from .prefetcher import Prefetcher
 from .readers import make_readers
-from .transport import Transport
 
 _log = logging.getLogger("halocline.data")
 _LABEL = Label("description of the data", "hc.data")
@@ -109,14 +110,14 @@ class Loader:
         samples = len(next(iter(self.fields.values())).store)
         self.order = Order(samples, batch, seed, shuffle, drop_last)
         self.layout = BatchLayout(self.fields, mesh, cut, augment, seed, multiple, points)
-        self._transport = None if device is None else Transport(torch.device(device))
+        self._copier = None if device is None else DeviceCopier(torch.device(device))
         self._check_same(mesh, augment, [memory, prefetch, epochs, on_bad_sample])
         self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
         self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
         self._cache = self._make_cache(memory) if memory else None
         self._world = mesh.world.duplicate() if mesh.size > 1 else mesh.world
         self._pipeline = Pipeline(
-            self.layout, self.order, self._pool, self._readers, self._cache, self._world, on_bad_sample, self._transport
+            self.layout, self.order, self._pool, self._readers, self._cache, self._world, on_bad_sample, self._copier
         )
         self._prefetch, self._last = prefetch, None if epochs is None else epochs * self.order.steps
         self._prefetcher: Prefetcher | None = None
@@ -158,9 +159,8 @@ class Loader:
         what = [_description(self.fields), self.order, dict(self.layout.grid.cuts), list(map(_plain, augment)), options]
         text = re.sub(r"\b0x[0-9a-f]+", "", repr(what))  # addresses of objects, which each process has of its own
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        both = torch.tensor([word, -word])
-        most = mesh.world.maximum(both, tuple(range(mesh.size)), _LABEL).tolist()
-        if most[0] != -most[1]:
+        least, most = extremes(mesh.world, torch.tensor([word]), _LABEL)
+        if least != most:
             raise DataError(
                 f"the ranks describe their data differently: rank {mesh.rank} has {_summary(self.fields)}; "
                 "do all see the same files in the same order, with the same arguments?"
@@ -207,9 +207,9 @@ class Loader:
             raise
         self._clock.waited(self._prefetcher.waited)
         self._tick += 1
-        if batch is not None and self._transport is not None:
+        if batch is not None and self._copier is not None:
             for tensor in batch.values():
-                self._transport.received(tensor)
+                self._copier.received(tensor)
         return batch
 
     def _go_to(self, tick: int) -> None:

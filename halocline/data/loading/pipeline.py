@@ -22,12 +22,12 @@ from ..stores.store import Array
 from .agree import agreed
 from .buffers import BufferLease, Memory, Pool
 from .cache import SampleCache
+from .device_copier import DeviceCopier
 from .exchange import SampleExchange
 from .jobs import TileJob, transform
 from .layout import BatchLayout
 from .order import Order, Step
 from .readers import Readers
-from .transport import Transport
 
 _log = logging.getLogger("halocline.data")
 ALONE = 600.0  # seconds that a read may take where no other rank waits
@@ -88,10 +88,10 @@ class Pipeline:
         cache: SampleCache | None,
         world: World,
         policy: str,
-        transport: Transport | None = None,
+        copier: DeviceCopier | None = None,
     ) -> None:
         self._layout, self._order, self._pool, self._readers = layout, order, pool, readers
-        self._cache, self._world, self._policy, self._transport = cache, world, policy, transport
+        self._cache, self._world, self._policy, self._copier = cache, world, policy, copier
         self._me = layout.mesh.coordinates
         self._checked: set[tuple[str, int]] = set()
         self.bad: dict[int, int] = {}  # and at which tick each was found
@@ -262,8 +262,8 @@ class Pipeline:
     def _placed(self, name: str, wide: Tensor, batch: Partition) -> Tensor:
         """What was read, as a tensor of the mesh that knows its rim."""
         each, layout = self._layout.fields[name], self._layout
-        if self._transport is not None:
-            wide = self._transport(wide, each.tensor_dtype)
+        if self._copier is not None:
+            wide = self._copier(wide, each.tensor_dtype)
         wide = wide.to(each.tensor_dtype)
         tile, read = layout.tile(name, self._me), layout.needed(name, self._me)
         own: Box = tuple(i.shift(-all_of.lo) for i, all_of in zip(tile, read, strict=True))

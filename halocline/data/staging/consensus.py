@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...world import Label, World
+from ...world import Label, World, broadcast_text
+from ...world.agreement import gather_rows
 from ...world.launcher import node_info_of
 from .listing import StageError, Tick
 from .watch import Watched
@@ -40,31 +41,19 @@ class Consensus:
         table = self.gathered(torch.tensor(mine, dtype=torch.int64)).numpy()
         failed = np.flatnonzero(table[:, -1])
         if failed.size:
-            self._raise_that_of(self.seats[int(failed[0])], error or "")
+            first = self.seats[int(failed[0])]
+            raise StageError(broadcast_text(self.world, first, error or "", LABEL, _TEXT))
         return table[:, :-1]
 
     def gathered(self, row: Tensor) -> Tensor:
         """Rows of whole numbers from 0, one a seat; the same shape on all ranks."""
-        table = torch.zeros((len(self.seats), *row.shape), dtype=row.dtype)
-        if self.world.rank in self.seats:
-            table[self.seats.index(self.world.rank)] = row
-        return self.world.maximum(table, self.ranks, LABEL)
+        return gather_rows(self.world, row, LABEL, self.seats)
 
-    def _raise_that_of(self, rank: int, error: str) -> None:
-        told = error.encode("utf-8", "backslashreplace")[:_TEXT].ljust(_TEXT, b"\0")
-        heard = self.told(told, rank)
-        raise StageError(heard.rstrip(b"\0").decode("utf-8", "replace"))
-
-    def told(self, message: bytes, rank: int) -> bytes:
-        """That rank's message, on all; as long as each rank's own."""
-        order = (rank, *(other for other in self.ranks if other != rank))
-        sent = torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy())
-        return self.world.broadcast(sent, order, LABEL).numpy().tobytes()
-
-    def tell(self, message: bytes | None, rank: int = 0) -> bytes:
-        """The same, where the others do not know how long it is."""
+    def tell(self, message: bytes | None) -> bytes:
+        """The message of rank 0, on all ranks."""
         length = int(self.gathered(torch.tensor([len(message or b"")])).max())
-        return self.told(message if message is not None else bytes(length), rank)
+        sent = torch.frombuffer(bytearray(message if message is not None else bytes(length)), dtype=torch.uint8)
+        return self.world.broadcast(sent, self.ranks, LABEL).numpy().tobytes()
 
     def together(self, work: Callable[[Tick], T] | None, who: str) -> T | None:
         """Each rank's own work, or none. All go on when the last has done it, and raise if one has failed.

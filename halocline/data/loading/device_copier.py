@@ -8,7 +8,7 @@ from torch import Tensor
 from ...tensor import unwrap
 
 
-class Transport:
+class DeviceCopier:
     """The prefetcher's thread copies and waits for the copy, so that the host's buffer is free afterwards."""
 
     def __init__(self, device: torch.device) -> None:
