@@ -8,12 +8,14 @@ import typer
 
 from .. import __version__
 from .bench import add_benchmarks
+from .calibrate import calibrate
 from .check import check
 from .data import data
 from .demo import demo
 from .doctor import doctor
 from .launch import launch
 from .output import add_command, new_app
+from .plan import plan
 from .predict import predict
 from .report import report
 from .train import train
@@ -24,6 +26,8 @@ add_command(app, check)
 add_command(app, demo)
 add_command(app, train)
 add_command(app, report)
+add_command(app, plan)
+add_command(app, calibrate)
 add_command(app, predict)
 add_command(app, launch)
 add_command(app, doctor)
@@ -62,6 +66,9 @@ def halocline(
 
     - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: does *your* network run cut? Any function that
       returns a torch.nn.Module, called from the folder it is in.
+
+    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: which cut, will it fit, and how
+      long does a step take? Nothing is computed.
 
     - `halocline doctor`: is this machine fit, and can its ranks talk? For each thing amiss, what to do.
 

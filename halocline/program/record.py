@@ -75,19 +75,20 @@ class _OperationEvents(TorchDispatchMode):
                 "take the value outside the recorded step, or give the branch a fixed answer",
             )
         result = function(*args, **(kwargs or {}))
-        if not planning() and not _is_free(function):
-            self._world.emit(_computed(self._world, function, args, result))
+        if not planning() and not is_free(function):
+            self._world.emit(computed(self._world, function, args, result))
         return result
 
 
-def _is_free(function: Any) -> bool:
+def is_free(function: Any) -> bool:
     """Results that alias an argument without writing cost nothing, nor does memory that nobody has written yet."""
     if "empty" in schema_of(function).name:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(function).returns)
 
 
-def _computed(world: World, function: Any, args: Any, result: Any) -> Computed:
+def computed(world: World, function: Any, args: Any, result: Any) -> Computed:
+    """The event of one local operation."""
     inputs = tensors_of(args)
     return Computed(
         next(world.events.numbers),

@@ -1,0 +1,193 @@
+"""A machine as data: devices, links between them, storage. Every constant says where it comes from.
+
+Files are JSON, checked by pydantic. Units stand in the names; unknown keys and implausible values are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import HaloclineError
+
+Source = Literal["measured", "published", "assumed"]
+
+
+class MachineError(HaloclineError, ValueError):
+    """A machine file that cannot be read, or whose values cannot be meant."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Quantity(Strict):
+    """A number with its origin. An assumed one has a range, which predictions carry on."""
+
+    value: float = Field(gt=0)
+    source: Source
+    reference: str = ""
+    low: float | None = Field(default=None, gt=0)
+    high: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _has_range(self) -> Quantity:
+        low, high = self.low or self.value, self.high or self.value
+        if self.source == "assumed" and (self.low is None or self.high is None):
+            raise ValueError("an assumed value needs low and high")
+        if not low <= self.value <= high:
+            raise ValueError(f"low <= value <= high does not hold: {low:g}, {self.value:g}, {high:g}")
+        return self
+
+
+def between(least: float, most: float, hint: str) -> AfterValidator:
+    """Questions a value outside [least, most]: most such values are slips of units."""
+
+    def check(quantity: Quantity) -> Quantity:
+        if not least <= quantity.value <= most:
+            raise ValueError(f"{quantity.value:g} is outside {least:g} to {most:g}: {hint}")
+        return quantity
+
+    return AfterValidator(check)
+
+
+Tflops = Annotated[Quantity, between(1e-4, 1e4, "is it in TFLOP/s?")]
+Gigabytes = Annotated[Quantity, between(0.1, 1e4, "is it in GB?")]
+GigabytesPerSecond = Annotated[Quantity, between(1e-3, 1e5, "is it in GB/s (bytes, not bits)?")]
+Microseconds = Annotated[Quantity, between(1e-2, 1e5, "is it in microseconds?")]
+Share = Annotated[Quantity, between(1e-3, 1.0, "it is a share of the peak, from 0 to 1")]
+Gflop = Annotated[Quantity, between(1e-6, 1e5, "is it in GFLOP?")]
+
+
+class Device(Strict):
+    """One accelerator, or one CPU rank.
+
+    An operation of w GFLOP reaches ``efficiency * w / (w + half_work_gflop)`` of the peak of its dtype: small local
+    shapes never run at the speed of large ones.
+    """
+
+    name: str
+    memory_gb: Gigabytes
+    memory_gb_per_s: GigabytesPerSecond
+    peak_tflops: dict[Literal["float64", "float32", "bfloat16", "float16"], Tflops]
+    efficiency: Share
+    half_work_gflop: Gflop
+    memory_efficiency: Share
+    launch_us: Microseconds
+
+
+class NetworkLevel(Strict):
+    """A level of the network: devices inside one group of ``devices`` reach each other over it.
+
+    ``gb_per_s`` is one direction of one port; ``shared_by`` devices share that port. ``kind`` chooses the latencies of
+    NCCL's own model; a bus between sockets counts as "pci", links between CPU processes are "socket".
+    """
+
+    name: str
+    kind: Literal["nvlink", "pci", "network", "socket"]
+    devices: int | None = Field(gt=1, description="devices that the level joins; null: all there are")
+    gb_per_s: GigabytesPerSecond
+    latency_us: Microseconds
+    shared_by: int = Field(default=1, ge=1)
+
+
+class Storage(Strict):
+    """What a node reads from: its own disk, or its share of the file system."""
+
+    name: str
+    gb_per_s_per_node: GigabytesPerSecond
+
+
+class Machine(Strict):
+    """Nodes of equal devices, joined by levels of links from the innermost outwards."""
+
+    name: str
+    about: str
+    nodes: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1)
+    device: Device
+    links: tuple[NetworkLevel, ...] = Field(min_length=1)
+    storage: Storage
+    collectives: Literal["nccl", "gloo", "halocline"] = "nccl"
+
+    @model_validator(mode="after")
+    def _levels_grow(self) -> Machine:
+        sizes = [link.devices for link in self.links]
+        if sizes[-1] is not None or None in sizes[:-1]:
+            raise ValueError("the last link, and no other, has devices null: it joins all")
+        known = [size for size in sizes if size is not None]
+        if known != sorted(set(known)):
+            raise ValueError(f"links go from the innermost outwards, each joining more devices; got {known}")
+        return self
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def link_between(self, first: int, second: int) -> NetworkLevel:
+        """The innermost level whose group holds both devices; devices are numbered node by node."""
+        for link in self.links:
+            if link.devices is None or first // link.devices == second // link.devices:
+                return link
+        raise AssertionError("the last link joins all")
+
+    def assumed(self) -> Iterator[tuple[str, Quantity]]:
+        """Constants that nobody has measured or published, with their paths."""
+        yield from ((path, quantity) for path, quantity in quantities(self) if quantity.source == "assumed")
+
+
+def quantities(model: BaseModel, path: str = "") -> Iterator[tuple[str, Quantity]]:
+    """Every quantity below ``model`` with its dotted path."""
+    for name, value in model:
+        below = f"{path}.{name}" if path else name
+        if isinstance(value, Quantity):
+            yield below, value
+        elif isinstance(value, BaseModel):
+            yield from quantities(value, below)
+        elif isinstance(value, dict):
+            yield from ((f"{below}.{key}", each) for key, each in value.items())
+        elif isinstance(value, tuple):
+            for number, each in enumerate(value):
+                yield from quantities(each, f"{below}.{number}")
+
+
+def shipped() -> list[str]:
+    """Names of the machines that come with the package."""
+    folder = resources.files(__package__) / "machines"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_machine(name: str) -> Machine:
+    """A shipped machine by its name, or one from a file."""
+    path = Path(name)
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise MachineError(
+                f"machine {name}: there is no such file; `halocline calibrate` writes one for this machine"
+            )
+        text, origin = path.read_text("utf-8"), str(path)
+    elif name in shipped():
+        text, origin = (resources.files(__package__) / "machines" / f"{name}.json").read_text("utf-8"), name
+    else:
+        raise MachineError(f"no machine {name!r}; it is {', '.join(shipped())}, or a file such as here.json")
+    try:
+        return Machine.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise MachineError(f"machine {origin}: not JSON: {error}") from None
+    except ValidationError as error:
+        raise MachineError(f"machine {origin}: {explain_validation(error)}") from None
+
+
+def explain_validation(error: ValidationError) -> str:
+    """One line for each mistake: the key, what is wrong with it, and what was given."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        reason = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{key or 'file'}: {reason}")
+    return "; ".join(lines)

@@ -1,0 +1,195 @@
+"""Plans: what is compared, what is taken and why, and what is said where nothing can be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from halocline.cli.app import app
+from halocline.errors import Refused
+from halocline.plan import search as search_module
+from halocline.plan.cost import Prices, key_of
+from halocline.plan.machine import Machine, load_machine
+from halocline.plan.recording import Subject, middle_rank, record_step
+from halocline.plan.replay import replay
+from halocline.plan.search import NoPlan, chosen, factorizations, meshes, price, search
+from halocline.world.events import Begun, Computed, Label, Summed, Waited
+
+SIDE = 24
+
+
+class SmallUNet(nn.Module):
+    """Two levels and a skip connection."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Conv3d(1, width, 3, padding=1)
+        self.down = nn.Conv3d(width, 2 * width, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm3d(2 * width)
+        self.up = nn.ConvTranspose3d(2 * width, width, 2, stride=2)
+        self.leave = nn.Conv3d(2 * width, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = self.enter(x).relu()
+        coarse = self.norm(self.down(fine)).relu()
+        return self.leave(torch.cat([fine, self.up(coarse)], 1))
+
+
+def subject(**changes: object) -> Subject:
+    told = {"make_model": SmallUNet, "loss": lambda y: y.square().mean(), "shapes": ((1, 1, SIDE, SIDE, SIDE),)}
+    return Subject(**{**told, **changes})
+
+
+def test_every_factorization_once() -> None:
+    found = [tuple(sizes.values()) for sizes in factorizations(12, ["a", "b", "c"])]
+    assert len(found) == len(set(found)) == 18
+    assert all(a * b * c == 12 for a, b, c in found)
+
+
+def test_the_middle_rank_has_most_neighbours() -> None:
+    sizes = {"data": 1, "depth": 3, "height": 3, "width": 1}
+    middle, corner = (record_step(subject(), sizes, 1, rank).record for rank in (middle_rank(sizes), 0))
+    assert middle.messages > corner.messages and middle.rank == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machine", ["summit", "eos"])
+@pytest.mark.parametrize("batch", [None, 4])
+def test_thinned_candidates_hold_the_best(machine: str, batch: int | None) -> None:
+    """The search's answer is within 1 % of the best of all meshes, each recorded and replayed."""
+    described = load_machine(machine)
+    best = search(subject(), described, 8, batch)[0]
+    volume = subject().volume
+    everything = [
+        price(subject(), described, sizes, batch, Prices(described.device))
+        for sizes in factorizations(8, ["data", *volume])
+        if batch is None or batch % sizes["data"] == 0
+    ]
+    assert len(everything) > len(meshes(subject(), 8, batch))
+    assert best.seconds_per_sample <= 1.01 * min(each.seconds_per_sample for each in everything)
+
+
+def test_plain_data_parallel_stays_unless_clearly_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = load_machine("summit")
+    candidates = search(subject(), machine, 4)
+    assert str(chosen(candidates, machine)) == "data=4"
+    monkeypatch.setattr(search_module, "MARGIN", -10.0)
+    assert chosen(candidates, machine) is candidates[0]
+
+
+def lean(machine: Machine, gigabytes: float) -> Machine:
+    memory = machine.device.memory_gb.model_copy(update={"value": gigabytes})
+    return machine.model_copy(update={"device": machine.device.model_copy(update={"memory_gb": memory})})
+
+
+def test_memory_is_a_hard_limit() -> None:
+    machine = load_machine("summit")
+    plain, *others = sorted(search(subject(), machine, 8), key=lambda each: -each.recorded.memory)
+    between = (plain.recorded.memory + others[-1].recorded.memory) / 2e9
+    cut = chosen(search(subject(), lean(machine, between), 8), machine)
+    assert cut.fits and cut.recorded.memory < plain.recorded.memory
+    with pytest.raises(NoPlan, match=r"the leanest, .*, needs 0\.0 GB a device, .* has 1e-05; use more devices"):
+        chosen(search(subject(), lean(machine, 1e-5), 8), lean(machine, 1e-5))
+
+
+def test_more_ranks_than_voxels() -> None:
+    tiny = subject(shapes=((1, 1, 2, 2, 2),))
+    with pytest.raises(NoPlan, match=r"2 x 2 x 2 voxels .* over 8 devices at most, and the data axis must divide"):
+        meshes(tiny, 27, 1)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv3d(1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.mean() > 0 else -self.layer(x)
+
+
+def test_a_model_that_cannot_be_recorded_is_named() -> None:
+    with pytest.raises(Refused, match="it needs a value, and a dry run has shapes only"):
+        record_step(subject(make_model=Branches), {"data": 1, "depth": 2, "height": 1, "width": 1}, 1)
+
+
+# ---- replay ----
+
+
+def computed(number: int, gigabytes: float) -> Computed:
+    return Computed(number, 0, 0.0, "relu", "", "forward", ((1,),), torch.float32, 0.0, int(gigabytes * 1e9))
+
+
+def test_communication_hides_behind_computation() -> None:
+    machine = load_machine("summit")
+    prices = Prices(machine.device)
+    second = prices.seconds(computed(0, 900))
+    halo = Begun(1, 0, 0.0, Label("conv3d", ""), ((1, 10**9),), (), torch.float32)
+    wait = Waited(2, 0, 0.0, halo.label, 1, 0.0)
+    travel = 9e-6 + 1 / 50
+
+    def ranks(event: Summed) -> range:
+        return range(2)
+
+    exposed = replay([halo, wait, computed(3, 900)], 0, machine, prices, ranks)
+    hidden = replay([halo, computed(3, 900), wait], 0, machine, prices, ranks)
+    assert exposed.seconds == pytest.approx(second + travel) and exposed.exposed["halo"] == pytest.approx(travel)
+    assert hidden.seconds == pytest.approx(second) and hidden.exposed["halo"] == 0
+    left = replay([halo], 0, machine, prices, ranks)
+    assert left.seconds == pytest.approx(travel), "what nobody waits for still ends the step"
+
+
+# ---- the command ----
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output
+
+
+SMALL = ["unet3d", "--shape", "1,1,16,16,16", "--gpus", "2", "--machine", "perlmutter"]
+
+
+def test_the_command_explains_its_choice(tmp_path: Path) -> None:
+    status, shown = run(*SMALL, "--why-not", "depth=2", "--out", str(tmp_path / "plan.json"))
+    assert status == 0 and "Take data=2." in shown and "depth=2 takes" in shown
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["plan"]["mesh"] == {"data": 2, "depth": 1, "height": 1, "width": 1}
+    assert written["assumed"]["device.efficiency"][0] < 0.6 < written["assumed"]["device.efficiency"][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--machine", "sumit"], "no machine 'sumit'"),
+        (["--gpus", "100000"], "perlmutter has 7,168 devices"),
+        (["--shape", "1,1,16,16,16"], "unet3d takes one input of 5 dims"),
+        (["--dtype", "float8"], "no dtype 'float8'"),
+        (["--why-not", "time=2"], "no axis 'time'"),
+        (["--why-not", "depth=3"], "does not divide 2 devices"),
+    ],
+)
+def test_nonsense_is_one_clear_line(arguments: list[str], said: str) -> None:
+    status, shown = run(*SMALL, *arguments)
+    assert status == 2 and said in shown
+
+
+def test_a_sample_is_a_batch_of_one() -> None:
+    status, shown = run("unet3d", "--shape", "2,1,16,16,16")
+    assert status == 2 and "the shape of one sample begins with 1" in shown
+
+
+@pytest.mark.long
+def test_operations_are_timed_at_their_own_shapes(tmp_path: Path) -> None:
+    out = tmp_path / "here.json"
+    assert CliRunner().invoke(app, ["calibrate", "--out", str(out)]).exit_code == 0
+    assert load_machine(str(out)).device.peak_tflops["float32"].source == "measured"
+    machine = load_machine(str(out))
+    prices, sizes = Prices(machine.device), {"data": 1, "depth": 2, "height": 1, "width": 1}
+    candidate = price(subject(), machine, sizes, None, prices, torch.device("cpu"))
+    keys = {key_of(event) for event in candidate.recorded.record.operations}
+    assert keys <= set(prices.measured) and all(seconds > 0 for seconds in prices.measured.values())
