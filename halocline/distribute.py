@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch_private import BatchNormBase, running_modules, transforming
+from ._torch_private import BatchNormBase, all_parameters, running_modules, transforming
 from .errors import MeshError, Refused
 from .kernels import SizeWatch
 from .own_collectives import watch_collectives
@@ -266,7 +266,7 @@ class _NewParameters:
             return
         # Whoever was put round the model after us averages too, and looks at gradients while backward runs.
         engine.patient |= any(isinstance(m, nn.parallel.DistributedDataParallel) for m in running_modules())
-        if all(getattr(p, AVERAGED, False) or not p.requires_grad for p in module.parameters()):
+        if all(getattr(p, AVERAGED, False) or not p.requires_grad for p in all_parameters(module)):
             return
         if any(type(part).__name__.startswith("FSDP") for part in module.modules()):
             return  # FSDP2 puts others in their place for the time of a forward

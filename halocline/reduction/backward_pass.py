@@ -77,11 +77,8 @@ class BackwardPass:
             return
         bucket, parameter = plan.buckets[number], self.engine.parameters[index]
         gradient = parameter.grad
-        at_once = not self._copies_later or is_shared(gradient)
-        in_place = bucket.put(index, gradient)
-        if at_once:
-            bucket.fill(self._share)
-        if not in_place:
+        later = self._copies_later and not is_shared(gradient)
+        if not bucket.put(index, gradient, None if later else self._share):
             parameter.grad = bucket.gradient(index)
         if bucket.missing:
             return

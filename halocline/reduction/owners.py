@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch_private import own_parameters
+from .._torch_private import all_parameters
 from ..errors import MeshError
 from ..world import AVERAGED
 
@@ -86,9 +86,7 @@ def _check_ranks(owner: str, theirs: int, ranks: int) -> None:
 
 def refuse_unaveraged(model: nn.Module | None) -> None:
     """A gradient that nobody averages is one that the ranks would not share."""
-    modules = () if model is None else model.modules()
-    own = (parameter for module in modules for parameter in own_parameters(module))
-    if model is None or all(getattr(parameter, AVERAGED, False) or parameter.grad is None for parameter in own):
+    if model is None or all(getattr(p, AVERAGED, False) or p.grad is None for p in all_parameters(model)):
         return
     names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]
     raise MeshError(

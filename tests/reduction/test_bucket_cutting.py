@@ -96,7 +96,7 @@ def test_a_group_knows_its_gradients_when_their_memory_has_moved() -> None:
     leaf = torch.zeros(4, requires_grad=True)
     bucket = Bucket([0], [leaf])
     bucket.begin([leaf])
-    leaf.grad = bucket.given(0)
+    leaf.grad = bucket.gradient(0)
     leaf.grad.fill_(8.0)
     leaf.grad.share_memory_()
     assert bucket.put(0, leaf.grad)

@@ -94,27 +94,29 @@ class Bucket:
             return torch.view_as_complex(flat).as_strided(shape, self._strides[place])
         return memory[start : start + prod(shape)].as_strided(shape, self._strides[place], start)
 
-    def put(self, index: int, gradient: Tensor | None, came: bool = True) -> bool:
-        """This rank's part of a parameter's mean; without a gradient, nothing. Was it in its place already?"""
-        held = self.holds(index, gradient)
-        self._unfilled.append((self._place[index], gradient, held))
+    def put(self, index: int, gradient: Tensor | None, share: float | None = None, came: bool = True) -> bool:
+        """Take in this rank's gradient of a parameter, or nothing. Did it lie in its place already?
+
+        With ``share`` it is written now, as that part of the mean, where autograd does not record; else by
+        :meth:`fill`.
+        """
+        in_place = self.holds(index, gradient)
+        if share is None:
+            self._unfilled.append((self._place[index], gradient, in_place))
+        else:
+            _write(self.views[self._place[index]], gradient, in_place, share)
         self.missing.discard(index)
         if came:
             self._came.add(index)
-        return held
+        return in_place
 
     def fill(self, share: float) -> None:
-        """What was put in is there now, as a share of the mean."""
-        with torch.no_grad():
-            for place, gradient, held in self._unfilled:
-                view = self.views[place]
-                if gradient is None:
-                    view.zero_()
-                elif held:
-                    view.mul_(share)
-                else:
-                    torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, share, out=view)
-        self._unfilled = []
+        """Write what was put in, as a share of the mean."""
+        if self._unfilled:
+            with torch.no_grad():
+                for place, gradient, in_place in self._unfilled:
+                    _write(self.views[place], gradient, in_place, share)
+            self._unfilled = []
 
     def take_back(self, share: float, parameters: Sequence[Tensor]) -> None:
         """What was put in as it was before, since it is not going to be summed."""
@@ -156,6 +158,15 @@ class Bucket:
             and (real_dtype(parameters[index]), parameters[index].device) == mine
             for index, shape, pair in zip(self.indices, self.shapes, self._complex, strict=True)
         )
+
+
+def _write(view: Tensor, gradient: Tensor | None, in_place: bool, share: float) -> None:
+    if gradient is None:
+        view.zero_()
+    elif in_place:
+        view.mul_(share)
+    else:
+        torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, share, out=view)
 
 
 def is_shared(gradient: Tensor | None) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 _CLOSE = 1.02  # what a message costs is known no better
 _MESSAGES, _FEWEST = 16, 4  # of moderate size, where the wire is busy all the time and where it hardly is
-_LEAST = 1 << 21  # bytes
+_LEAST = 3 << 20  # bytes
 _SMALL = 1 << 18  # bytes of the smallest message, where each is needed at a time of its own
 _OF_WHAT_IS_LEFT = 2 / 3
 
@@ -112,11 +112,11 @@ def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int]
 
 
 def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> list[list[int]]:
-    """Cuts into messages of several sizes, the larger first: small ones cost more, and keep none waiting for long that
-    is needed soon. Those that come last are needed first: of them, smaller messages still."""
+    """Cuts into messages of several sizes, the larger first: small ones cost more, and keep no message waiting for long
+    that is needed soon. The last to come are needed first, so that some cuts taper off towards them."""
     total = sum(sizes)
     caps = [max(_SMALL, total / count) for count in (6, 12, 24, 48, 96)]
-    even = [best_cut(ready, sizes, link, cap) for cap in caps]
+    even = [fewest_cut(ready, sizes, link, math.inf, cap) for cap in caps]
     return even + [_tapered(sizes, cap) for cap in caps]
 
 

@@ -180,7 +180,7 @@ def _cut(kind: list[int], facts: GradientFacts, parameters: Sequence[Tensor], go
     facts = replace(facts, link=LinkCost(_HANDLING[goal], facts.link.per_byte))
     cuts = [runs(cut) for cut in finer_cuts(ready, sizes, facts.link)]
     lates = [late(cut) for cut in cuts]
-    allowed = min(lates) + _CLOSE * max(facts.needed)
+    allowed = max(0.0, min(lates)) + _CLOSE * max(facts.needed)
     return min((cut for cut, each in zip(cuts, lates, strict=True) if each <= allowed), key=len)
 
 
