@@ -43,6 +43,7 @@ check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/python tools/lint.py
 	$(BIN)/python tools/support.py --check
 	$(BIN)/python tools/settings.py --check
+	$(BIN)/python tools/pictures.py --check
 
 bench-quality: .venv/.stamp ## Train the segmentation workloads, and see that they learn (minutes)
 	@$(BIN)/halocline bench quality
