@@ -179,9 +179,9 @@ def _cut(kind: list[int], facts: GradientFacts, parameters: Sequence[Tensor], go
 
     facts = replace(facts, link=LinkCost(_HANDLING[goal], facts.link.per_byte))
     cuts = [runs(cut) for cut in finer_cuts(ready, sizes, facts.link)]
-    lates = [late(cut) for cut in cuts]
-    allowed = max(0.0, min(lates)) + _CLOSE * max(facts.needed)
-    return min((cut for cut, each in zip(cuts, lates, strict=True) if each <= allowed), key=len)
+    lateness = [late(cut) for cut in cuts]
+    allowed = max(0.0, min(lateness)) + _CLOSE * max(facts.needed)
+    return min((cut for cut, each in zip(cuts, lateness, strict=True) if each <= allowed), key=len)
 
 
 def _order(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:
