@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import random
 from ._torch_private import run_eagerly
+from .choices import Choices
 from .distribute import average_gradients, distribute, flush, lagged_gradients, load_lagged_gradients, no_sync
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
@@ -60,6 +61,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "WHOLE",
+    "Choices",
     "HaloclineError",
     "Link",
     "Mesh",

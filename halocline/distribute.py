@@ -329,9 +329,9 @@ def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
 
 
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank must bring the same parameter and buffer names, shapes and dtypes."""
+    """Every rank must bring the same parameter and buffer names, shapes and dtypes, and the same choices."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    text = "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)
+    text = "\n".join([repr(mesh.choices), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)])
     # On the CPU by name: the user may have set another default device.
     mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device="cpu")
     everyone, label = tuple(range(mesh.size)), Label("model check", "distribute")
@@ -339,7 +339,8 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
     if mesh.world.maximum(differs, everyone, label).item():
         raise MeshError(
             f"rank {mesh.rank}: the ranks bring different {type(model).__name__}s "
-            f"(this one has {len(named)} parameters and buffers); build the same model on every rank"
+            f"(this one has {len(named)} parameters and buffers, and {mesh.choices}); build the same model on every "
+            "rank, on a mesh with the same choices"
         )
 
 

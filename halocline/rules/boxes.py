@@ -23,9 +23,6 @@ from .double_backward import Autocast, differentiated
 from .halo_exchange import HaloExchange
 from .recipe import Read, Recipe, Slot, Work
 
-#: Elements of a tile below which the halo is glued on: several calls then cost more than the copy.
-SMALL = 1 << 15
-
 
 @dataclass(frozen=True)
 class BoxPart:
@@ -51,12 +48,14 @@ class Boxes:
         return self.rim.used(tile)[slices(within)]
 
 
-def plan_boxes(recipe: Recipe, work: Work, fetch: Fetch | None, cuts: Mapping[int, Cut], bind: Any) -> Boxes | None:
+def plan_boxes(
+    recipe: Recipe, work: Work, fetch: Fetch | None, cuts: Mapping[int, Cut], bind: Any, least: int
+) -> Boxes | None:
     """For an operation on one operand and with one result whose dims are those of the space."""
     if not recipe.box_local or fetch is None or not fetch.communicates or not fetch.beside:
         return None
     read = recipe.reads[0]
-    if read.operand.numel() < SMALL * fetch.mesh.count(fetch.axes) or not _roomy(read, fetch, cuts):
+    if read.operand.numel() < least * fetch.mesh.count(fetch.axes) or not _roomy(read, fetch, cuts):
         return None
     rim, slots = HaloExchange.of(fetch), work.slots[read.operand.index]
     first = [slot.needs[0].lo for slot in slots]

@@ -82,12 +82,9 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     if kwargs:
         picture += [(name, _key(value, tensors, by_value)) for name, value in kwargs.items()]
     key = (function, describe, *picture, forced()) if forcing else (function, describe, *picture)
-    try:
-        plan = _plans.get(key)
-    except TypeError:  # an argument that cannot be hashed: plan anew
-        plan, key = None, None  # type: ignore[assignment]
-    if plan is None:
-        plan = _new_plan(function, describe, args, kwargs, tensors, key)
+    plan = _planned(function, describe, args, kwargs, tensors, key)
+    if plan.by_place:
+        plan = _planned(function, describe, args, kwargs, tensors, (*key, here()))
     if plan.steady:
         tiles = simple_tiles(tensors)
         if tiles is not None:
@@ -97,13 +94,18 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     return _run(plan, function, tensors, args, kwargs)
 
 
-def _new_plan(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> CallPlan:
-    with planned():
-        plan = make_plan(function, describe, args, kwargs, tensors)
-    if key is not None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> CallPlan:
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an argument that cannot be hashed: plan anew
+        plan, key = None, None
+    if plan is None:
+        with planned():
+            plan = make_plan(function, describe, args, kwargs, tensors)
+        if key is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
     return plan
 
 
@@ -232,7 +234,8 @@ def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], 
 
 
 def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
-    return reduce_statistics(local, plan.route(plan.reduce_axes, label), plan.route(plan.track_axes, label))
+    routes = plan.route(plan.reduce_axes, label), plan.route(plan.track_axes, label)
+    return reduce_statistics(local, *routes, plan.choices.one_sum_ranks)
 
 
 def _compute(

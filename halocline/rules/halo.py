@@ -23,8 +23,6 @@ from .double_backward import Autocast, differentiated, in_autocast_dtype
 from .halo_exchange import HaloExchange
 from .recipe import LinearPart, Recipe, Work
 
-#: Elements of a tile below which the halo is glued on: a second call then costs more than the copy.
-SMALL = 1 << 15
 _NARROW = (torch.half, torch.bfloat16)
 
 
@@ -39,12 +37,14 @@ class Halo:
     glued: Callable[..., Tensor]  # the operation on tile and halo in one piece
 
 
-def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, glued: Any) -> Halo | None:
-    """None where nothing comes from others, where some rank needs nothing of its own, and where tiles are small."""
+def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, glued: Any, least: int) -> Halo | None:
+    """None where nothing comes from others, where some rank needs nothing of its own, and where tiles are small: of
+    fewer than ``least`` elements.
+    """
     if recipe.linear_part is None or fetch is None or not fetch.communicates or fetch.fill or not fetch.beside:
         return None
     operand, parts = recipe.reads[0].operand, prod(len(dim.owned) for dim in fetch.dims)
-    if operand.numel() < SMALL * parts or operand.dtype.is_complex:  # torch has no backward of its own for complex
+    if operand.numel() < least * parts or operand.dtype.is_complex:  # torch has no backward of its own for complex
         return None
     need = [slot.needs[0].lo for slot in work.slots[operand.index]]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..choices import Choices
 from ..errors import MeshError
 from ..geometry import DimMove, Interval, Partition, whole
 from ..sizes import size_text
@@ -19,13 +20,12 @@ from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
 from .idle import IdleWork, idle_work
 from .recipe import Local, Operand, Read, Recipe, RingSteps, Slot, Work
-from .remedy import choose_round, cost, forced, lost_axes, put_back, ring_axis, shuffled
+from .remedy import choices_here, choose_round, cost, lost_axes, put_back, ring_axis, shuffled
 from .ring import Ring
 from .table import name_of, refuse
 
 _log = logging.getLogger("halocline")
 _WORTH_SAYING = 1 << 20  # bytes of a whole operand that are worth a line in the log
-WORTH_CUTTING = 1 << 15  # elements of a plain target; a smaller one is cheap to keep whole, and its values stay at hand
 
 
 def substitute(value: Any, replacements: Iterator[Any]) -> Any:
@@ -46,6 +46,7 @@ class CallPlan:
 
     name: str
     mesh: Mesh
+    choices: Choices
     recipe: Recipe
     fetches: tuple[Fetch | None, ...]
     work: Work
@@ -60,6 +61,11 @@ class CallPlan:
     fitting: Sharding | None  # of a large plain target of in-place work: how it would lie if it were cut as the rest is
     _idle_work: tuple[IdleWork | None] | None = None
     answers: dict[Any, Any] = field(default_factory=dict)  # of torch about aliasing, by the operand's strides
+
+    @cached_property
+    def by_place(self) -> bool:
+        """Has the mesh choices for parts of a model, so that a plan holds for one place only?"""
+        return bool(self.mesh.choices.at)
 
     @cached_property
     def call(self) -> Callable[..., Any]:
@@ -156,7 +162,8 @@ def make_plan(
     described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
     recipe: Recipe = describe(*described[0], **described[1])
     shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
-    way = _choose(mesh, recipe, shardings)
+    choices = choices_here(mesh)
+    way = _choose(mesh, recipe, shardings, choices)
     cuts, fetches = way.cuts, way.fetches
     _check_inplace(function, recipe, fetches)
     _say_if_whole_and_large(function, mesh, tensors, fetches)
@@ -165,6 +172,7 @@ def make_plan(
     return CallPlan(
         name=name_of(function),
         mesh=mesh,
+        choices=choices,
         recipe=recipe,
         fetches=tuple(fetches),
         work=work,
@@ -174,17 +182,21 @@ def make_plan(
         reduce_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in (recipe.reduces or ())),
         track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
-        overlapped=_ring(mesh, recipe, work, way) if way.in_ring else _halo(mesh, recipe, work, fetches, cuts),
+        overlapped=_ring(mesh, recipe, work, way)
+        if way.in_ring
+        else _halo(mesh, recipe, work, way, choices.halo_beside),
         places=_places(args, len(tensors)),
-        fitting=_fitting(mesh, recipe, tensors, shardings),
+        fitting=_fitting(mesh, recipe, tensors, shardings, choices),
     )
 
 
-def _fitting(mesh: Mesh, recipe: Recipe, tensors: list[Tensor], shardings: list[Sharding]) -> Sharding | None:
+def _fitting(
+    mesh: Mesh, recipe: Recipe, tensors: list[Tensor], shardings: list[Sharding], choices: Choices
+) -> Sharding | None:
     if not recipe.inplace or isinstance(tensors[0], ShardedTensor):
         return None
     largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
-    if tensors[0].numel() < max(largest, WORTH_CUTTING):
+    if tensors[0].numel() < max(largest, choices.cut_target):
         return None
     (output,), cuts = recipe.outputs, _assign(mesh, replace(recipe, inplace=False), shardings)
     found = _out_sharding(mesh, output.shape, output.dims, cuts)
@@ -209,27 +221,33 @@ class SpaceCut:
         return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
 
 
-def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> SpaceCut:
+def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: Choices) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
     gather = SpaceCut(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
     if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
-        return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis)
+        return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis, choices)
     if recipe.keeps_cut:
         gather.goals = (shardings[recipe.reads[0].operand.index],)
     lost = lost_axes(recipe, shardings, gather.cuts)
-    if not lost or recipe.inplace or forced() == "gather":
+    if not lost or recipe.inplace or choices.remedy == "gather":
         return gather
     shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
     goals = zip(recipe.outputs, shuffle.results, strict=True)
     shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
-    return shuffle if forced() == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
+    return shuffle if choices.remedy == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
 
 
 def _choose_round(
-    mesh: Mesh, recipe: Recipe, steps: RingSteps, shardings: list[Sharding], gather: SpaceCut, axis: str
+    mesh: Mesh,
+    recipe: Recipe,
+    steps: RingSteps,
+    shardings: list[Sharding],
+    gather: SpaceCut,
+    axis: str,
+    choices: Choices,
 ) -> SpaceCut:
     """Between a gather, a shuffle to the dim ``instead``, and a ring, for operands that one axis cuts."""
-    name = choose_round(mesh, recipe, gather.cuts, axis)
+    name = choose_round(mesh, recipe, gather.cuts, axis, choices)
     if name == "shuffle":
         own = gather.cuts[steps.along]
         cuts = {dim: cut for dim, cut in gather.cuts.items() if dim != steps.along}
@@ -241,6 +259,10 @@ def _choose_round(
         return shuffle
     gather.in_ring = name == "ring"
     return gather
+
+
+def _overlapped(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut, choices: Choices) -> Halo | Boxes | Ring | None:
+    return _ring(mesh, recipe, work, way) if way.in_ring else _halo(mesh, recipe, work, way, choices.halo_beside)
 
 
 def _ring(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut) -> Ring:
@@ -261,13 +283,12 @@ def _ring(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut) -> Ring:
     )
 
 
-def _halo(
-    mesh: Mesh, recipe: Recipe, work: Work, fetches: list[Fetch | None], cuts: dict[int, Cut]
-) -> Halo | Boxes | None:
-    """Only the first operand moves; the others are whole, and used as they are."""
-    first, *others = (fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
+def _halo(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut, least: int) -> Halo | Boxes | None:
+    """Only the first operand moves; the others are whole, and used as they are. ``least``: elements of a tile."""
+    cuts = way.cuts
+    first, *others = (way.fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
     if recipe.box_local and not others:
-        return plan_boxes(recipe, work, first, cuts, partial(bound, recipe))
+        return plan_boxes(recipe, work, first, cuts, partial(bound, recipe), least)
     if recipe.linear_part is None:
         return None
     factor = float(mesh.count(cut.axis for cut in cuts.values()))
@@ -275,7 +296,7 @@ def _halo(
         return None
     if 0 in recipe.space or any(piece.empty for cut in cuts.values() for piece in cut.partition.pieces()):
         return None
-    return plan_halo(recipe, work, first, factor, bound(recipe, work))
+    return plan_halo(recipe, work, first, factor, bound(recipe, work), least)
 
 
 def bound(recipe: Recipe, work: Work) -> Callable[..., Any]:

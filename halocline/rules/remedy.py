@@ -10,15 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 
-from ..errors import MeshError
+from ..choices import Choices
 from ..geometry import Partition, plan_transfer
-from ..tensor import Cut, Fetch, Sharding, recut
+from ..tensor import Cut, Fetch, Sharding, here, recut
 from ..world import Mesh
 from .recipe import Output, Recipe
 
-NAMES = ("gather", "shuffle", "ring")
 _now = threading.local()
 forcing: list[str] = []  # empty while no thread forces anything: the quick question
 
@@ -28,14 +28,19 @@ def forced() -> str | None:
     return getattr(_now, "name", None)
 
 
+def choices_here(mesh: Mesh) -> Choices:
+    """Those of the mesh for the module that runs, with the remedy asked for in this thread."""
+    choices = mesh.choices.inside(here()) if mesh.choices.at else mesh.choices
+    return replace(choices, remedy=forced()) if forced() else choices
+
+
 @contextmanager
 def remedy(name: str) -> Iterator[None]:
     """Inside, operations that need a cut dim whole go this way where they can: "gather", "shuffle" or "ring".
 
     "ring" is for attention over cut tokens, where keys and values go round; elsewhere it leaves the choice as it is.
     """
-    if name not in NAMES:
-        raise MeshError(f"no remedy {name!r}; it is {', '.join(NAMES)}")
+    Choices(remedy=name)  # or says that there is none of that name
     before, _now.name = forced(), name
     forcing.append(name)
     try:
@@ -73,9 +78,6 @@ def shuffled(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], lost: dict[str, t
     return found
 
 
-_WORTH_A_RING = 1 << 20  # elements of what travels from which their memory counts more than a message a rank
-
-
 def ring_axis(
     recipe: Recipe, shardings: Sequence[Sharding], cuts: dict[int, Cut], fetches: Sequence[Fetch | None]
 ) -> str | None:
@@ -95,19 +97,18 @@ def ring_axis(
     return axis
 
 
-def choose_round(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], axis: str) -> str:
+def choose_round(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], axis: str, choices: Choices) -> str:
     """A shuffle where each rank gets as many of the dim ``instead``, else a ring for much, else a gather."""
     steps = recipe.ring
     assert steps is not None
     ranks, others = mesh.sizes[axis], recipe.space[steps.instead]
     can = {"gather": True, "ring": True, "shuffle": steps.instead not in cuts and others >= ranks}
-    asked = forced()
-    if asked is not None and can[asked]:
-        return asked
+    if choices.remedy is not None and can[choices.remedy]:
+        return choices.remedy
     if can["shuffle"] and others % ranks == 0:
         return "shuffle"
     travelling = sum(read.operand.numel() for read in recipe.reads[steps.resident :])
-    return "ring" if travelling >= _WORTH_A_RING else "gather"
+    return "ring" if travelling >= choices.ring_from else "gather"
 
 
 def _in_all(outputs: Sequence[Output], dim: int) -> bool:

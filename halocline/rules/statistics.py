@@ -16,17 +16,15 @@ from ..world import MovementFunction, Route, Sum, scaled
 from .double_backward import Autocast, differentiated
 from .recipe import Moments, Reduced, Reduction, merged
 
-_FEW = 8  # ranks whose rows make one short message
-
 
 def _total(values: Tensor, route: Route | None) -> Tensor:
     return values if route is None else route.world.sum(values, route.ranks, route.label)
 
 
-def _of_all_ranks(own: Moments, route: Route) -> Moments:
+def _of_all_ranks(own: Moments, route: Route, few: int) -> Moments:
     """Among few ranks one sum brings each rank's own in a row of its own; else a second sum is smaller."""
     ranks = len(route.ranks)
-    if ranks <= _FEW:
+    if ranks <= few:
         rows = own.mean.new_zeros(ranks, 3, *own.mean.shape)
         rows[route.ranks.index(route.world.rank)] = torch.stack(own)
         rows = _total(rows, route)
@@ -57,10 +55,11 @@ class ReduceStatistics(MovementFunction):
         tracking: Any,
         route: Route | None,
         tracking_route: Route | None,
+        few: int,
         *operands: Tensor | None,
     ):
         own = work.moments(*operands)
-        mean, spread = (own if route is None else _of_all_ranks(own, route))[1:]
+        mean, spread = (own if route is None else _of_all_ranks(own, route, few))[1:]
         variance = spread / work.count
         # Here, because a checkpoint may end its recomputation as soon as the tensors are saved, and torch's own kernel
         # has updated running statistics by then.
@@ -73,17 +72,27 @@ class ReduceStatistics(MovementFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         *operands, mean, variance = ctx.saved_tensors
-        work, route, needed = ctx.work, ctx.route, ctx.needs_input_grad[4:]
+        work, route, needed = ctx.work, ctx.route, ctx.needs_input_grad[5:]
         if torch.is_grad_enabled():
             composed = partial(work.composed, partial(_whole_to_cut, route=route))
             gradients = differentiated(composed, operands, needed, gradient, Autocast.now(gradient.device).off)
         else:
             sums, rest = work.slopes(gradient, mean, variance, *operands)
             gradients = work.gradients(_total(sums, route) / work.count, rest, mean, variance, *operands)
-        return None, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True))
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)),
+        )
 
 
-def reduce_statistics(local: Reduced, route: Route | None, tracking_route: Route | None) -> Tensor:
-    """Carry out what a family returned from ``local``. Waits for the ranks of ``route``, in both directions."""
-    result: Tensor = ReduceStatistics.apply(local.work, local.tracking, route, tracking_route, *local.operands)
+def reduce_statistics(local: Reduced, route: Route | None, tracking_route: Route | None, few: int) -> Tensor:
+    """Carry out what a family returned from ``local``. Waits for the ranks of ``route``, in both directions.
+
+    Up to ``few`` ranks combine moments in one sum.
+    """
+    result: Tensor = ReduceStatistics.apply(local.work, local.tracking, route, tracking_route, few, *local.operands)
     return result

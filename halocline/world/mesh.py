@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 
+from ..choices import Choices
 from ..errors import MeshError
 from .base import World
 from .dry import DryWorld
@@ -14,6 +15,7 @@ from .joining import check_transport, connect
 from .local import current_local_world
 
 _process_world: list[JoinedWorld] = []
+DEFAULT_CHOICES = Choices()
 
 
 def init(deadline: float | None = None, transport: str | None = None) -> None:
@@ -53,19 +55,22 @@ def this_world() -> World:
 class Mesh:
     """Named axes whose sizes multiply to the number of ranks; one size may be -1.
 
-    ``Mesh(data=2, depth=4)`` on 8 ranks: two samples at a time, each cut in four along depth.
+    ``Mesh(data=2, depth=4)`` on 8 ranks: two samples at a time, each cut in four along depth. ``choices`` say how calls
+    on its tensors run.
     """
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, choices: Choices | None = None, /, **sizes: int) -> None:
         self.world = this_world()
+        self.choices = DEFAULT_CHOICES if choices is None else choices
         self.sizes: Mapping[str, int] = _resolve(sizes, self.world.size)
         self.names = tuple(self.sizes)
-        self._key = (self.names, tuple(self.sizes.values()), id(self.world))
+        self._key = (self.names, tuple(self.sizes.values()), id(self.world), self.choices)
         self.channels_last = False  # has any tensor of this mesh been laid out so?
         self._ranks = lru_cache(maxsize=None)(self._ranks_along)
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+        sizes = [f"{name}={size}" for name, size in self.sizes.items()]
+        return f"Mesh({', '.join(sizes if self.choices == Choices() else [str(self.choices), *sizes])})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self._key == other._key

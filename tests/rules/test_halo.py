@@ -17,6 +17,7 @@ import halocline as hc
 from halocline.rules import boxes, executor, halo
 from halocline.testing import check_rule, peak_bytes, shared_pool
 from halocline.testing.compare import relative_error
+from halocline.world import mesh as mesh_module
 from halocline.world import run_local
 
 
@@ -30,8 +31,8 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Small tiles go the way of large ones; the list has an entry for each call that did."""
     calls: list[int] = []
     for module, name in ((halo, "with_halo"), (boxes, "in_boxes")):
-        monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(executor, name, partial(_counted, calls, getattr(module, name)))
+    monkeypatch.setattr(mesh_module, "DEFAULT_CHOICES", hc.Choices(halo_beside=0))
     executor._plans.clear()
     yield calls
     executor._plans.clear()

@@ -7,8 +7,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import halocline as hc
 from halocline.geometry import Window
-from halocline.rules import boxes, executor, forget_rule
+from halocline.rules import forget_rule
 from halocline.testing import check_rule
+from halocline.world import mesh as mesh_module
 
 
 def slope(x: Tensor) -> Tensor:
@@ -61,8 +62,7 @@ def test_without_a_rule_it_is_refused() -> None:
 @pytest.mark.parametrize("small", [0, 1 << 40])
 def test_a_right_rule_is_exact(no_rule_left: None, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     """With the halo glued to the tile, and box by box."""
-    monkeypatch.setattr(boxes, "SMALL", small)
-    executor._plans.clear()
+    monkeypatch.setattr(mesh_module, "DEFAULT_CHOICES", hc.Choices(halo_beside=small))
     hc.rule(slope)(slope_rule)
     for length in (3, 4, 7, 20):
         found = check_rule(slope, torch.randn(4, length, dtype=torch.float64), second_order=True, **SETUP)

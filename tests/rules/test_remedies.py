@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import halocline as hc
 from halocline.testing import check_rule
@@ -130,3 +132,27 @@ def test_attention_chooses_heads_then_a_ring_for_much_then_a_gather() -> None:
     assert run_local(2, lambda: on_rank(4, 16))[0] == (True, False, False)
     assert run_local(2, lambda: on_rank(3, 4096))[0] == (False, True, False)
     assert run_local(2, lambda: on_rank(1, 16))[0] == (False, False, True)
+
+
+def test_choices_of_a_mesh_hold_for_a_part_of_a_model() -> None:
+    """Of two layers alike, the one that has choices of its own gathers."""
+    network, x = nn.Sequential(OrderedDict(free=Sorted(), own=Sorted())), torch.randn(4, 6, 8)
+
+    def run(choices: hc.Choices | None) -> tuple[Tensor, list[str], list[str]]:
+        mesh = hc.Mesh(choices, a=2)
+        model = hc.distribute(copy.deepcopy(network), mesh)
+        y = model(hc.shard(x, mesh, {1: "a"}))
+        traffic = mesh.world.traffic
+        return hc.gather(y), sorted(traffic.shuffles), sorted(traffic.gathers)
+
+    own = hc.Choices(at={"own": hc.Choices(remedy="gather")})
+    assert repr(own) == "Choices(at={'own': Choices(remedy='gather')})"
+    for choices, gathers in ((None, []), (own, ["sort in own"])):
+        for y, shuffled, gathered in run_local(2, lambda choices=choices: run(choices)):
+            assert torch.equal(y, network(x))
+            assert gathered == gathers and "sort in free" in shuffled
+
+
+class Sorted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sort(x, 1).values

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from setups import FAMILIES, Setup
 
-from halocline.rules import boxes, executor, halo
+import halocline as hc
+from halocline.rules import executor
 from halocline.testing import check_rule
+from halocline.world import mesh as mesh_module
 
 #: Families whose halo may lie beside the tile or be glued to it.
 HALOS = {family: st.booleans() for family in ("convolution", "transposed", "pool")}
@@ -21,8 +23,7 @@ COUNTS: dict[str, Counter[str]] = {}
 @pytest.fixture
 def _sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the sweep changes is put back."""
-    for module in (halo, boxes):
-        monkeypatch.setattr(module, "SMALL", module.SMALL)
+    monkeypatch.setattr(mesh_module, "DEFAULT_CHOICES", mesh_module.DEFAULT_CHOICES)
     yield
     executor._plans.clear()
 
@@ -46,7 +47,8 @@ def test_sweep(family: str) -> None:
         suppress_health_check=list(HealthCheck),
     )
     def one(setup: Setup, precision: str, apart: bool, last: bool) -> None:
-        halo.SMALL = boxes.SMALL = 0 if apart else 1 << 40  # halos beside the tile, or glued to it
+        # Halos beside the tile, or glued to it.
+        mesh_module.DEFAULT_CHOICES = hc.Choices(halo_beside=0 if apart else 1 << 40)
         executor._plans.clear()
         found = check_rule(
             setup.function,
