@@ -54,3 +54,7 @@ class BadSample(DataError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.where, self.sample, self.box, self.reason)
+
+
+class ConfigError(HaloclineError, ValueError):
+    """A setting that is unknown, of another type, or out of range. Names the key, the value and what is allowed."""

@@ -10,9 +10,8 @@ import re
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from halocline.train import settings as module
 from halocline.train.settings import Settings
 
 OUT = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -44,10 +43,10 @@ def default_of(field: Any) -> str:
     return f"`{list(value) if isinstance(value, tuple) else value}`"
 
 
-def type_of(field: Any) -> str:
-    text = getattr(module, field.type, None) if isinstance(field.type, str) else None
-    words = str(text if text is not None else field.type)
+def type_of(hint: Any) -> str:
+    words = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     words = re.sub(r"typing\.|collections\.abc\.", "", words).replace(" | None", "")
+    words = re.sub(r"Optional\[(.*)\]", r"\1", words)
     literal = re.fullmatch(r"Literal\[(.*)\]", words)
     if literal:
         return ", ".join(f"`{word.strip().strip(chr(34) + chr(39))}`" for word in literal.group(1).split(","))
@@ -64,13 +63,13 @@ def type_of(field: Any) -> str:
 
 
 def table(kind: type, prefix: str) -> list[str]:
-    told, rows, inner = comments(kind), [], []
+    told, rows, inner, hints = comments(kind), [], [], get_type_hints(kind)
     for field in fields(kind):
         value = field.default if field.default is not MISSING else None
         if is_dataclass(value):
             inner += section(type(value), f"{prefix}{field.name}", told[field.name])
             continue
-        cells = (f"`{prefix}{field.name}`", type_of(field), default_of(field), told[field.name])
+        cells = (f"`{prefix}{field.name}`", type_of(hints[field.name]), default_of(field), told[field.name])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return ["| key | value | default | |", "|---|---|---|---|", *rows, "", *inner]
 

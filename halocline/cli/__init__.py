@@ -15,7 +15,7 @@ def main() -> None:
     try:
         from .app import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "click"):
+        if error.name not in ("typer", "rich", "click", "pydantic", "annotated_types"):
             raise
         sys.exit(f"halocline: the commands need {error.name}; install them with: pip install 'halocline[cli]'")
     if _is_rank():

@@ -10,9 +10,10 @@ import typer
 from rich.markup import escape
 from rich.progress import track
 
+from ..errors import ConfigError
 from ..train.config import make_settings
 from ..train.log import read_log
-from ..train.settings import ConfigError, Settings
+from ..train.settings import Settings
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
 
 SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ConfigError
 from ..train.launch import slurm_script
-from ..train.settings import ConfigError
 from .output import Debug, clear_errors
 
 Config = Annotated[str, typer.Argument(help="A TOML file, or a workload's name.")]

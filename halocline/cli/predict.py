@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from ..errors import ConfigError
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
-from ..train.settings import ConfigError
 from .data_options import Dataset, Dims
 from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
 from .predict_rank import REQUEST, answer

@@ -13,12 +13,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import HaloclineError
+from ..errors import ConfigError, HaloclineError
 from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.config import CONFIG, load_settings, make_settings, with_changes, write_settings
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
-from ..train.settings import ConfigError, Settings
+from ..train.settings import Settings
 from ..world import this_rank_info
 from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .stopping import Stop

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from ..errors import HaloclineError
+from ..errors import ConfigError, HaloclineError
 from ..train.config import read_settings
 from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line
-from ..train.settings import ConfigError, Settings
+from ..train.settings import Settings
 from . import end_at_once_on_failure
 from .output import stderr
 

@@ -65,7 +65,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        try:
+            return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("pydantic", "annotated_types"):
+                raise
+            raise ImportError(f"hc.train.{name} needs pydantic: pip install 'halocline[train]'") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

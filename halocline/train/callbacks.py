@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from .imports import called, named
-from .settings import ConfigError
 
 EVENTS = ("on_start", "on_step", "on_validation", "on_end")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .settings import ConfigError, Settings
+from ..errors import ConfigError
+from .settings import Settings
 
 #: What changes nothing of what is learned.
 _HARMLESS = (

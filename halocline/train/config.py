@@ -9,10 +9,14 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from .settings import ConfigError, Settings, from_dict, keys_of
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import ConfigError
+from .settings import Settings
 
 CONFIG = "config.toml"
 
@@ -34,7 +38,7 @@ def make_settings(
     defaults: Mapping[str, Any] | None = None,
     where: str = "the settings",
 ) -> Settings:
-    return _checked(merge(defaults or {}, with_changes(told, changes)), where).check()
+    return _checked(merge(defaults or {}, with_changes(told, changes)), where)
 
 
 def with_changes(told: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
@@ -102,29 +106,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(values: Mapping[str, Any], where: str) -> Settings:
+def _checked(values: Mapping[str, Any], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> Settings:
     try:
-        from pydantic import TypeAdapter, ValidationError
-    except ImportError as error:
-        raise ConfigError("checking settings needs pydantic: pip install 'halocline[train]'") from error
-
-    _forbid_extras()
-    try:
-        found = TypeAdapter(Settings).validate_python(dict(values))
+        return TypeAdapter(Settings).validate_python(dict(values), extra=extra)
     except ValidationError as error:
         raise ConfigError(f"{where}: " + "; ".join(_told(each) for each in error.errors())) from None
-    return found
-
-
-def _forbid_extras() -> None:
-    """An unknown key is a mistake, in every group."""
-    from dataclasses import is_dataclass
-
-    from . import settings
-
-    for each in vars(settings).values():
-        if isinstance(each, type) and is_dataclass(each):
-            each.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
 
 
 #: What other tools call a setting.
@@ -148,15 +134,27 @@ _ADVICE = {"epochs": "a run is as long as its steps", "amp": "such as precision 
 
 def _told(error: Any) -> str:
     """Key, value, and what is allowed."""
-    key = ".".join(str(part) for part in error["loc"])
+    key = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "unexpected_keyword_argument":
         return f"{key} is unknown{_meant(key)}"
+    if error["type"] == "value_error":  # of our own validators, whose text names the key unless the group is given
+        text = str(error["ctx"]["error"])
+        return text if is_dataclass(error["input"]) or isinstance(error["input"], str) else f"{key}.{text}"
     return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def keys_of(kind: Any, prefix: str = "") -> list[str]:
+    """Every key there is, with dots."""
+    keys: list[str] = []
+    for each in fields(kind):
+        inner = is_dataclass(each.default)
+        keys += keys_of(each.default, f"{prefix}{each.name}.") if inner else [f"{prefix}{each.name}"]
+    return keys
 
 
 def _meant(key: str) -> str:
     """Which setting may be meant: one of that name in another group, what other tools call so, one spelled alike."""
-    keys, last = keys_of(Settings()), key.rpartition(".")[2].lower()
+    keys, last = keys_of(Settings), key.rpartition(".")[2].lower()
     same = [each for each in keys if each.rpartition(".")[2] == last]
     found = _SYNONYMS.get(last) or (same[0] if same else None)
     if found is None:
@@ -174,7 +172,7 @@ def read_settings(folder: Path) -> Settings:
     """Of a run, as :func:`write_settings` left them."""
     path = folder / CONFIG
     try:
-        return from_dict(tomllib.loads(path.read_text("utf-8")))
+        return _checked(tomllib.loads(path.read_text("utf-8")), str(path), extra="ignore")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no folder of a run: {error}; give one that `halocline train` made") from error
 

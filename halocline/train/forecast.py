@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..data.loading.layout import BatchLayout
 from ..distribute import distribute
+from ..errors import ConfigError
 from ..geometry import whole
 from ..program import dry
 from ..program.memory import peak_of
@@ -24,7 +25,7 @@ from ..world import Mesh
 from ..world.launcher import node_info_of
 from .guard import TrainingError
 from .precision import Precision
-from .settings import ConfigError, Settings
+from .settings import Settings
 from .task import TrainingTask, augmentations
 
 _log = logging.getLogger("halocline.train")

@@ -8,6 +8,7 @@ import socket
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from ..errors import HaloclineError
 from ..world import Label, Mesh
 from ..world.agreement import extremes
-from .settings import GuardSettings
+
+if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
+    from .settings import GuardSettings
 
 _log = logging.getLogger("halocline.train")
 #: Of the loss in fp16. It is halved at every overflow: below this, some forty steps in a row have been left out.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .settings import ConfigError
+from ..errors import ConfigError
 
 CODE = "code"  # in the folder of a run: the user's modules, as they were when it was trained
 

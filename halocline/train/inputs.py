@@ -13,8 +13,7 @@ from ..data import Field, Normalize, Store
 from ..data.stores.contents import contents
 from ..data.stores.derived import OneChannel
 from ..data.stores.open import files_of, open_store
-from ..errors import DataError
-from .settings import ConfigError
+from ..errors import ConfigError, DataError
 
 INPUT = "input.json"
 

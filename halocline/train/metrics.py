@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..rules import gather
 from ..workloads.metrics import Confusion, Regression
 from ..workloads.workload import Batch, Meter
 from .imports import called, named
-from .settings import ConfigError, Settings
+from .settings import Settings
 
 AUTO = "auto"
 _CLASSES = ("dice", "iou", "accuracy")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch_private import foreach_mul_, foreach_norm
+from ..errors import ConfigError
 from .imports import called, named
-from .settings import ConfigError, OptimizerSettings, ScheduleSettings
+
+if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
+    from .settings import OptimizerSettings, ScheduleSettings
 
 #: A weight or a gradient that is all zero says nothing about a good step; then it is this.
 LARC_EPSILON = 1.0 / 16000.0

@@ -15,10 +15,10 @@ from ..data.stores.derived import Labels, OneChannel
 from ..data.stores.files import FileStore
 from ..data.stores.open import files_of
 from ..data.stores.sample_range import SampleRange
-from ..errors import DataError, HaloclineError
+from ..errors import ConfigError, DataError, HaloclineError
 from ..geometry import Interval
 from .inputs import Input
-from .settings import ConfigError, DataSettings, FieldSettings
+from .settings import DataSettings, FieldSettings
 
 #: What the dims of x are where nobody names them, by how many there are.
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}

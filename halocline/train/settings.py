@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
-from ..errors import HaloclineError, SizeError
+from annotated_types import Ge, Gt, Lt
+from pydantic import AfterValidator, model_validator, with_config
+
+from ..errors import ConfigError as ConfigError
 from ..sizes import bytes_from
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -19,10 +21,32 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "larc")
 AXES = {"N": "data", "C": "channels", "T": "time", "D": "depth", "H": "height", "W": "width"}
 
 
-class ConfigError(HaloclineError, ValueError):
-    """A setting that is unknown, of another type, or out of range. Names the key, the value and what is allowed."""
+def _a_size(text: str) -> str:
+    bytes_from("data.memory", text)
+    return text
 
 
+def _without_none(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Settings are written as TOML, which has no None: a resumed run would go on without the argument."""
+    for name, value in arguments.items():
+        if value is None:
+            raise ValueError(f"{name} = None: settings have no None; leave {name} out for its default")
+    return arguments
+
+
+Count = Annotated[int, Ge(1)]
+CountOrNone = Annotated[int, Ge(0)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+Arguments = Annotated[dict[str, Any], AfterValidator(_without_none)]
+Size = Annotated[str, AfterValidator(_a_size)]
+Letter = Literal["N", "C", "T", "D", "H", "W"]
+
+_strict = with_config({"extra": "forbid"})  # an unknown key is a mistake, in every group
+
+
+@_strict
 @dataclass(frozen=True)
 class FieldSettings:
     """One field of the data: x goes into the network, y is what it should answer. A string is short for ``path``."""
@@ -36,6 +60,7 @@ class FieldSettings:
     fill: float = 0  # value where a shift leaves nothing
 
 
+@_strict
 @dataclass(frozen=True)
 class DataSettings:
     """``path``, or paths of x and y, for data of your own. A workload makes its own data, by ``arguments``."""
@@ -43,31 +68,25 @@ class DataSettings:
     path: str | None = None  # a file, a folder of files or a pattern; `data = "path"` is short for it
     x: FieldSettings = FieldSettings()  # what goes into the network
     y: FieldSettings = FieldSettings()  # what the network should answer
-    validation: float = 0.1  # the last samples are held out: a share if less than 1, else how many; 0: none
-    samples: int = 64  # that a workload makes for training
+    validation: NotNegative = 0.1  # the last samples are held out: a share if less than 1, else how many; 0: none
+    samples: Count = 64  # that a workload makes for training
     seed: int = 0  # of the data that a workload makes
-    memory: str = "0"  # a rank's memory for samples, kept from the first epoch on, such as "8GiB"
-    readers: int = 1  # boxes read at once
-    prefetch: int = 2  # batches prepared ahead of the step
+    memory: Size = "0"  # a rank's memory for samples, kept from the first epoch on, such as "8GiB"
+    readers: Count = 1  # boxes read at once
+    prefetch: Count = 2  # batches prepared ahead of the step
     flip: str = ""  # letters of dims that are flipped at random, such as "DHW"
     rotate: str = ""  # two letters of a plane that is turned by multiples of 90 degrees, such as "HW"
     shift: dict[str, int] = field(default_factory=dict)  # the largest random shift by letter, such as {D = 4}
     wrap: bool = False  # shifts are periodic
     crop: dict[str, int] = field(default_factory=dict)  # size of a random crop by letter
     on_bad_sample: Literal["raise", "skip"] = "raise"  # for a sample that cannot be read
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the data that a workload makes
+    arguments: Arguments = field(default_factory=dict)  # of the data that a workload makes
 
-    def check(self) -> None:
-        at_least("data.samples", self.samples, 1)
-        at_least("data.validation", self.validation, 0)
+    @model_validator(mode="after")
+    def _check(self) -> DataSettings:
         if self.validation >= 1 and self.validation != int(self.validation):
-            raise ConfigError(f"data.validation = {self.validation}: a share less than 1, or a whole number of samples")
-        at_least("data.readers", self.readers, 1)
-        at_least("data.prefetch", self.prefetch, 1)
-        try:
-            bytes_from("data.memory", self.memory)
-        except SizeError as error:
-            raise ConfigError(str(error)) from error
+            raise ValueError(f"data.validation = {self.validation}: a share less than 1, or a whole number of samples")
+        return self
 
     def held_out(self, samples: int) -> int:
         """How many of so many samples are for validation; a share is one sample at least, if two are there."""
@@ -76,34 +95,29 @@ class DataSettings:
         return min(max(1, round(self.validation * samples)), samples - 1)
 
 
+@_strict
 @dataclass(frozen=True)
 class OptimizerSettings:
     """A string is short for ``name``."""
 
     name: str = "adam"  # adam, adamw, sgd, larc, or a class such as "torch.optim:RMSprop"
-    lr: float = 1e-3  # learning rate
-    weight_decay: float = 0.0
-    momentum: float = 0.9  # of sgd
-    betas: tuple[float, float] = (0.9, 0.999)  # of adam, adamw and larc
-    trust: float = 0.002  # of larc: the largest step, as a share of the norm of a weight
+    lr: Positive = 1e-3  # learning rate
+    weight_decay: NotNegative = 0.0
+    momentum: NotNegative = 0.9  # of sgd
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # of adam, adamw and larc
+    trust: Positive = 0.002  # of larc: the largest step, as a share of the norm of a weight
     mode: Literal["clip", "scale"] = "clip"  # of larc
-    options: dict[str, Any] = field(default_factory=dict)  # further arguments of the optimizer's class
+    options: Arguments = field(default_factory=dict)  # further arguments of the optimizer's class
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerSettings:
         if self.name not in OPTIMIZERS and ":" not in self.name:
-            raise ConfigError(
-                f"optimizer.name = {self.name!r}: give {', '.join(OPTIMIZERS)}, or a class such as "
-                "'torch.optim:RMSprop'"
-            )
-        above("optimizer.lr", self.lr, 0)
-        at_least("optimizer.weight_decay", self.weight_decay, 0)
-        at_least("optimizer.momentum", self.momentum, 0)
-        above("optimizer.trust", self.trust, 0)
-        for beta in self.betas:
-            if not 0 <= beta < 1:
-                raise ConfigError(f"optimizer.betas = {list(self.betas)}: each is 0 or more, and less than 1")
+            known = ", ".join(OPTIMIZERS)
+            raise ValueError(f"optimizer.name = {self.name!r}: give {known}, or a class such as 'torch.optim:RMSprop'")
+        return self
 
 
+@_strict
 @dataclass(frozen=True)
 class ScheduleSettings:
     """The learning rate rises over ``warmup`` steps, then falls towards ``final`` of itself until the run ends.
@@ -112,14 +126,11 @@ class ScheduleSettings:
     """
 
     name: ScheduleName = "constant"
-    warmup: int = 0  # steps
-    final: float = 0.0  # share of the learning rate at the end, of linear and cosine
-
-    def check(self) -> None:
-        at_least("schedule.warmup", self.warmup, 0)
-        at_least("schedule.final", self.final, 0)
+    warmup: CountOrNone = 0  # steps
+    final: NotNegative = 0.0  # share of the learning rate at the end, of linear and cosine
 
 
+@_strict
 @dataclass(frozen=True)
 class GradientSettings:
     """How gradients are averaged over the ranks."""
@@ -130,13 +141,15 @@ class GradientSettings:
     rings: str = "usual"  # how a sum travels: usual, flat, auto, levels
     deterministic: bool = False  # equal runs give equal bits: no measured time decides what is summed together
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> GradientSettings:
         if self.lag and self.overlap == "next-forward":
-            raise ConfigError("gradients.lag = 1 hides all sums already; leave gradients.overlap = 'backward'")
+            raise ValueError("gradients.lag = 1 hides all sums already; leave gradients.overlap = 'backward'")
         if self.overlap == "next-forward" and self.wire == "fp16":
-            raise ConfigError("gradients.wire = 'fp16' goes with overlap = 'backward'; with next-forward use 'bf16'")
+            raise ValueError("gradients.wire = 'fp16' goes with overlap = 'backward'; with next-forward use 'bf16'")
         if self.rings not in ("usual", "flat", "auto", "levels", "doubling") and not self.rings.startswith("leaders:"):
-            raise ConfigError(f"gradients.rings = {self.rings!r}: usual, flat, auto, levels, doubling or leaders:K")
+            raise ValueError(f"gradients.rings = {self.rings!r}: usual, flat, auto, levels, doubling or leaders:K")
+        return self
 
     def arguments(self, optimizer: Any) -> dict[str, Any]:
         """Of hc.distribute."""
@@ -146,20 +159,18 @@ class GradientSettings:
         return {"lag": self.lag, "wire": wire, "rings": self.rings, **fixed, **ahead}
 
 
+@_strict
 @dataclass(frozen=True)
 class GuardSettings:
     """What is watched while training goes on."""
 
     nan: Policy = "raise"  # a loss that is NaN or infinite
     drift: Policy = "raise"  # ranks whose weights are no longer the same
-    drift_every: int = 50  # steps; 0: never
-    slow: float = 5.0  # times the median of the others: a rank that is named
-
-    def check(self) -> None:
-        at_least("guard.drift_every", self.drift_every, 0)
-        above("guard.slow", self.slow, 1)
+    drift_every: CountOrNone = 50  # steps; 0: never
+    slow: Annotated[float, Gt(1)] = 5.0  # times the median of the others: a rank that is named
 
 
+@_strict
 @dataclass(frozen=True)
 class Settings:
     """One run: a ``workload``, or ``model``, ``loss`` and ``data`` of your own."""
@@ -167,61 +178,42 @@ class Settings:
     workload: str | None = None  # a network with its data: cosmoflow, unet3d, ...
     scale: Literal["small", "full"] = "small"  # of a workload: for two cores, or as its paper has it
     model: str | None = None  # of your own: "package.module:name" of a class or function that gives a torch.nn.Module
-    network: dict[str, Any] = field(default_factory=dict)  # arguments of the model's class or function
+    network: Arguments = field(default_factory=dict)  # arguments of the model's class or function
     weights: str | None = None  # a state_dict to start from: a .safetensors file, or one that torch.save wrote
     loss: str | None = None  # "package.module:name" of a function loss(output, y), or of a class or function giving one
-    loss_options: dict[str, Any] = field(default_factory=dict)  # arguments of the loss
+    loss_options: Arguments = field(default_factory=dict)  # arguments of the loss
     metrics: list[str] = field(default_factory=lambda: ["auto"])  # what validation measures; see training.md
     class_names: list[str] = field(default_factory=list)  # for metrics by class, in the order of the class numbers
     callbacks: list[str] = field(default_factory=list)  # "package.module:Class", told of steps; see training.md
     data: DataSettings = DataSettings()
-    mesh: dict[str, int] = field(default_factory=dict)  # parts by letter, such as {N = 2, D = 2}; default: D, H, W
-    steps: int = 100  # optimizer steps
-    batch: int = 1  # samples of a batch, over all ranks
-    accumulate: int = 1  # batches of a step
+    mesh: dict[Letter, Count] = field(default_factory=dict)  # parts by letter, such as {N = 2, D = 2}; default: D, H, W
+    steps: Count = 100  # optimizer steps
+    batch: Count = 1  # samples of a batch, over all ranks
+    accumulate: Count = 1  # batches of a step
     precision: Precision = "fp32"  # in which the network computes
-    clip: float | None = None  # largest global norm of the gradients
+    clip: Positive | None = None  # largest global norm of the gradients
     seed: int = 0  # of weights, the order of samples, augmentation and dropout
-    multiple: int = 1  # samples are cut at multiples of this; give the network's total stride
+    multiple: Count = 1  # samples are cut at multiples of this; give the network's total stride
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     gradients: GradientSettings = GradientSettings()
     guard: GuardSettings = GuardSettings()
-    validate_every: int = 0  # steps; 0: at the end
-    log_every: int = 1  # steps
-    checkpoint_every: int = 50  # steps; 0: at the end
-    keep: int = 3  # checkpoints
+    validate_every: CountOrNone = 0  # steps; 0: at the end
+    log_every: Count = 1  # steps
+    checkpoint_every: CountOrNone = 50  # steps; 0: at the end
+    keep: Count = 3  # checkpoints
     trace: bool = False  # write trace.json of a few steps, for ui.perfetto.dev
-    deadline: float | None = (
-        None  # seconds of any wait; none: 120 for ranks (more where steps need it), 600 for storage
-    )
+    deadline: Positive | None = None  # seconds of any wait; default: at least 120 for ranks, 600 for storage
 
-    def check(self) -> Settings:
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
         if (self.workload is None) == (self.model is None):
-            raise ConfigError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
+            raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
         if self.model is not None and (self.loss is None or not self._has_data()):
-            raise ConfigError(
+            raise ValueError(
                 "a model of your own needs loss = 'package.module:function', and data = 'path.h5' or paths of both "
                 "fields: data.x = 'images', data.y = 'labels'"
             )
-        for name in ("steps", "batch", "accumulate", "log_every", "keep", "multiple"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("validate_every", "checkpoint_every"):
-            at_least(name, getattr(self, name), 0)
-        if self.clip is not None:
-            above("clip", self.clip, 0)
-        if self.deadline is not None:
-            above("deadline", self.deadline, 0)
-        _check_mesh(self.mesh)
-        for key, arguments in (
-            ("network", self.network),
-            ("loss_options", self.loss_options),
-            ("optimizer.options", self.optimizer.options),
-            ("data.arguments", self.data.arguments),
-        ):
-            _check_told(key, arguments)
-        for group in (self.data, self.optimizer, self.schedule, self.gradients, self.guard):
-            group.check()
         return self
 
     def _has_data(self) -> bool:
@@ -229,48 +221,3 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def from_dict(values: Mapping[str, Any], kind: Any = None) -> Any:
-    """Settings that were checked when they were written down."""
-    kind, found = kind or Settings, dict[str, Any]()
-    for each in fields(kind):
-        if each.name in values:
-            value, default = values[each.name], each.default
-            inner = is_dataclass(default) and not isinstance(default, type)
-            found[each.name] = from_dict(value, type(default)) if inner else value
-    return kind(**found)
-
-
-def _check_mesh(mesh: dict[str, int]) -> None:
-    for letter, parts in mesh.items():
-        if letter not in AXES:
-            raise ConfigError(f"mesh.{letter} = {parts}: letters are {', '.join(AXES)} (N: samples side by side)")
-        at_least(f"mesh.{letter}", parts, 1)
-
-
-def _check_told(key: str, arguments: Mapping[str, Any]) -> None:
-    """Settings are written as TOML, which has no None: what goes on from there would go on without it."""
-    for name, value in arguments.items():
-        if value is None:
-            raise ConfigError(f"{key}.{name} = None: settings have no None; leave {name} out for its default")
-
-
-def at_least(key: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ConfigError(f"{key} = {value}: it is {least} or more")
-
-
-def above(key: str, value: float, limit: float) -> None:
-    if not value > limit:
-        raise ConfigError(f"{key} = {value}: it is greater than {limit}")
-
-
-def keys_of(settings: Any, prefix: str = "") -> list[str]:
-    """Every key there is, with dots."""
-    found: list[str] = []
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        name = f"{prefix}{each.name}"
-        found += keys_of(value, f"{name}.") if is_dataclass(value) else [name]
-    return found

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..data import Crop, Field, Flip, Rotate90, Shift
+from ..errors import ConfigError
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
 from ..world import Label, Mesh
@@ -19,7 +20,7 @@ from .inputs import Input
 from .losses import make_loss
 from .metrics import AUTO, meter_maker
 from .own import own_data
-from .settings import AXES, ConfigError, DataSettings, Settings
+from .settings import AXES, DataSettings, Settings
 from .step import Loss
 
 Made = TypeVar("Made")

@@ -5,7 +5,8 @@ import pytest
 from test_train import _train, place  # noqa: F401  (a fixture)
 
 from halocline.testing import shared_pool
-from halocline.train.settings import ConfigError, GradientSettings
+from halocline.train.config import make_settings
+from halocline.train.settings import ConfigError
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "larc"])
@@ -41,11 +42,11 @@ def test_fewer_bits_on_the_way_train_nearly_alike(place, tmp_path):  # noqa: F81
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (GradientSettings(lag=1, overlap="next-forward"), "lag"),
-        (GradientSettings(wire="fp16", overlap="next-forward"), "bf16"),
-        (GradientSettings(rings="round"), "levels"),
+        ({"lag": 1, "overlap": "next-forward"}, "lag"),
+        ({"wire": "fp16", "overlap": "next-forward"}, "bf16"),
+        ({"rings": "round"}, "levels"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, words):
     with pytest.raises(ConfigError, match=words):
-        settings.check()
+        make_settings({"workload": "unet3d", "gradients": settings})

@@ -19,8 +19,7 @@ def test_what_is_written_is_read_again(tmp_path):
     assert settings.data.path == "a.h5" and settings.optimizer.lr == 1e-4 and settings.precision == "bf16"
     write_settings(settings, tmp_path / "config.toml")
     assert load_settings(tmp_path / "config.toml") == settings
-    assert read_settings(tmp_path).as_dict() == {**settings.as_dict(), "optimizer": {
-        **settings.as_dict()["optimizer"], "betas": [0.8, 0.9]}}  # fmt: skip
+    assert read_settings(tmp_path) == settings
 
 
 @pytest.mark.parametrize(
@@ -30,9 +29,9 @@ def test_what_is_written_is_read_again(tmp_path):
         ({"workload": "a", "optimizer": {"lrr": 1}}, [], "optimizer.lrr is unknown; did you mean optimizer.lr"),
         ({"workload": "a", "optimizer": {"lr": "fast"}}, [], "optimizer.lr = 'fast': input should be a valid number"),
         ({"workload": "a"}, ["precision=fp8"], "precision = 'fp8'.*'fp64', 'fp32'"),
-        ({"workload": "a"}, ["mesh.Q=2"], "mesh.Q = 2: letters are N, C, T, D, H, W"),
-        ({"workload": "a"}, ["mesh.D=0"], "mesh.D = 0: it is 1 or more"),
-        ({"workload": "a", "steps": 0}, [], "steps = 0: it is 1 or more"),
+        ({"workload": "a"}, ["mesh.Q=2"], "mesh.Q = 'Q': input should be 'N', 'C', 'T', 'D', 'H' or 'W'"),
+        ({"workload": "a"}, ["mesh.D=0"], "mesh.D = 0: input should be greater than or equal to 1"),
+        ({"workload": "a", "steps": 0}, [], "steps = 0: input should be greater than or equal to 1"),
         ({"workload": "a", "steps": 1.5}, [], "steps = 1.5"),
         ({"workload": "a"}, ["steps"], "give key=value"),
         ({"workload": "a"}, ["optimizer.lr=0"], "optimizer.lr = 0.*greater than 0"),
