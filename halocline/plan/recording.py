@@ -19,7 +19,7 @@ from ..world import Mesh
 
 #: Axes that a plan may cut along, and the dims of the volume that they cut; spatial ones count from the end.
 AXES = {"data": 0, "depth": -3, "height": -2, "width": -1}
-STEADY = 2  # steps before the recorded one: by then gradients have their buckets
+STEADY = 2  # steps after which gradients have their buckets
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,12 @@ def record_step(
     sizes: Mapping[str, int],
     batch: int,
     rank: int | None = None,
+    warm: int = STEADY,
     beside: AbstractContextManager[object] | None = None,
 ) -> RecordedStep:
-    """The steady step of ``rank`` on a mesh of these sizes; ``batch`` samples on each rank of the data axis.
+    """A step of ``rank`` on a mesh of these sizes; ``batch`` samples on each rank of the data axis.
+
+    With fewer than ``STEADY`` steps before it (``warm``), gradients travel as in a first step: when backward has ended.
 
     The recorded step runs inside ``beside``, which may watch its operations too.
     """
@@ -86,7 +89,7 @@ def record_step(
             if optimizer is not None:
                 optimizer.step()
 
-        for _ in range(STEADY):
+        for _ in range(warm):
             record(step, mesh)  # which names the module of an operation that needs values
         recorded: list[Record] = []
         with beside or nullcontext():

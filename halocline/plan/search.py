@@ -1,7 +1,7 @@
 """Which mesh for so many devices: every factorization of them, priced by replaying what a rank would do.
 
 Candidates are first thinned by geometry alone: for each size of the data axis, the spatial cuts with the least surface.
-These are recorded and replayed; none of them is known to be the best before that.
+Of these a first step is recorded and replayed, and of the best of them the steady one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from ..program import dry
 from .cost import Prices
 from .machine import Machine
 from .measure import Catalogue, measure
-from .recording import RecordedStep, Subject, record_step
+from .recording import STEADY, RecordedStep, Subject, record_step
 from .replay import RanksOf, Timeline, replay
 
 MARGIN = 0.03  # a plan must be predicted so much faster than plain data parallel to take its place
+FINALISTS = 4  # candidates whose steady step is recorded
 PER_DATA_SIZE = 2  # spatial cuts that are recorded for each size of the data axis
 
 
@@ -47,6 +48,11 @@ class Candidate:
         """What the step is bound by: the largest of its terms."""
         terms = {"compute": self.timeline.compute, **self.timeline.exposed}
         return "memory" if not self.fits else max(terms, key=lambda name: terms[name])
+
+    @property
+    def is_plain(self) -> bool:
+        """Plain data parallel: no sample is cut."""
+        return all(size == 1 for axis, size in self.sizes.items() if axis != "data")
 
     def __str__(self) -> str:
         return mesh_text(self.sizes)
@@ -106,13 +112,21 @@ def search(
     """Candidates, the best first: those that fit by time for a sample, then the others by memory."""
     prices = prices or Prices(machine.device)
     wanted = meshes(subject, devices, batch)
-    candidates = []
-    for number, sizes in enumerate(wanted):
-        candidates.append(price(subject, machine, sizes, batch, prices, device))
-        tell(number + 1, len(wanted))
-    return sorted(
-        candidates, key=lambda each: (not each.fits, each.seconds_per_sample if each.fits else each.recorded.memory)
-    )
+    total, candidates = len(wanted) + min(FINALISTS, len(wanted)), []
+    for sizes in wanted:
+        candidates.append(price(subject, machine, sizes, batch, prices, device, warm=0))
+        tell(len(candidates), total)
+    candidates.sort(key=_rank)
+    plain = [each for each in candidates[FINALISTS:] if each.is_plain]
+    for number, each in enumerate([*candidates[:FINALISTS], *plain]):
+        candidates[candidates.index(each)] = price(subject, machine, each.sizes, batch, prices, device)
+        tell(len(wanted) + number + 1, total + len(plain))
+    return sorted(candidates, key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    """Those that fit first, by time; the others by memory."""
+    return not candidate.fits, candidate.seconds_per_sample if candidate.fits else candidate.recorded.memory
 
 
 def price(
@@ -122,15 +136,16 @@ def price(
     batch: int | None,
     prices: Prices,
     device: torch.device | None = None,
+    warm: int = STEADY,
 ) -> Candidate:
     """One mesh, recorded and replayed. With ``device``, operations are timed there first, at their own shapes."""
     local = 1 if batch is None else batch // sizes["data"]
     if device is None:
-        recorded = record_step(subject, sizes, local)
+        recorded = record_step(subject, sizes, local, warm=warm)
     else:
         with dry(0, 1):
             catalogue = Catalogue()
-        recorded = record_step(subject, sizes, local, beside=catalogue)
+        recorded = record_step(subject, sizes, local, warm=warm, beside=catalogue)
         measure(catalogue.calls, prices.measured, device)
     rank = recorded.record.rank
     timeline = replay(recorded.record.events, rank, machine, prices, RanksOf(rank, dict(sizes)))
@@ -148,7 +163,7 @@ def chosen(candidates: Sequence[Candidate], machine: Machine) -> Candidate:
             f"{least.recorded.memory / 1e9:.1f} GB a device, and {machine.device.name} has "
             f"{machine.device.memory_gb.value:g}; use more devices, or one with more memory"
         )
-    plain = [each for each in fitting if mesh_text(each.sizes) in (f"data={each.sizes['data']}", "one device")]
+    plain = [each for each in fitting if each.is_plain]
     best = fitting[0]
     if plain and best.seconds_per_sample > (1 - MARGIN) * plain[0].seconds_per_sample:
         return plain[0]
