@@ -11,10 +11,9 @@ import torch
 
 from ..data import Field, Normalize, Statistics, Store, open_store
 from ..data.stores.contents import contents
-from ..data.stores.derived import Labels, OneChannel
+from ..data.stores.derived import Labels, OneChannel, SampleRange
 from ..data.stores.files import FileStore
 from ..data.stores.open import files_of
-from ..data.stores.sample_range import SampleRange
 from ..errors import ConfigError, DataError, HaloclineError
 from ..geometry import Interval
 from .inputs import Input

@@ -13,7 +13,7 @@ from ...errors import DataError
 from ...geometry import Box, Interval, Partition, SampleView, whole
 from ...tensor import Cut, Sharding
 from ...world import Mesh
-from ..stores.channels import ChannelSubset
+from ..stores.derived import ChannelSubset
 from ..stores.store import SAMPLES, Store, can_hold
 from .augment import ViewChange
 from .values import Value

@@ -1,23 +1,32 @@
-"""Stores made from another store: a channel dim added, classes kept as floating-point numbers read as integers."""
+"""Stores made from another store: some of its samples or channels, a channel dim added, labels read as integers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...errors import DataError
-from ...geometry import Box, shape_of
+from ...geometry import Box, Interval, SampleView, shape_of
+from .seen import parts_of
 from .store import Array, Store
 
 
-class _Derived(Store):
-    """What every derived store passes on to the store below."""
+class DerivedStore(Store):
+    """Passes on to the store below whatever a subclass does not change."""
 
-    def __init__(self, store: Store, dims: str, shape: tuple[int, ...], dtype: Any) -> None:
-        self._store, self.locks = store, store.locks
-        self.samples_in_chunk = store.samples_in_chunk
-        super().__init__(dims, shape, dtype, order=dims)
+    def __init__(
+        self, store: Store, dims: str | None = None, shape: tuple[int, ...] | None = None, dtype: Any = None
+    ) -> None:
+        self._store, self.locks, self.samples_in_chunk = store, store.locks, store.samples_in_chunk
+        dims = store.dims if dims is None else dims
+        super().__init__(dims, store.shape if shape is None else shape, dtype or store.dtype, order=dims)
+
+    @property
+    def _what(self) -> str:
+        """What is taken of the store below, as names and identities say it."""
+        return type(self).__name__
 
     @property
     def name(self) -> str:
@@ -25,7 +34,11 @@ class _Derived(Store):
 
     @property
     def identity(self) -> str:
-        return f"{type(self).__name__} of {self._store.identity}"
+        return f"{self._what} of {self._store.identity}"
+
+    @property
+    def stored_chunks(self) -> tuple[int, ...] | None:
+        return self._store.chunks if self.shape == self._store.shape else None
 
     def __len__(self) -> int:
         return len(self._store)
@@ -36,14 +49,71 @@ class _Derived(Store):
     def close(self) -> None:
         self._store.close()
 
+    def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        self._store.read(sample, box, out)
 
-class OneChannel(_Derived):
+    def _read(self, sample: int, box: Box, target: Array) -> None:
+        if target.size:
+            self.read_stored(sample, box, target)  # the store below converts dtypes and strides
+
+
+class SampleRange(DerivedStore):
+    """Consecutive samples of a store: those for training, and those that are kept for validation."""
+
+    def __init__(self, store: Store, samples: Interval) -> None:
+        if samples.lo < 0 or samples.hi > len(store) or samples.empty:
+            raise DataError(f"{store.name}: samples {samples.lo} to {samples.hi} of {len(store)} are none")
+        self._samples = samples
+        super().__init__(store)
+
+    @property
+    def _what(self) -> str:
+        return f"samples {self._samples.lo} to {self._samples.hi - 1}"
+
+    @property
+    def name(self) -> str:
+        return f"{self._what} of {self._store.name}"
+
+    def __len__(self) -> int:
+        return self._samples.size
+
+    def where(self, sample: int) -> str:
+        return self._store.where(sample + self._samples.lo)
+
+    def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        self._store.read(sample + self._samples.lo, box, out)
+
+
+class ChannelSubset(DerivedStore):
+    """Some channels of a store; the others are not read."""
+
+    def __init__(self, store: Store, channels: Sequence[int]) -> None:
+        if "C" not in store.dims:
+            raise DataError(f"{store.name}: channels were asked for, and its dims {store.dims} have no C")
+        self._channels = tuple(channels)
+        self._view = SampleView.of(store.shape).take(store.dims.index("C"), self._channels)
+        super().__init__(store, shape=self._view.shape)
+
+    @property
+    def _what(self) -> str:
+        return f"channels {list(self._channels)}"
+
+    @property
+    def name(self) -> str:
+        return f"{self._what} of {self._store.name}"
+
+    def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        for source, place in parts_of(self._view, box, out):
+            self._store.read(sample, source, place)
+
+
+class OneChannel(DerivedStore):
     """Adds a channel dim of size 1 in front of samples that have none, as convolutions expect."""
 
     def __init__(self, store: Store) -> None:
         if "C" in store.dims:
             raise DataError(f"{store.name}: its dims {store.dims} have channels already; leave OneChannel out")
-        super().__init__(store, "C" + store.dims, (1, *store.shape), store.dtype)
+        super().__init__(store, "C" + store.dims, (1, *store.shape))
 
     @property
     def stored_chunks(self) -> tuple[int, ...] | None:
@@ -53,12 +123,8 @@ class OneChannel(_Derived):
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
         self._store.read(sample, box[1:], out[0])
 
-    def _read(self, sample: int, box: Box, target: Array) -> None:
-        if target.size:
-            self._store.read(sample, box[1:], target[0])  # the store below converts dtypes and strides
 
-
-class Labels(_Derived):
+class Labels(DerivedStore):
     """Class numbers as int64, whatever dtype they are stored in.
 
     Floating-point files are common for labels; a value that is not a whole number is an error that names the sample.
@@ -67,11 +133,10 @@ class Labels(_Derived):
     def __init__(self, store: Store) -> None:
         if store.dtype.kind not in "biuf":
             raise DataError(f"{store.name} holds {store.dtype}, and labels are real whole numbers")
-        super().__init__(store, store.dims, store.shape, np.int64)
+        super().__init__(store, dtype=np.int64)
 
-    @property
-    def stored_chunks(self) -> tuple[int, ...] | None:
-        return self._store.chunks
+    def _read(self, sample: int, box: Box, target: Array) -> None:
+        Store._read(self, sample, box, target)  # portions of int64, of which wider dtypes are made
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
         if self._store.dtype.kind != "f":
