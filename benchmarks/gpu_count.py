@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halocline.program.work import FORMULAS, tensors_of
+from halocline.program.work import FORMULAS
+from halocline.tree import tensors_in
 
 from .gpu_networks import SUBJECTS, Data, GpuNetwork
 
@@ -58,7 +59,7 @@ class _Tally(TorchDispatchMode):
             self.flops += formula(args, output)
             self.elements += operand_elements(function, args, output)
         if self.forward:
-            self.largest = max([self.largest, *(tensor.numel() for tensor in tensors_of(output))])
+            self.largest = max([self.largest, *(tensor.numel() for tensor in tensors_in(output))])
         return output
 
 
@@ -67,7 +68,7 @@ def operand_elements(function: Any, args: tuple[Any, ...], output: Any) -> int:
     if function is aten.convolution_backward.default:
         gradient, volume, weight, *_, wanted = args
         return (bool(wanted[0]) + bool(wanted[1])) * sum(t.numel() for t in (gradient, volume, weight))
-    return sum(tensor.numel() for tensor in (*tensors_of(args), output))
+    return sum(tensor.numel() for tensor in (*tensors_in(args), output))
 
 
 class _Kept:

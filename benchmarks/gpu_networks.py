@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halocline.errors import HaloclineError
-from halocline.program.work import tensors_of
+from halocline.tree import tensors_in
 from halocline.workloads.cosmoflow import CosmoFlow
 from halocline.workloads.unet3d import MULTIPLE, UNet3d
 
@@ -94,7 +94,7 @@ def squared_error(output: Tensor, data: Data) -> Tensor:
 
 def mean_square(output: Any, data: Data) -> Tensor:
     """Of every tensor that the network returns. In float32, or the losses of two ways could not be told apart."""
-    return torch.stack([tensor.float().square().mean() for tensor in tensors_of(output)]).sum()
+    return torch.stack([tensor.float().square().mean() for tensor in tensors_in(output)]).sum()
 
 
 def no_loss(output: Tensor, data: Data) -> Tensor:

@@ -31,9 +31,9 @@ from .reduction import (
     same_weights,
     settle_own,
 )
-from .rules import tensors_in
 from .rules.families.norm import STATISTICS
 from .tensor import ShardedTensor, watch
+from .tree import tensors_in
 from .world import AVERAGED, Label, Mesh
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -222,7 +222,7 @@ def load_lagged_gradients(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _watch_sizes(model: nn.Module) -> None:
-    watch = SizeWatch(tensors_in)
+    watch = SizeWatch()
     model.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(watch.after, with_kwargs=True, always_call=True)
 

@@ -14,8 +14,8 @@ from torch import nn
 from ._torch_private import collectives_begun, run_eagerly
 from .errors import Refused
 from .reduction import is_dtensor
-from .rules import tensors_in
 from .tensor import ShardedTensor, here
+from .tree import tensors_in
 
 #: The flag by which MONAI's vector quantizers, and others made after them, sum over all ranks.
 SWITCH = "ddp_sync"

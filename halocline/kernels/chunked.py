@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._torch_private import TorchDispatchMode, constant_in_graphs, tracing, transforming
 from ..errors import HaloclineError
+from ..tree import tensors_in
 from .replace import install, installed
 from .sizes import LARGEST, NEVER, Sizes, forced, sizes
 
@@ -47,22 +48,12 @@ class InSight(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         least = sizes(_GPU, "norm").whole if "_norm" in function.name() else SIGHT
-        if not installed("CUDA") and any(_matters(tensor, least) for tensor in _tensors((args, kwargs))):
+        if not installed("CUDA") and any(_matters(tensor, least) for tensor in tensors_in((args, kwargs))):
             keep_fast()
         result = function(*args, **(kwargs or {}))
-        if not installed("CUDA") and any(_matters(tensor, SIGHT) for tensor in _tensors(result)):
+        if not installed("CUDA") and any(_matters(tensor, SIGHT) for tensor in tensors_in(result)):
             keep_fast()
         return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _matters(tensor: Tensor, least: int) -> bool:
@@ -85,8 +76,7 @@ class SizeWatch:
 
     __name__ = "halocline.kernels.SizeWatch"  # torch asks hooks for it
 
-    def __init__(self, tensors_in: Callable[[Any], list[Tensor]]) -> None:
-        self._tensors_in = tensors_in
+    def __init__(self) -> None:
         self._small: set[Any] = set()
         self._open = threading.local()
 
@@ -136,11 +126,11 @@ class SizeWatch:
         return None
 
     def _outline(self, value: Any) -> Any:
-        shapes = tuple(tuple(tensor.shape) for tensor in self._tensors_in(value))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(value))
         return shapes or repr(value)
 
     def __deepcopy__(self, memo: object) -> SizeWatch:
-        return SizeWatch(self._tensors_in)
+        return SizeWatch()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SizeWatch, (self._tensors_in,)
+        return SizeWatch, ()

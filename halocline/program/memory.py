@@ -8,7 +8,7 @@ from typing import Any
 
 from .._torch_private import TorchDispatchMode, storage_key
 from ..rules import planning
-from .work import tensors_of
+from ..tree import tensors_in
 
 
 class _Living(TorchDispatchMode):
@@ -22,7 +22,7 @@ class _Living(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not planning():
-            for tensor in tensors_of(result):
+            for tensor in tensors_in(result):
                 self._count(tensor.untyped_storage())
         return result
 

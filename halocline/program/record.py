@@ -16,8 +16,9 @@ from .._torch_private import TorchDispatchMode, in_backward, item_operator, sche
 from ..errors import Refused
 from ..rules import planning
 from ..tensor import here
+from ..tree import tensors_in
 from ..world import Begun, Computed, DryWorld, Event, Mesh, Summed, World, as_world
-from .work import flops, size_of, tensors_of
+from .work import flops, size_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def is_free(function: Any) -> bool:
 
 def computed(world: World, function: Any, args: Any, result: Any) -> Computed:
     """The event of one local operation."""
-    inputs = tensors_of(args)
+    inputs = tensors_in(args)
     return Computed(
         next(world.events.numbers),
         world.number,

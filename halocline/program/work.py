@@ -7,7 +7,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from ..tree import tensors_in
 
 aten = torch.ops.aten
 
@@ -44,16 +45,8 @@ def flops(function: Any, args: tuple[Any, ...], output: Any) -> float:
     formula = FORMULAS.get(function)
     if formula is not None:
         return formula(args, output)
-    return float(sum(tensor.numel() for tensor in tensors_of(output)))
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    return []
+    return float(sum(tensor.numel() for tensor in tensors_in(output)))
 
 
 def size_of(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))

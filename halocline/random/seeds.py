@@ -15,6 +15,7 @@ from torch import nn
 from .._torch_private import run_eagerly, transforming
 from ..errors import Refused
 from ..tensor import ShardedTensor, Sharding, here
+from ..tree import tensors_in
 from ..world import Label, Mesh
 from .state import DrawWatch, State, current
 
@@ -85,10 +86,7 @@ def watch_draws(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _first_cut(value: Any) -> ShardedTensor | None:
-    if isinstance(value, ShardedTensor):
-        return value
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for found in map(_first_cut, parts) if found is not None), None)
+    return next((tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor)), None)
 
 
 for _hook in (WatchedDraws.before, WatchedDraws.after):

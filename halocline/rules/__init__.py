@@ -1,5 +1,6 @@
 """Rules: for each torch function, what it needs and how it computes a box. One table, one executor."""
 
+from ..tree import map_tensors, tensors_in
 from . import direct, families  # noqa: F401  each registers its rules when imported
 from .api import cut_like, from_tile, reshard, shard
 from .asking_torch import planning
@@ -7,7 +8,7 @@ from .executor import dispatch
 from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
 from .remedy import remedy
 from .table import composite, entries, forget_rule, rule
-from .tree import gather, map_tensors, shard_inputs, tensors_in
+from .tree import gather, shard_inputs
 
 __all__ = [
     "WHOLE",

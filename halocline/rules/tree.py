@@ -1,46 +1,16 @@
-"""Inputs and outputs of every kind: tensors in tuples, lists, dicts, named tuples, dataclasses, or None."""
+"""Whatever a model takes or gives, cut and gathered: every tensor in a structure."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ShardingError
+from ..tree import map_tensors, tensors_in
 from ..world import Mesh
 from . import api
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same structure with ``function`` applied to every tensor; what is no tensor stays."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return _rebuilt(value, {key: map_tensors(function, item) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)([map_tensors(function, item) for item in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: map_tensors(function, getattr(value, name)) for name in fields})
-    return value
-
-
-def _rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same kind; a kind that cannot be made of a dict becomes one."""
-    try:
-        return type(like)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor), value)
-    return found
 
 
 def shard_inputs(

@@ -8,13 +8,13 @@ moved by one unit in its own last place too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch_private import TorchDispatchMode
+from ..tree import tensors_in
 
 
 class LastPlaces(TorchDispatchMode):
@@ -27,7 +27,7 @@ class LastPlaces(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not getattr(function, "is_view", False):
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._nudge(tensor)
         return result
 
@@ -46,11 +46,3 @@ def nudge(tensor: Tensor, generator: torch.Generator) -> None:
 def is_real(tensor: Tensor) -> bool:
     """Real or complex: of numbers that are rounded."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

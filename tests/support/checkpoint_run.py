@@ -50,13 +50,13 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
 # ---- the run ----
 
 
-def tensors_of(step: int) -> dict[str, object]:
+def tensors_in(step: int) -> dict[str, object]:
     whole = torch.full((64, 64), float(step))
     return {"model": {"weight": whole, "bias": whole[0]}, "optimizer": {"state": {0: {"step": torch.tensor(step)}}}}
 
 
 def check(loaded: Loaded) -> None:
-    expected = tensors_of(loaded.step)
+    expected = tensors_in(loaded.step)
     assert loaded.state == {"step": loaded.step, "seen": (loaded.step, 0.1 * loaded.step)}
     assert torch.equal(loaded.tensors["model"]["weight"], expected["model"]["weight"])
     assert torch.equal(loaded.tensors["model"]["bias"], expected["model"]["bias"])
@@ -77,7 +77,7 @@ def run(folder: Path, kill_at: int) -> None:
     while True:
         step += 1
         for _ in range(1 + (kill_at > 0)):  # the second takes the place of the first
-            checkpoints.save(step, tensors_of(step), {"step": step, "seen": (step, 0.1 * step)})
+            checkpoints.save(step, tensors_in(step), {"step": step, "seen": (step, 0.1 * step)})
         if step % 3 == 0 or kill_at:  # else the next save waits for it
             checkpoints.wait()
         if checkpoints.completed:
