@@ -162,6 +162,9 @@ class Program:
         form = (torch.channels_last, torch.channels_last_3d)[len(self.shape) - 4] if self.last else None
         x = (x if form is None else x.contiguous(memory_format=form)).requires_grad_()
         model = _copy(self.model)
+        if nudge:  # a bias breaks ties that any input has, as of the two elements of a norm
+            for parameter in model.parameters():
+                parameter.data += nudge * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if form is not None:
             model.to(memory_format=form)  # type: ignore[call-overload]
         if mesh is not None:
