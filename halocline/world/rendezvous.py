@@ -7,8 +7,8 @@ answers, and a client waits in ``recv`` without a limit. So every call runs in a
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch_private import default_store
+from ..background import in_background
 
 T = TypeVar("T")
 _MARGIN = 1.0  # seconds that torch's own timeout, whose text says more, has before ours
@@ -26,23 +27,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     A late call is left behind in its thread, which does not keep the process alive.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            results.append(call())
-        except Exception as error:  # noqa: BLE001 - it is raised again by the one who waits
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    future = in_background(call, "halocline call with a deadline")
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return results[0]
+    return future.result()
 
 
 class BoundedStore:

@@ -6,10 +6,12 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ...background import in_background
 from .consensus import reason
 from .listing import File, Listing, Tick
 from .node_store import FULL, PIECE, Damaged, NodeStore, PartialFile, free_bytes
@@ -90,13 +92,11 @@ class SourceReaders:
     ) -> None:
         self.listing, self.store, self.progress, self.effort = listing, store, progress, effort
         self._waiting = deque(files)
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(effort.threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [in_background(self._work, "halocline staging reader") for _ in range(effort.threads)]
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(1.0)  # one that hangs in a read is left behind
+            wait([thread], 1.0)  # one that hangs in a read is left behind
 
     def _work(self) -> None:
         while not self.progress.stopping.is_set():

@@ -7,15 +7,17 @@ nodes act on it at their next agreement.
 from __future__ import annotations
 
 import queue
-import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
+from functools import partial
 from io import FileIO
 
 import torch
 from torch import Tensor
 
+from ...background import in_background
 from ...world import Label, Receive, Send, World
 from .consensus import reason
 from .node_store import FULL, NodeStore, PartialFile
@@ -105,9 +107,7 @@ class FileReceiver:
         self._queues: list[queue.Queue[tuple[Segment, memoryview] | None]] = [
             queue.Queue(WAITING) for _ in range(effort.threads)
         ]
-        self._threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in self._queues]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [in_background(partial(self._work, each), "halocline staging writer") for each in self._queues]
 
     def put(self, segment: Segment, data: memoryview) -> None:
         """Waits while too much is waiting already: memory is bounded."""
@@ -120,7 +120,7 @@ class FileReceiver:
         for thread, each in zip(self._threads, self._queues, strict=True):
             try:
                 each.put(None, timeout=1.0)
-                thread.join(1.0)
+                wait([thread], 1.0)
             except queue.Full:
                 pass  # it hangs in a write, and is left behind
         for arrival in self._open.values():

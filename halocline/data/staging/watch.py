@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Generic, TypeVar
 
+from ...background import in_background
 from .listing import Tick
 
 T = TypeVar("T")
@@ -20,21 +21,15 @@ class Watched(Generic[T]):
     """Work in a thread of its own, which ticks as it goes on. One that does not for ``patience`` seconds has hung."""
 
     def __init__(self, work: Callable[[Tick], T], patience: float) -> None:
-        self.patience, self.error = patience, None
-        self._work, self._last, self._abandoned = work, time.monotonic(), False
-        self._done = threading.Event()
-        # A daemon: one that hangs in the kernel must not keep the process from ending.
-        threading.Thread(target=self._run, daemon=True).start()
+        self.patience, self._last, self._abandoned = patience, time.monotonic(), False
+        self._future = in_background(lambda: work(self.tick), "halocline staging")
 
-    error: BaseException | None
-    _value: T
-
-    def _run(self) -> None:
-        try:
-            self._value = self._work(self.tick)
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
-            self.error = error
-        self._done.set()
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while it goes on, and where it ended well."""
+        if self._abandoned:
+            return TimeoutError(f"nothing moved for {self.patience:g} s")
+        return self._future.exception() if self._future.done() else None
 
     def tick(self) -> None:
         if self._abandoned:
@@ -43,18 +38,15 @@ class Watched(Generic[T]):
 
     def wait(self, seconds: float) -> bool:
         """Is it done, or given up for stalled?"""
-        if not self._done.wait(seconds) and time.monotonic() - self._last > self.patience:
-            self.abandon()
-            self.error = TimeoutError(f"nothing moved for {self.patience:g} s")
-        return self._done.is_set() or self._abandoned
-
-    def abandon(self) -> None:
-        self._abandoned = True
+        done = bool(wait([self._future], seconds).done)
+        if not done and time.monotonic() - self._last > self.patience:
+            self._abandoned = True
+        return done or self._abandoned
 
     def result(self) -> T:
         """What came of it, however long it takes while it ticks."""
         while not self.wait(min(1.0, self.patience)):
             pass
-        if self.error is not None:
-            raise self.error
-        return self._value
+        if (error := self.error) is not None:
+            raise error
+        return self._future.result()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...background import in_background
 from ...errors import HaloclineError, RankFailure
 from ...world import Mesh, World
 from .files import FORMAT, STATE, Facts, Folder, problems, read_manifest, share, write, write_manifest
@@ -106,7 +106,7 @@ class Checkpoints:
             return [None] * self._peers.size
 
         self._named(step, lambda: self._peers.centrally(copied, begun))
-        self._pending = step, _in_background(lambda: self._write(step, parts[0]))
+        self._pending = step, in_background(lambda: self._write(step, parts[0]), "halocline checkpoint")
         self._late = False
         if wait:
             self.wait()
@@ -262,21 +262,6 @@ class Checkpoints:
         stored.read(targets, self._peers.is_first)
         whole: dict[str, Any] = assembled(tree, targets)
         return whole
-
-
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """In a thread that does not keep the process alive, as one of a pool would: storage may never answer."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            future.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="halocline checkpoint").start()
-    return future
 
 
 def _signature(parts: Parts) -> str:
