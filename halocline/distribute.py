@@ -24,17 +24,18 @@ from .reduction import (
     GradientCompression,
     Lag,
     NextForwardOverlap,
+    is_averaged,
     is_dtensor,
-    leave_to_owners,
-    mark,
+    parameters_to_average,
     rings_for,
     same_weights,
     settle_own,
+    share_weights,
 )
 from .rules.families.norm import STATISTICS
 from .tensor import ShardedTensor, watch
 from .tree import tensors_in
-from .world import AVERAGED, Label, Mesh
+from .world import Label, Mesh, placement_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -123,7 +124,7 @@ def distribute(
         return model
     _watch_sizes(model)
     _check_same_model(model, mesh)
-    same_weights([t.detach() for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh.world)
+    share_weights([t for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh)
     same_state(mesh.world)
     watch(model)
     if mesh.size > 1:
@@ -131,7 +132,9 @@ def distribute(
     for module in model.modules():
         if isinstance(module, BatchNormBase):
             setattr(module, STATISTICS, batch_statistics)
-    averaged = _to_average(model, mesh, averaging)
+    averaged, placed = parameters_to_average(model, mesh, averaging)
+    if placed and lag:
+        raise MeshError("lag=1 takes parameters that are whole on all axes; hc.place_parameter has placed others")
     indices = _as_indices(groups, [name for name, _ in averaged])
     ahead = overlap == "next-forward"
     tensors = [parameter for _, parameter in averaged]
@@ -141,6 +144,10 @@ def distribute(
         averaged, mesh.world, indices, compression=GradientCompression(wire), rings=travels, deterministic=fixed
     )
     model.__dict__[ENGINE] = engine
+    engine.partners = [
+        GradientAverage(some, mesh.world, compression=GradientCompression(wire), deterministic=fixed, ranks=ranks)
+        for ranks, some in placed.items()
+    ]
     if lag:
         engine.overlap = Lag(engine)
     elif overlap == "next-forward":
@@ -236,15 +243,6 @@ def _check_alone() -> None:
         )
 
 
-def _to_average(model: nn.Module, mesh: Mesh, averaging: str) -> list[tuple[str, Tensor]]:
-    """The parameters that nobody else averages."""
-    owned = leave_to_owners(model, mesh.size)
-    if averaging == "external":
-        mark(set(model.parameters()))
-        return []
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in owned]
-
-
 def _as_indices(groups: Sequence[Sequence[str]] | None, names: list[str]) -> list[list[int]] | None:
     if groups is None:
         return None
@@ -266,7 +264,7 @@ class _NewParameters:
             return
         # Whoever was put round the model after us averages too, and looks at gradients while backward runs.
         engine.patient |= any(isinstance(m, nn.parallel.DistributedDataParallel) for m in running_modules())
-        if all(getattr(p, AVERAGED, False) or not p.requires_grad for p in all_parameters(module)):
+        if all(is_averaged(p) or not p.requires_grad for p in all_parameters(module)):
             return
         if any(type(part).__name__.startswith("FSDP") for part in module.modules()):
             return  # FSDP2 puts others in their place for the time of a forward
@@ -274,7 +272,7 @@ class _NewParameters:
 
     def _adopt(self, engine: GradientAverage, module: nn.Module) -> None:
         # What functional_call puts in a parameter's place may be computed from others, whose gradients are averaged.
-        named = [(n, p) for n, p in module.named_parameters() if p.is_leaf and not getattr(p, AVERAGED, False)]
+        named = [(n, p) for n, p in module.named_parameters() if p.is_leaf and not is_averaged(p)]
         new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not is_dtensor(parameter)]
         if new:
             same_weights([parameter.detach() for _, parameter in new], engine.world)
@@ -331,7 +329,7 @@ def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Every rank must bring the same parameter and buffer names, shapes and dtypes, and the same choices."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    text = "\n".join([repr(mesh.choices), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)])
+    text = "\n".join([repr(mesh.choices), *(f"{name} {_shape_of(t)} {t.dtype}" for name, t in named)])
     # On the CPU by name: the user may have set another default device.
     mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device="cpu")
     everyone, label = tuple(range(mesh.size)), Label("model check", "distribute")
@@ -344,6 +342,12 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
         )
 
 
+def _shape_of(tensor: Tensor) -> str:
+    """What must be the same on all ranks: the parts of a cut parameter may have different shapes."""
+    placement = placement_of(tensor)
+    return f"{placement}" if "cut" in placement.values() else f"{tuple(tensor.shape)} {placement}"
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, gradients pile up on each rank unaveraged; the first backward outside averages the pile."""
@@ -353,7 +357,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if isinstance(average, _Alone):
         yield
         return
-    if not average.parameters:
+    if not average.parameters and not average.partners:
         raise MeshError("hc.no_sync finds no parameter that the library averages; ask whoever averages them to wait")
     with average.paused():
         yield

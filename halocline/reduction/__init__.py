@@ -1,14 +1,14 @@
 """Gradient averages."""
 
 from .average import ENGINE, GradientAverage, engine_of
-from .owners import is_dtensor, leave_to_owners, mark
+from .owners import is_averaged, is_dtensor, parameters_to_average
 from .schedule.control import Coordinator, Doubling, Tree
 from .schedule.deferred import DeferredParameter, settle, settle_own
 from .schedule.lag import Lag
 from .schedule.next_forward import NextForwardOverlap
 from .transport.compression import GradientCompression
 from .transport.rings import Rings, rings_for
-from .weights import same_weights
+from .weights import same_weights, share_weights
 
 __all__ = [
     "ENGINE",
@@ -22,11 +22,12 @@ __all__ = [
     "Rings",
     "Tree",
     "engine_of",
+    "is_averaged",
     "is_dtensor",
-    "leave_to_owners",
-    "mark",
+    "parameters_to_average",
     "rings_for",
     "same_weights",
     "settle",
     "settle_own",
+    "share_weights",
 ]

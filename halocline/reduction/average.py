@@ -20,12 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._torch_private import after_backward, backward_number, is_captured, passes_inside_each_other
 from ..errors import MeshError
-from ..world import AVERAGED, Label, Route, Sum, World
+from ..world import Label, Route, Sum, World
 from .backward_pass import BackwardPass
 from .buckets.cutting import LinkCost
 from .buckets.plan import FORWARD, BucketPlan, Goal, GradientFacts
 from .hooks import ParameterHooks
-from .owners import AveragedMark, refuse_unaveraged
+from .owners import AveragedMark, is_averaged, mark_averaged, refuse_unaveraged
 from .schedule.clock import Clock, FixedClock, measured_link
 from .schedule.control import Control, Doubling
 from .schedule.overlap import Overlap
@@ -70,6 +70,7 @@ class GradientAverage:
         self.compression, self.rings = compression or GradientCompression(), rings
         self.transport: Transport = rings or FlatTransport(world, self.ranks)
         self.active = True
+        self.partners: list[GradientAverage] = []  # of the same model, for parameters that fewer ranks share
         self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
         self.patient = False  # average when backward has ended, and not before
         self.queue: SumQueue | None = None  # where sums wait for their turn
@@ -114,13 +115,12 @@ class GradientAverage:
     def _watch(self, parameter: Tensor) -> None:
         """Hook the next parameter."""
         index = len(self._hooks)
-        mark = getattr(parameter, AVERAGED, None)
-        if isinstance(mark, AveragedMark) and mark:
+        if is_averaged(parameter):
             raise MeshError(
                 f"{self.names[index]} is averaged already, by another hc.distribute or hc.average_gradients; "
                 "distribute one module that holds everything shared"
             )
-        setattr(parameter, AVERAGED, AveragedMark(weakref.ref(self)))
+        mark_averaged(parameter, AveragedMark(weakref.ref(self)))
         self._hooks.append(ParameterHooks(self, index, parameter))
 
     def hands_out(self, index: int) -> bool:
@@ -186,11 +186,15 @@ class GradientAverage:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let gradients pile up on each rank; the next backward outside averages the pile."""
-        before, self.active = self.active, False
+        engines = [self, *self.partners]
+        before = [engine.active for engine in engines]
         try:
+            for engine in engines:
+                engine.active = False
             yield
         finally:
-            self.active = before
+            for engine, active in zip(engines, before, strict=True):
+                engine.active = active
 
     # One backward pass ----------------------------------------------------------------------------------------------
 
@@ -305,6 +309,8 @@ class GradientAverage:
         if self._deferred:
             self._deferred -= 1
             return set(facts.came)
+        if plan.dynamic and len(self.ranks) < self.world.size:
+            return set(facts.came)
         self.plan = plan
         if plan.dynamic:
             self._prepare_agreement()
@@ -332,6 +338,9 @@ class GradientAverage:
     def _go_by_agreement(self) -> None:
         """All ranks saw in the sums that some had a gradient and some had not."""
         if self.plan is None or self.plan.dynamic:
+            return
+        if len(self.ranks) < self.world.size:  # a world is duplicated by all ranks: these settle each pass after it
+            self.plan = None
             return
         facts = self.plan.facts
         lacking = [True] * len(self.parameters)

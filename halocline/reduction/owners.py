@@ -12,7 +12,43 @@ from torch import Tensor, nn
 
 from .._torch_private import all_parameters
 from ..errors import MeshError
-from ..world import AVERAGED
+from ..world import AVERAGED, Mesh, placement_of, ranks_with_same
+from ..world.placement import mark_placement
+
+Named = list[tuple[str, Tensor]]
+
+
+def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple[Named, dict[tuple[int, ...], Named]]:
+    """The parameters that nobody else averages: those whole on all axes, and the others by the ranks that share them.
+
+    Where ``averaging`` is "external", none. All others are marked.
+    """
+    owned = leave_to_owners(model, mesh.size)
+    whole: Named = []
+    placed: dict[tuple[int, ...], Named] = {}
+    for name, parameter in model.named_parameters():
+        ranks, placement = ranks_with_same(parameter, mesh), placement_of(parameter)
+        if placement and (parameter in owned or averaging == "external"):
+            raise MeshError(
+                f"{name} is {' and '.join(placement.values())} on {' and '.join(placement)}, and whoever else averages "
+                "its gradient does so over all ranks; leave it out of DDP and FSDP2, and averaging as it is"
+            )
+        if placement and len(ranks) == 1:
+            mark_averaged(parameter, mark=True)  # its own gradient is the true one
+        elif parameter.requires_grad and parameter not in owned and averaging == "own":
+            (placed.setdefault(ranks, []) if placement else whole).append((name, parameter))
+    if averaging == "external":
+        mark(set(model.parameters()))
+    if any(placement_of(parameter) for parameter in model.parameters()):
+        model.register_state_dict_post_hook(_mark_placed)
+    return whole, placed
+
+
+def _mark_placed(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook on ``state_dict``: its values lie as the parameters do, which checkpoints and the guard want to know."""
+    for name, parameter in module.named_parameters():
+        if placement_of(parameter) and isinstance(state.get(prefix + name), Tensor):
+            mark_placement(state[prefix + name], placement_of(parameter))
 
 
 def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
@@ -33,6 +69,19 @@ def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
         owned |= pieces
     mark(owned)
     return owned
+
+
+#: On a parameter that is not whole on all axes, in place of ``AVERAGED``: rules must look at it more closely.
+_PLACED = "_halocline_placed"
+
+
+def is_averaged(parameter: Tensor) -> bool:
+    """Does somebody average this parameter's gradient?"""
+    return bool(getattr(parameter, AVERAGED, False) or getattr(parameter, _PLACED, False))
+
+
+def mark_averaged(parameter: Tensor, mark: AveragedMark | bool) -> None:
+    setattr(parameter, _PLACED if placement_of(parameter) else AVERAGED, mark)
 
 
 class AveragedMark:
@@ -86,9 +135,9 @@ def _check_ranks(owner: str, theirs: int, ranks: int) -> None:
 
 def refuse_unaveraged(model: nn.Module | None) -> None:
     """A gradient that nobody averages is one that the ranks would not share."""
-    if model is None or all(getattr(p, AVERAGED, False) or p.grad is None for p in all_parameters(model)):
+    if model is None or all(is_averaged(p) or p.grad is None for p in all_parameters(model)):
         return
-    names = [n for n, p in model.named_parameters() if p.grad is not None and not getattr(p, AVERAGED, False)]
+    names = [n for n, p in model.named_parameters() if p.grad is not None and not is_averaged(p)]
     raise MeshError(
         f"{names[0]} is new in the model and got a gradient that nobody averages: new parameters are found when "
         "the distributed model itself is called; call it, not its parts"

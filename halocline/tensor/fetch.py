@@ -13,7 +13,8 @@ from torch import Tensor
 from .._torch_private import hook_first, quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
-from ..world import AVERAGED, Label, Mesh, MoveBoxes, Route, Sum, is_movement, scaled
+from ..reduction import is_averaged
+from ..world import AVERAGED, Label, Mesh, MoveBoxes, Route, Sum, is_movement, placement_of, scaled
 from .sharding import Sharding
 
 
@@ -154,6 +155,9 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
     if known and mesh.count(missing) == 1:
         return
     unwatched = [leaf for leaf in _leaves(operand) if not getattr(leaf, AVERAGED, False)]
+    for leaf in unwatched:
+        _refuse_placed(leaf, axes, label)
+    unwatched = [leaf for leaf in unwatched if not is_averaged(leaf)]
     if unwatched:
         raise Refused(
             label.operation,
@@ -164,6 +168,18 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
     if not operand.is_leaf and mesh.count(missing) > 1:
         setattr(operand, _MEAN, (operand._version, known | missing))
         _average_on_arrival(operand, mesh, missing, label)
+
+
+def _refuse_placed(leaf: Tensor, axes: frozenset[str], label: Label) -> None:
+    """A parameter that is not whole on an axis takes no part in work that this axis cuts; elsewhere it is averaged."""
+    for axis, kind in placement_of(leaf).items():
+        if axis in axes:
+            raise Refused(
+                label.operation,
+                label.place,
+                f"a parameter of shape {list(leaf.shape)} is {kind} on {axis}, along which the work is cut",
+                f"gather its inputs over {axis!r} first, or give it inputs that are not cut",
+            )
 
 
 def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # found on first use at run time: a command that reads settin
     from .export import export_weights as export_weights
     from .export import import_weights as import_weights
     from .optimizers import LARC as LARC
+    from .optimizers import place_optimizer_state as place_optimizer_state
     from .precision import Precision as Precision
     from .predict import Predictor as Predictor
     from .reporting import write_report as write_report
@@ -40,6 +41,7 @@ _HOMES = {
     "import_weights": "export",
     "load_settings": "config",
     "make_settings": "config",
+    "place_optimizer_state": "optimizers",
     "read_settings": "config",
     "training_step": "step",
     "write_report": "reporting",
@@ -57,6 +59,7 @@ __all__ = [
     "import_weights",
     "load_settings",
     "make_settings",
+    "place_optimizer_state",
     "read_settings",
     "training_step",
     "write_report",

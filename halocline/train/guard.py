@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HaloclineError
-from ..world import Label, Mesh
+from ..world import Label, Mesh, placement_of, ranks_with_same
 from ..world.agreement import extremes
 
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
@@ -68,7 +68,7 @@ class Guard:
         words = fingerprints(tensors) if self._mesh.size > 1 else torch.zeros(len(names), dtype=torch.int64)
         weights = {f"{_MODEL}{name}" for name, _ in self._model.named_parameters()}
         bad = torch.tensor([self._is_bad(name, tensors[name], name in weights) for name in names], dtype=torch.int64)
-        differ, bad_anywhere = self._compared(words, bad)
+        differ, bad_anywhere = self._compared(list(tensors.values()), words, bad)
         if bad_anywhere:
             first = bad_anywhere[0]
             ranks = [rank for rank, flag in enumerate(self._of_each_rank(bad[first])) if flag]
@@ -78,7 +78,7 @@ class Guard:
                 self._settings.nan, f"{text}; no checkpoint is written of them; lower the learning rate, or clip"
             )
         elif differ:
-            self._report_drift(step, names, words, differ, "; no checkpoint is written of them")
+            self._report_drift(step, tensors, words, differ, "; no checkpoint is written of them")
         return not (bad_anywhere or differ)
 
     def _is_bad(self, name: str, tensor: Tensor, is_weight: bool) -> bool:
@@ -87,10 +87,25 @@ class Guard:
             return False
         return not bool(tensor.detach().isfinite().all()) if is_weight else _has_nan(tensor)
 
-    def _compared(self, words: Tensor, flags: Tensor) -> tuple[list[int], list[int]]:
-        """Where ``words`` differ between ranks, and where a rank has a flag; in one exchange."""
-        least, most = extremes(self._mesh.world, torch.cat([words, flags]), _LABEL)
-        differ, flagged = (least != most)[: len(words)], most[len(words) :]
+    def _compared(self, tensors: Sequence[Tensor], words: Tensor, flags: Tensor) -> tuple[list[int], list[int]]:
+        """Where ``words`` differ between ranks that share a tensor, and where a rank has a flag.
+
+        In one exchange, and one more for each way in which tensors are not whole.
+        """
+        placed: dict[tuple[str, ...], list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            if placement_of(tensor):
+                placed.setdefault(tuple(sorted(placement_of(tensor))), []).append(place)
+        apart, common = torch.zeros_like(words), words.clone()
+        for _, places in sorted(placed.items()):
+            own, ranks = words[places], ranks_with_same(tensors[places[0]], self._mesh)
+            both = torch.cat([own, ~own])
+            drifted = self._mesh.world.maximum(both, ranks, _LABEL) != both
+            apart[places] = (drifted[: len(own)] | drifted[len(own) :]).to(torch.int64)
+            common[places] = 0
+        least, most = extremes(self._mesh.world, torch.cat([common, apart, flags]), _LABEL)
+        count = len(words)
+        differ, flagged = (least != most)[:count] | (most[count : 2 * count] > 0), most[2 * count :]
         return torch.nonzero(differ).flatten().tolist(), torch.nonzero(flagged).flatten().tolist()
 
     def _of_each_rank(self, word: Tensor) -> list[int]:
@@ -114,25 +129,32 @@ class Guard:
             f"{_MODEL}{name}": each for name, each in self._model.state_dict().items() if isinstance(each, Tensor)
         }
         words = fingerprints(tensors)
-        differ, _ = self._compared(words, torch.zeros(0, dtype=torch.int64))
+        differ, _ = self._compared(list(tensors.values()), words, torch.zeros(0, dtype=torch.int64))
         if differ:
-            self._report_drift(step, list(tensors), words, differ)
+            self._report_drift(step, tensors, words, differ)
 
     def _report_drift(
-        self, step: int, names: Sequence[str], words: Tensor, differ: Sequence[int], consequence: str = ""
+        self, step: int, tensors: Mapping[str, Tensor], words: Tensor, differ: Sequence[int], consequence: str = ""
     ) -> None:
         """Name the first tensor and the ranks that have another than most; of two ranks nobody knows which is right."""
-        name, found = _said(names[differ[0]]), self._of_each_rank(words[differ[0]])
+        names = list(tensors)
+        placement = placement_of(tensors[names[differ[0]]])
+        where = f"(among ranks that share it; it is {', '.join(f'{kind} on {a}' for a, kind in placement.items())})"
+        if not placement:
+            where = self._who_differs(self._of_each_rank(words[differ[0]]))
+        text = (
+            f"step {step}: {len(differ)} of {len(names)} tensors differ between ranks, first {_said(names[differ[0]])}"
+        )
+        self._report(
+            self._settings.drift, f"{text} {where}{consequence}; go back to a checkpoint, and look for a faulty machine"
+        )
+
+    def _who_differs(self, found: Sequence[int]) -> str:
         (usual, most), (_, second), *_ = Counter(found).most_common()
         if most > second:
-            where = f"on rank {_listed([rank for rank, word in enumerate(found) if word != usual])}"
-        else:
-            apart = sorted({found.index(word) for word in found})
-            where = f"(ranks {_listed(apart)} differ, and no majority tells which is right)"
-        text = f"step {step}: {len(differ)} of {len(names)} tensors differ between ranks, first {name} {where}"
-        self._report(
-            self._settings.drift, f"{text}{consequence}; go back to a checkpoint, and look for a faulty machine"
-        )
+            return f"on rank {_listed([rank for rank, word in enumerate(found) if word != usual])}"
+        apart = sorted({found.index(word) for word in found})
+        return f"(ranks {_listed(apart)} differ, and no majority tells which is right)"
 
     def _compare_times(self, step: int) -> None:
         """A rank far slower than the others holds all of them up; it is named once for each look."""

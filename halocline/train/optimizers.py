@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from .._torch_private import foreach_mul_, foreach_norm
 from ..errors import ConfigError
+from ..world import placement_of
+from ..world.placement import mark_placement
 from .imports import called, named
 
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
@@ -88,7 +90,25 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
         raise ConfigError(
             f"optimizer.name = {settings.name!r} gives a {type(made).__name__}, not an Optimizer of torch"
         )
+    place_optimizer_state(made)
     return LARC(made, settings.trust, settings.mode) if settings.name == "larc" else made
+
+
+def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's ``state_dict`` tell that moments lie as their parameters do (``hc.place_parameter``).
+
+    Call it before a checkpoint is saved of an optimizer whose parameters are not all whole.
+    """
+    optimizer.register_state_dict_post_hook(_mark_moments)
+
+
+def _mark_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, moments in state_dict["state"].items():
+        placement = placement_of(parameters[index])
+        for moment in moments.values() if placement else ():
+            if isinstance(moment, Tensor) and moment.shape == parameters[index].shape:
+                mark_placement(moment, placement)
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

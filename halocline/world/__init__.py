@@ -28,6 +28,7 @@ from .movement import (
     unpack,
 )
 from .mpi import MpiWorld
+from .placement import place_parameter, placement_of, ranks_with_same
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
 from .text import broadcast_text
@@ -78,6 +79,9 @@ __all__ = [
     "joined_world",
     "new_group",
     "pack",
+    "place_parameter",
+    "placement_of",
+    "ranks_with_same",
     "run_local",
     "scaled",
     "serve_store",

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...background import in_background
 from ...errors import HaloclineError, RankFailure
-from ...world import Mesh, World
+from ...world import Mesh, World, placement_of
+from ...world.placement import place_on
 from .files import FORMAT, STATE, Facts, Folder, problems, read_manifest, share, write, write_manifest
 from .peers import CheckpointError, Mismatch, Peers, reason
 from .store import Stored, write_tensors
-from .tree import Parts, as_it_is, assembled, host_copy, leaves
+from .tree import Parts, as_it_is, assembled, host_copy, leaves, located
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded", "Mismatch"]
 
@@ -45,7 +47,9 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
-    Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other saved.
+    Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other saved. Where
+    ``hc.place_parameter`` has said that a parameter is not whole on an axis, the values of each place on that axis are
+    saved, and a mesh with as many places can load them.
     ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing; without it, 600, or more
     where ranks wait longer for each other. ``lock`` is for :class:`Folder`.
     """
@@ -63,6 +67,7 @@ class Checkpoints:
             raise CheckpointError(f"Checkpoints(keep={keep}): at least one has to be kept")
         self.folder, self.keep = Path(folder), keep
         self.completed: int | None = None  # the last step that this object saved, or loaded
+        self._mesh = world if isinstance(world, Mesh) else None
         self._peers = Peers(world, deadline)
         self._files = Folder(self.folder, lock)
         self._damaged: set[int] = set()
@@ -97,7 +102,7 @@ class Checkpoints:
         parts: list[Parts] = []
 
         def copied() -> tuple[int, str]:
-            parts.append(Parts({"tensors": tensors, "state": state}, host_copy))
+            parts.append(Parts({"tensors": tensors, "state": state}, host_copy, self._place))
             return step, _signature(parts[0])
 
         def begun(signatures: list[tuple[int, str]]) -> list[None]:
@@ -194,6 +199,11 @@ class Checkpoints:
                 raise
             raise CheckpointError(reason(error)) from error
 
+    def _place(self, tensor: Tensor, name: str) -> str:
+        if placement_of(tensor) and self._mesh is None:
+            raise CheckpointError(f"{name} is not whole on every rank; give Checkpoints the mesh, not its world")
+        return "" if self._mesh is None else place_on(tensor, self._mesh)
+
     def _origin(self, step: int) -> dict[str, Any]:
         return {"format": FORMAT, "step": step, "ranks": self._peers.size, "torch": str(torch.__version__)}
 
@@ -256,7 +266,8 @@ class Checkpoints:
 
     def _read(self, folder: Path, files: Mapping[str, Facts], template: Mapping[str, Any] | None) -> dict[str, Any]:
         tree = json.loads((folder / STATE).read_bytes())["tree"]
-        wanted = Parts({"tensors": template or {}}, as_it_is).tensors
+        tree = located(tree, {} if self._mesh is None else self._mesh.coordinates)
+        wanted = Parts({"tensors": template or {}}, as_it_is, self._place).tensors
         stored = Stored(folder, files)
         targets = stored.targets(leaves(tree), wanted)
         stored.read(targets, self._peers.is_first)
@@ -266,5 +277,4 @@ class Checkpoints:
 
 def _signature(parts: Parts) -> str:
     """What has to be the same on every rank."""
-    words = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in parts.tensors.items()]
-    return hashlib.blake2b("\n".join(words).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b("\n".join(parts.alike).encode(), digest_size=16).hexdigest()

@@ -137,7 +137,13 @@ class Stored:
 
     def targets(self, strides: Mapping[str, list[int] | None], template: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for every tensor: shards where the template has DTensors, else whole, in host memory."""
-        if set(strides) != set(self._tensors):
+        elsewhere = {name for name in self._tensors if "@" in name}  # what ranks at other places of the mesh hold
+        lost = sorted(name for name in set(strides) - set(self._tensors) if "@" in name)
+        if lost:
+            raise Mismatch(
+                f"{self.folder}: it has no {lost[0]}; load it on a mesh with as many ranks on each such axis"
+            )
+        if set(strides) != set(self._tensors) - (elsewhere - set(strides)):
             raise CheckpointError(f"{self.folder}: its state and its tensors do not belong together")
         for name, tensor in template.items():
             self._check(name, tensor)

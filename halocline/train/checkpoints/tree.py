@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .peers import CheckpointError
+from ...world import placement_of
+from .peers import CheckpointError, Mismatch
 
 Tree = Any  # what JSON can say
 _PLAIN = (type(None), bool, int, str)
@@ -23,9 +24,13 @@ _PLAIN = (type(None), bool, int, str)
 class Parts:
     """``tree`` describes the state; where it says ``$tensor``, the tensor of that name belongs."""
 
-    def __init__(self, value: Any, take: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, value: Any, take: Callable[[Tensor], Tensor], place: Callable[[Tensor, str], str] = lambda *_: ""
+    ) -> None:
+        """``place(tensor, path)`` says which part of a tensor this rank holds, or whose; empty where it is whole."""
         self.tensors: dict[str, Tensor] = {}
-        self._take = take
+        self.alike: list[str] = []  # about each tensor, what must be the same on every rank
+        self._take, self._place = take, place
         self.tree = self._described(value, "")
 
     def _described(self, value: Any, path: str) -> Tree:
@@ -57,11 +62,34 @@ class Parts:
         name = path.lstrip("/")
         while name in self.tensors:  # keys 0 and "0", or one with a slash
             name += "'"
-        taken = self.tensors[name] = self._take(tensor)
+        place, axes = self._place(tensor, name), sorted(placement_of(tensor))
+        taken = self.tensors[at(name, place)] = self._take(tensor)
+        self.alike.append(f"{name} {taken.dtype} {axes if place else tuple(taken.shape)}")
         usual = torch.empty(taken.shape, device="meta").stride()
-        if isinstance(taken, DTensor) or taken.stride() == usual:
-            return {"$tensor": name}
-        return {"$tensor": name, "stride": list(taken.stride())}
+        tree: Tree = {"$tensor": name}
+        if not isinstance(taken, DTensor) and taken.stride() != usual:
+            tree["stride"] = list(taken.stride())
+        return {**tree, "axes": axes} if place else tree
+
+
+def at(name: str, place: str) -> str:
+    """The name in a checkpoint of the part, or of the copy, of a tensor that ranks of one place hold."""
+    return f"{name}@{place}" if place else name
+
+
+def located(tree: Tree, coordinates: Mapping[str, int]) -> Tree:
+    """The same tree for the rank at these coordinates of the mesh: its own parts of tensors that are not whole."""
+    if isinstance(tree, list):
+        return [located(item, coordinates) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$tensor" not in tree or "axes" not in tree:
+        return {key: located(item, coordinates) for key, item in tree.items()}
+    missing = [axis for axis in tree["axes"] if axis not in coordinates]
+    if missing:
+        raise Mismatch(f"{tree['$tensor']} is not whole on axis {missing[0]!r}; load it on a mesh that has this axis")
+    place = ",".join(f"{axis}={coordinates[axis]}" for axis in tree["axes"])
+    return {key: item for key, item in {**tree, "$tensor": at(tree["$tensor"], place)}.items() if key != "axes"}
 
 
 def host_copy(tensor: Tensor) -> Tensor:
