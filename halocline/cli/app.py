@@ -45,37 +45,37 @@ def _version(asked: bool) -> None:
 @app.callback()
 def halocline(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train unchanged PyTorch networks on samples that are cut over ranks, with exactly the answer of one rank.
 
     A sample too large for one device (a cosmology cube, a CT volume, a climate field) is cut along depth, height and
-    width. Each rank keeps one tile; what a layer needs from the neighbours is fetched as it is needed. Outputs and
-    gradients are those of one rank, to rounding; what cannot be done exactly is refused.
+    width. Each rank keeps one tile and fetches from its neighbours what a layer needs. Outputs and gradients are those
+    of one rank, to rounding; the library refuses what it cannot do exactly.
 
     **Where to begin**
 
-    - `halocline demo`: see it work. CosmoFlow on universes cut over two ranks, next to one rank, in two minutes.
+    - `halocline demo`: trains CosmoFlow cut over two ranks and on one rank, and compares them, in two minutes.
 
-    - `halocline train cosmoflow --ranks 2`: a run, with a log, checkpoints and a report; `halocline train run.toml` for
-      a network and data of your own.
+    - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
+      your own network on your own data.
 
-    - `halocline check unet3d --cut depth=2,height=2`: is the answer the same? A built-in network, cut over 2 x 2 ranks
-      on this machine.
+    - `halocline check unet3d --cut depth=2,height=2`: checks that the answer is that of one rank, for a built-in
+      network cut over 2 x 2 ranks on this machine.
 
-    - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: does *your* network run cut? Any function that
-      returns a torch.nn.Module, called from the folder it is in.
+    - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: checks *your* network: any function that returns
+      a torch.nn.Module, called from the folder it is in.
 
-    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: which cut, will it fit, and how
-      long does a step take? Nothing is computed.
+    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: recommends a cut and
+      predicts memory and time of a step, without computing it.
 
-    - `halocline doctor`: is this machine fit, and can its ranks talk? For each thing amiss, what to do.
+    - `halocline doctor`: checks this machine and the links between its ranks, and says how to solve each problem.
 
-    - `halocline data info volumes.h5 --cut D=2,H=2`: what is in a file, what would each rank read of it, and how
-      should it be chunked?
+    - `halocline data info volumes.h5 --cut D=2,H=2`: shows what is in a file, what each rank would read of it,
+      and how to chunk it.
 
-    - `halocline tune`: on a new kind of GPU, once, for volumes past 2^31 elements. Everything works without it.
+    - `halocline tune`: measures a new kind of GPU once, for tensors beyond 2^31 elements; optional.
 
-    With `--json` every command ends with one JSON object, as the last line of its output.
+    With `--json` every command prints one JSON object as the last line of its output.
     """

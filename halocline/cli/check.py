@@ -1,4 +1,4 @@
-"""``halocline check``: does a network run cut, and is the answer that of one rank?"""
+"""``halocline check``: compares a network that runs cut with its run on one rank"""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ Zoo = Annotated[
     ),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="NAME", help="Of the zoo, this network; repeat for more.")
+    list[str] | None,
+    typer.Option("--only", metavar="NAME", help="Only this network of the zoo; may be repeated."),
 ]
 AtLeast = Annotated[int, typer.Option("--at-least", help="Fail if fewer networks of the zoo are exact or gathered.")]
-Names = Annotated[bool, typer.Option("--list", help="Print the names of the zoo's networks, and no more.")]
+Names = Annotated[bool, typer.Option("--list", help="Only print the names of the zoo's networks.")]
 Arguments = Annotated[
     str, typer.Option("--args", metavar="JSON", help="Arguments of the factory, such as '{\"width\": 8}'.")
 ]
@@ -46,18 +47,18 @@ Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="N,C,D,H,W", help="Shape of an input, once for each; the first is the volume."),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks; 2 if nothing else says.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks. Default: as many as the cut needs, or 2.")]
 Cut = Annotated[
     str | None,
     typer.Option("--cut", metavar="AXIS=N,...", help="Ranks along data, depth, height, width; width is the last dim."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float64, where exact means 1e-8, or float32.")]
 Steps = Annotated[
-    int, typer.Option("--steps", help="Train so many steps on both sides too, and compare the loss curves.")
+    int, typer.Option("--steps", help="Also train this many steps on both sides, and compare the loss curves.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of weights and inputs, the same on every rank.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of weights and inputs, the same on every rank.")]
 Deadline = Annotated[
-    float | None, typer.Option("--deadline", help="Seconds for the cut run; by default many times that of one rank.")
+    float | None, typer.Option("--deadline", help="Seconds for the cut run. Default: many times that of one rank.")
 ]
 
 
@@ -78,10 +79,10 @@ def check(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Does a network run cut, and is the answer the same?
+    """Check that a network runs cut, and that its answer is that of one rank.
 
-    The untouched network runs on one rank, then cut over real processes on this machine, from the same weights and
-    inputs. Outputs, the gradient of every parameter and input, and batch-norm statistics are compared.
+    The command runs the unchanged network on one rank, then cut over real processes on this machine, with the same
+    weights and inputs. It compares outputs, the gradient of every parameter and input, and batch-norm statistics.
 
     **Examples**
 
@@ -94,12 +95,12 @@ def check(
       any function that returns a torch.nn.Module.
 
     - `halocline check --zoo monai`: 49 networks of MONAI, one after another; `halocline check monai/UNet` is one of
-      them. They want their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`,
+      them. They need their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`,
       `zoo-neuralop`). `--zoo losses`: losses and metrics, of MONAI among others.
 
-    **Exit status**: 0 the answer is the same (exact; or gathered: right, but with little memory saved), 1 it is wrong,
-    3 the library refuses the network and says why, 2 the check cannot be run as asked. Of a zoo: 0, or 1 if any network
-    is wrong or too few are right (`--at-least`); those refused are listed.
+    **Exit status**: 0 the answer is the same (exact; or gathered: right, but little memory saved); 1 it is wrong; 3 the
+    library refuses the network and says why; 2 the check cannot run as asked. For a zoo: 1 if any network is wrong or
+    too few are right (`--at-least`), else 0; refused networks are listed.
     """
     with clear_errors("check", debug):
         plan = parse_cut(cut) if cut is not None else None

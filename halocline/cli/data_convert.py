@@ -1,4 +1,4 @@
-"""``halocline data convert``: data written anew, in chunks that suit a cut, with checksums."""
+"""``halocline data convert``: converts data to chunks that suit a cut, with checksums."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ Target = Annotated[
 ]
 NewDims = Annotated[str | None, typer.Option("--to-dims", metavar="LETTERS", help="Order of the new array's dims.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="Of the new array. Floating numbers never become integers; all must fit.")
+    str | None,
+    typer.Option("--dtype", help="Its dtype. Floats never become integers; all values must fit."),
 ]
 Chunks = Annotated[
-    str | None, typer.Option("--chunks", metavar="D=64,H=64", help="Sizes by letter; other dims whole, N one by one.")
+    str | None,
+    typer.Option("--chunks", metavar="D=64,H=64", help="Chunk sizes by letter; default: whole, and 1 for N."),
 ]
 Shards = Annotated[
-    str | None, typer.Option("--shards", metavar="D=256", help="Zarr: put chunks together in files of that size.")
+    str | None,
+    typer.Option("--shards", metavar="D=256", help="Zarr: sizes of shards, which hold several chunks."),
 ]
 Level = Annotated[int, typer.Option("--compress", min=0, max=9, help="HDF5: gzip, Zarr: zstd. 0 is none.")]
 NewDataset = Annotated[
     str | None, typer.Option("--to-dataset", help="Name of the new dataset; in HDF5 'data' if not given.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Write over what exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 
 def convert(
@@ -50,17 +53,17 @@ def convert(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write data anew: another kind of file, other chunks, dims in another order, another dtype.
+    """Convert data: to another kind of file, other chunks, another order of dims, another dtype.
 
-    Read and written in portions, so that memory does not matter; read back and compared; and named last, so that
-    whoever is interrupted leaves nothing half done. HDF5 gets fletcher32, Zarr crc32c: bytes that change on the disk
-    are found when they are read. Both remember the letters of their dims. A folder of files becomes one array; a
-    NIfTI file's first dim is the width (dims WHD), and its affine is not kept.
+    The command converts in portions, so that any size fits in memory, reads the result back and compares it. The new
+    file gets its name last, so that an interruption leaves nothing half written. HDF5 files get fletcher32 and Zarr
+    arrays crc32c checksums, which detect damage on disk. Both store the letters of their dims. A folder of files
+    becomes one array. The first dim of a NIfTI file is the width (dims WHD); its affine is not kept.
 
     **Examples**
 
-    - `halocline data convert universe.h5 universe.zarr --dims NCDHW --cut D=2,H=2`: in chunks that no two of 2 x 2
-      ranks share.
+    - `halocline data convert universe.h5 universe.zarr --dims NCDHW --cut D=2,H=2`: in chunks that 2 x 2 ranks do
+      not share.
 
     - `halocline data convert "scans/*.nii.gz" scans.zarr --compress 3`: a folder of volumes as one array.
 

@@ -1,4 +1,4 @@
-"""``halocline data info``: what is in a file, and what a cut would make of it."""
+"""``halocline data info``: what is in a file, and how well a cut can read it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def info(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what is in a file, how it lies, and how well a cut would read it.
+    """Show what is in a file, how it is stored, and how well a cut can read it.
 
-    Nothing is read but the description. With `--cut` it says how many bytes each rank would read for its own part of a
-    sample: a chunk is read and decoded whole by everyone who needs some of it. It also advises chunks for that cut,
+    The command reads only the file's description. With `--cut` it shows how many bytes each rank would read for its
+    part of a sample (a rank reads and decodes every chunk that it needs a part of), and recommends chunks for that cut,
     which `halocline data convert` writes.
 
     **Examples**

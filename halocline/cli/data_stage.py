@@ -1,4 +1,4 @@
-"""``halocline data stage``: files of a shared file system brought to every node's own storage."""
+"""``halocline data stage``: copies files of a shared file system to every node's own storage."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Pattern = Annotated[
     str, typer.Option("--pattern", help="Which files, by their paths under SRC: * within a folder, **.")
 ]
 Count = Annotated[
-    int | None, typer.Option("--count", min=1, help="That many files for each node, chosen at random; without it, all.")
+    int | None, typer.Option("--count", min=1, help="Number of files for each node, chosen at random. Default: all.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the choice that --count makes.")]
-Readers = Annotated[int, typer.Option("--readers", min=1, help="Threads of each node that read.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice that --count makes.")]
+Readers = Annotated[int, typer.Option("--readers", min=1, help="Reading threads on each node.")]
 Retries = Annotated[int, typer.Option("--retries", min=0, help="Further attempts for a file that fails.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Read what is already there, and compare checksums.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read the files that are already there, and compare checksums.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds without a byte after which a read has failed.")]
 
 
@@ -48,10 +48,10 @@ def stage(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Copy files from a shared file system to every node's own storage, each read from the source once in all.
+    """Copy files from a shared file system to every node's own storage; each file is read from the source only once.
 
-    One node reads a file and passes it on to the others over the network, while further files are read: 100 nodes put
-    the load of one on the shared file system. Run it as one process on each node; by itself it is a careful copy.
+    One node reads a file and passes it on to the others over the network, so that 100 nodes load the shared file system
+    as much as one. Run one process on each node. A single process makes a checked copy.
 
     **Examples**
 
@@ -63,19 +63,19 @@ def stage(
 
     - `halocline data stage SRC DST --pattern '**/*.h5'`: on this machine alone, only some files.
 
-    - `... --count 1500 --seed 3`: 1,500 files for each node, its own random choice, the same for the same seed.
+    - `... --count 1500 --seed 3`: each node gets 1,500 files, chosen at random by seed and node.
 
-    - `torchrun --no-python --nproc-per-node 2 env LOCAL_RANK=0 halocline data stage SRC '/tmp/copy{node}'`: to try it
-    out on one machine, two processes that take themselves for nodes.
+    - `torchrun --no-python --nproc-per-node 2 env LOCAL_RANK=0 halocline data stage SRC '/tmp/copy{node}'`: tries it
+    on one machine, with two processes that act as nodes.
 
-    **When it fails**: nothing is lost. A file comes under its name only when it is whole and its checksum is that of
-    the source. Run the same command again, on the same nodes or others: what any node holds is passed on from there
-    and not read again. `--verify` makes sure of what is there by its checksums too.
+    **When it fails**, nothing is lost. A file gets its name only when it is complete and has the checksum of the
+    source. Run the same command again, on the same nodes or on others: it copies from the nodes that already hold a
+    file. `--verify` also compares the checksums of the files that are already there.
 
-    **Reading it**: *opens* equals the files that had to be read, unless reads failed and were retried. *passed on*
-    counts what a node sent, also of files that only went through it.
+    **Reading the result**: *opens* equals the number of files read, unless reads failed and were retried. *passed on*
+    counts what a node sent, including files that it only forwarded.
 
-    **Exit status**: 0 all files are where they should be, 2 not: the message names node, file and reason.
+    **Exit status**: 0 all files are in place; 2 otherwise, and the message names node, file and reason.
     """
     from ..data.staging import StageError
     from ..data.staging import stage as stage_files

@@ -1,4 +1,4 @@
-"""``halocline data stats``: means, spreads and classes of a whole data set, kept beside it."""
+"""``halocline data stats``: means, deviations and classes of a data set, saved beside it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ Classes = Annotated[
     bool, typer.Option("--classes", help="Count how often each value occurs (integers, at most 1024 values).")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes that read and compute; one for small data.")]
-Save = Annotated[
-    Path | None, typer.Option("--save", help="Where to keep them; by default beside the data, as NAME.stats.json.")
-]
+Save = Annotated[Path | None, typer.Option("--save", help="File to write. Default: NAME.stats.json beside the data.")]
 
 _SMALL = 1 << 28  # bytes that are read before other processes have started
 
@@ -32,14 +30,14 @@ def stats(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Take the statistics of each channel, and keep them beside the data, for normalisation and class weights.
+    """Compute the statistics of each channel and save them beside the data, for normalisation and class weights.
 
-    Everything is read once, in portions, in float64: count, mean, standard deviation, least and largest value, and how
-    many are NaN or infinite. `hc.data.Statistics.load(store)` finds them again, and refuses those of other data.
+    One pass over the data computes, in float64, the count, mean, standard deviation, minimum and maximum, and the
+    number of NaN and infinite values. `hc.data.Statistics.load(store)` loads them, and refuses those of other data.
 
     **Examples**
 
-    - `halocline data stats universe.h5 --dataset full --dims NCDHW --jobs 8`: kept in `universe.h5.stats.json`.
+    - `halocline data stats universe.h5 --dataset full --dims NCDHW --jobs 8`: saved in `universe.h5.stats.json`.
 
     - `halocline data stats labels.zarr --classes`: how often each class occurs, and weights for a loss: 1 / sqrt of
       the frequency, scaled to sum 1.

@@ -1,4 +1,4 @@
-"""``halocline demo``: universes made, a network trained on them on one rank and cut over two, and both compared."""
+"""``halocline demo``: trains a network on one rank and cut over two, and compares them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ RANKS = 2
 CLOSE = 1e-8  # of two runs in float64: they round in different orders
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of both runs.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the data, the two runs and the report; made anew.")]
+Out = Annotated[
+    Path, typer.Option("--out", help="Folder for the data, the runs and the report; replaced if it exists.")
+]
 
 
 def demo(steps: Steps = 40, out: Out = Path("demo-output"), as_json: Json = False, debug: Debug = False) -> None:
-    """See it work: train a network on one rank, and on two with every sample cut in half, and compare.
+    """Train a network on one rank, then on two ranks with every sample cut in half, and compare.
 
-    Universes with known parameters are made and written to an HDF5 file. CosmoFlow learns to tell the parameters from
-    the matter, once in one process that reads whole cubes, once in two that each read and hold half of every cube. The
-    two loss curves must agree to eight digits. A report shows what was learned and where the time went. It takes a
-    minute or two on two cores.
+    The demo generates universes with known parameters and writes them to an HDF5 file. CosmoFlow learns to predict the
+    parameters from the matter: once in one process that reads whole cubes, once in two processes that each read half of
+    every cube. The two loss curves must agree to eight digits. A report shows the results and where the time went. The
+    demo takes a minute or two on two cores.
     """
     began = time.monotonic()
     with clear_errors("demo", debug):

@@ -1,4 +1,4 @@
-"""``halocline doctor``: is this machine, and are these ranks, fit to run?"""
+"""``halocline doctor``: checks this machine and its ranks"""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 
 MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
 
-Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Start so many ranks here and let them talk.")]
-NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Look at this machine only, and start or join no ranks.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks to start on this machine.")]
+NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Look at this machine only; start or join no ranks.")]
 Deadline = Annotated[
     float,
-    typer.Option("--deadline", min=1.0, help="Seconds that ranks may take for each stage before they are given up."),
+    typer.Option("--deadline", min=1.0, help="Seconds that ranks may take for each stage."),
 ]
 
 
@@ -32,11 +32,11 @@ def doctor(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Is this machine fit to run, and can the ranks talk? For each thing amiss: what to do.
+    """Check this machine and the links between ranks, and say how to solve each problem.
 
-    Looked at are versions and packages, cores, memory and GPUs, limits of the system, network interfaces, the port
-    where ranks meet, and the variables that torchrun or Slurm set. Then ranks are started that send each other
-    messages and sums whose results are checked; latency and bandwidth are measured on the way.
+    The doctor looks at versions and packages, cores, memory and GPUs, system limits, network interfaces, the port where
+    ranks meet, and the variables that torchrun or Slurm set. Then it starts ranks that exchange messages and sums,
+    checks the results, and measures latency and bandwidth.
 
     **Examples**
 
@@ -44,16 +44,16 @@ def doctor(
 
     - `halocline doctor --no-ranks`: this machine, in a few seconds.
 
-    - `torchrun --nproc-per-node 4 --no-python halocline doctor` or `srun halocline doctor`: the ranks of that very
-      run, over all its machines. Rank 0 prints. Ranks that are missing, or have other versions, are named.
+    - `torchrun --nproc-per-node 4 --no-python halocline doctor` or `srun halocline doctor`: checks the
+      ranks of that run, on all its machines. Rank 0 prints, and names ranks that are missing or have other versions.
 
-    - `GLOO_SOCKET_IFNAME=eth0 halocline doctor`: the ranks talk over that interface. Without it those started here use
-      loopback, which says how fast this machine is, not its network.
+    - `GLOO_SOCKET_IFNAME=eth0 halocline doctor`: uses that interface. By default ranks started here use
+      loopback, which shows the speed of this machine, not of its network.
 
-    **Reading it**: with a *problem* runs will fail; with a *warning* some may, or be slow. Latency is half the median
-    round trip of a small message, bandwidth that of messages of 8 MiB, both of the slowest pair.
+    **Reading the result**: with a *problem* runs will fail; with a *warning* some may fail or be slow. Latency is half
+    the median round trip of a small message, bandwidth that of messages of 8 MiB; both are those of the slowest pair.
 
-    **Exit status**: 0 no problems (warnings are allowed), 1 problems, 2 the doctor cannot run as asked.
+    **Exit status**: 0 no problems (warnings are allowed); 1 problems; 2 the doctor cannot run as asked.
     """
     with clear_errors("doctor", debug), stderr().status("") as status:
         report = examine(ranks, not no_ranks, deadline, say=status.update)

@@ -1,4 +1,4 @@
-"""``halocline launch``: the file that a batch system wants."""
+"""``halocline launch``: writes the file that a batch system needs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .output import Debug, clear_errors
 Config = Annotated[str, typer.Argument(help="A TOML file, or a workload's name.")]
 Slurm = Annotated[bool, typer.Option("--slurm", help="For Slurm: a file for sbatch.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the run.")]
-File = Annotated[Path | None, typer.Option("--file", help="Where to write it; else it is printed.")]
+File = Annotated[Path | None, typer.Option("--file", help="File to write. Default: print it.")]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
-PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on each; one a GPU.")]
+PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on each machine; usually one a GPU.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0 for none.")]
 Cpus = Annotated[int, typer.Option("--cpus-per-rank", min=1, help="Cores for each rank.")]
 Hours = Annotated[int, typer.Option("--hours", min=1, help="Time limit.")]
@@ -36,8 +36,8 @@ def launch(
 ) -> None:
     """Write the file that starts a run on a cluster.
 
-    Two minutes before the time limit Slurm sends SIGTERM, on which the run writes a checkpoint and ends; submitted
-    again, it goes on from there, on as many ranks as there are then.
+    Two minutes before the time limit Slurm sends SIGTERM; the run then writes a checkpoint and ends. Submitted again,
+    it resumes from that checkpoint, on any number of ranks.
 
     **Example**: `halocline launch run.toml --slurm --nodes 16 --ranks-per-node 8 --gpus-per-node 8 --file run.sbatch`
     """

@@ -1,4 +1,4 @@
-"""``halocline predict``: a trained network's answers on samples of any size."""
+"""``halocline predict``: predictions of a trained network for samples of any size."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .train_rank import RESULT
 Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", file_okay=False)]
 In = Annotated[str, typer.Argument(metavar="IN", help="Samples: .h5, .zarr, .npy, .nii, a folder or a quoted pattern.")]
 Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="Answers: .h5 (dataset p), .zarr, .nii, .nii.gz, or a folder.")
+    Path, typer.Argument(metavar="OUT", help="Predictions: .h5 (dataset p), .zarr, .nii, .nii.gz, or a folder.")
 ]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes to start on this machine.")]
-Classes = Annotated[bool, typer.Option("--classes", help="Write the number of the likeliest class, in one byte.")]
-Force = Annotated[bool, typer.Option("--force", help="Write over OUT if it exists.")]
+Classes = Annotated[bool, typer.Option("--classes", help="Write the number of the most likely class, in one byte.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
 
 
 def predict(
@@ -41,14 +41,14 @@ def predict(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Run a trained network on samples of any size, cut over ranks, each of which reads and writes its own boxes.
+    """Run a trained network on samples of any size, cut over ranks; each rank reads and writes its own boxes.
 
-    Weights are those of the run's newest good checkpoint. RUN is all that is needed: neither the training data nor the
-    folder of the training. The number of ranks need not be that of the training, and samples may have another size
-    than those it was trained on. Dataset and dims are those of the training where `--dataset` and `--dims` do not say
-    otherwise. OUT has its name when all of it is written; an error leaves nothing behind.
+    The weights are those of the run's newest good checkpoint. The command needs only RUN, neither the training data nor
+    the folder where you trained. The number of ranks and the size of the samples may differ from those of the training.
+    Dataset and dims default to those of the training. OUT appears only when it is complete; an error leaves nothing
+    behind.
 
-    OUT as a folder gets a .nii.gz file for each sample. The affine is that of the NIfTI file that was read.
+    If OUT is a folder, it gets a .nii.gz file for each sample, with the affine of the NIfTI input.
 
     **Examples**
 
@@ -58,7 +58,7 @@ def predict(
 
     - `srun halocline predict runs/big "scans/*.h5" organs.h5 --dims CDHW`: ranks that a launcher started.
 
-    **Exit status**: 0 written, 2 not: with one line that says why.
+    **Exit status**: 0 written; 2 not written, with one line that says why.
     """
     request = {
         "run": str(run), "source": source, "out": str(out), "dataset": dataset, "dims": dims, "classes": classes,

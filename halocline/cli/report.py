@@ -1,4 +1,4 @@
-"""``halocline report``: what came of a run, on one page."""
+"""``halocline report``: the report of a run, on one page."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Out = Annotated[Path | None, typer.Option("--out", help="File to write, in place
 
 
 def report(run: Run, out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Tell a run on one page: RUN/report.html, a single file that opens in any browser, without a network.
+    """Write a report of a run: RUN/report.html, a single file that opens in any browser and needs no network.
 
-    It shows the loss and what validation measured, answers of the network beside the truth, where the time of a step
-    goes (computing; waiting for halos, for gradients, for data), memory of each rank, how samples are cut over ranks,
-    and all settings. Resting the pointer on a chart tells its numbers.
+    It shows the loss and the validation metrics, predictions beside the truth, where the time of a step goes
+    (computing; waiting for halos, gradients or data), the memory of each rank, how samples are cut over ranks, and all
+    settings. Charts show their numbers under the pointer.
 
-    A run that still goes on, or was interrupted, has a page too: parts that it has nothing for are named at its end,
-    with the reason. Written again, the page of an unchanged run is the same to the byte.
+    It works for a run that is still going on or was interrupted: the end of the page lists the parts that have no data
+    yet, and why. The report of an unchanged run is always the same, byte for byte.
 
     **Examples**
 
-    - `halocline report runs/cosmoflow-1`: writes runs/cosmoflow-1/report.html, and prints where it is.
+    - `halocline report runs/cosmoflow-1`: writes runs/cosmoflow-1/report.html and prints its path.
 
-    - `halocline report runs/cosmoflow-1 --out cosmoflow.html`: to hand on; the file holds all it needs.
+    - `halocline report runs/cosmoflow-1 --out cosmoflow.html`: a self-contained file to share.
 
-    **Exit status**: 0 written, 2 not: with one line that says why.
+    **Exit status**: 0 written; 2 not written, with one line that says why.
     """
     with clear_errors("report", debug):
         from ..train.reporting import write_report

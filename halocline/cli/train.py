@@ -30,14 +30,14 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as optimizer.lr=1e-3; may be repeated."),
 ]
 Ranks = Annotated[
-    int, typer.Option("--ranks", min=1, help="Processes to start on this machine; torchrun and srun have their own.")
+    int, typer.Option("--ranks", min=1, help="Processes to start on this machine (not under torchrun or srun).")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run. A run that is there already is resumed.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run. Resumes an existing run.")]
 Restarts = Annotated[
-    int, typer.Option("--restarts", min=0, help="How often to start again when a rank dies, from the last checkpoint.")
+    int, typer.Option("--restarts", min=0, help="Number of restarts from the last checkpoint when a rank dies.")
 ]
 Full = Annotated[
-    bool, typer.Option("--full", help="The workload at the size of its paper, in place of the small default.")
+    bool, typer.Option("--full", help="Use the size of the workload's paper instead of the small default.")
 ]
 
 Trace = Annotated[bool, typer.Option("--trace", help="Write trace.json of a few steps, for ui.perfetto.dev.")]
@@ -73,7 +73,7 @@ def train(
     `data = "path.h5"` with datasets x and y, or `data.x = "images/"` and `data.y = "labels/"`. Everything else has a
     default; docs/settings.md lists all settings.
 
-    **Exit status**: 0 trained, or stopped as asked after a checkpoint; 2 neither, with one line that says why.
+    **Exit status**: 0 trained, or stopped on request after a checkpoint; 2 otherwise, with one line that says why.
     """
     with clear_errors("train", debug):
         if debug:

@@ -1,4 +1,4 @@
-"""``halocline tune``: measure this GPU once, so that oversized work is cut as suits it."""
+"""``halocline tune``: measures the chunk sizes that suit this GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 
 
 def tune(as_json: Json = False, debug: Debug = False) -> None:
-    """Measure on this GPU how large a tensor may be before work on it goes in chunks, and how large those are.
+    """Measure on this GPU from which size on tensors need chunks, and how large the chunks should be.
 
-    Without it everything works, with sizes that suit an H200: whole up to 2^31 elements, chunks of 2^27 to 2^30. The
-    figures are kept in `~/.cache/halocline/chunks.json` (`HALOCLINE_CHUNKS` names another file) by card, torch and
-    cuDNN, and used by every later run on such a card. It takes about a minute and 20 GiB of the card's memory.
+    This is optional: the defaults suit an H200 (no chunks up to 2^31 elements, then chunks of 2^27 to 2^30). The
+    command saves its figures by card, torch and cuDNN in `~/.cache/halocline/chunks.json` (`HALOCLINE_CHUNKS` names
+    another file); every later run on such a card uses them. It takes about a minute and 20 GiB of GPU memory.
 
     **Examples**
 
