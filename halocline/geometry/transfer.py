@@ -42,13 +42,13 @@ class DimMove:
 
     def overlaps(self, needer: int, owner: int) -> list[tuple[Interval, Interval]]:
         """(where in the owner's tile, where in the needer's target) for each need the owner can serve."""
-        held, offset, found = self.holds(owner), 0, []
+        held, offset, overlaps = self.holds(owner), 0, []
         for need in self.wanted(needer):
             common = need.intersect(held)
             if not common.empty:
-                found.append((common.shift(-held.lo), common.shift(offset - need.lo)))
+                overlaps.append((common.shift(-held.lo), common.shift(offset - need.lo)))
             offset += need.size
-        return found
+        return overlaps
 
     @cached_property
     def local(self) -> bool:

@@ -75,8 +75,8 @@ class DimView:
     def taken(self, indices: Sequence[int]) -> DimView:
         runs: list[IndexRun] = []
         for place, index in enumerate(indices):
-            found = [run.within(index, index + 1) for run in self.runs if run.lo <= index < run.hi]
-            runs += [run.moved(place - index) for run in found]
+            hits = [run.within(index, index + 1) for run in self.runs if run.lo <= index < run.hi]
+            runs += [run.moved(place - index) for run in hits]
         return DimView(len(indices), self.source, _joined(runs))
 
     def pieces(self, of: Interval, within: Interval | None) -> Iterator[IndexRun]:
@@ -91,14 +91,14 @@ class DimView:
 
 def _joined(runs: Iterable[IndexRun]) -> tuple[IndexRun, ...]:
     """Single indices that follow each other upwards make one run."""
-    found: list[IndexRun] = []
+    joined: list[IndexRun] = []
     for run in runs:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and last.step == run.step == 1 and last.hi == run.lo and last.source.hi == run.start:
-            found[-1] = last._replace(hi=run.hi)
+            joined[-1] = last._replace(hi=run.hi)
         else:
-            found.append(run._replace(step=1) if run.hi - run.lo == 1 else run)
-    return tuple(found)
+            joined.append(run._replace(step=1) if run.hi - run.lo == 1 else run)
+    return tuple(joined)
 
 
 class Piece(NamedTuple):

@@ -49,8 +49,8 @@ class ByChannel:
     def _foreseen(self, args: Sequence[Any]) -> list[Tensor]:
         """The results as torch would make them, sizes and layout, without their values."""
         operator = getattr(torch.ops.aten, self.name).default
-        found = operator(*(_outline(value) if isinstance(value, Tensor) else value for value in args))
-        return [found] if isinstance(found, Tensor) else list(found)
+        results = operator(*(_outline(value) if isinstance(value, Tensor) else value for value in args))
+        return [results] if isinstance(results, Tensor) else list(results)
 
     def __call__(self, original: Original, *args: Any) -> Any:
         first: Tensor = args[self.maps[0]]
@@ -62,8 +62,8 @@ class ByChannel:
         boxes = chunks_of((whole(batch), whole(channels)), (0, 1), lambda box: plane * prod(shape_of(box)), most)
         results: list[Tensor] = []
         for samples, some in boxes:
-            found = original(*self._chosen(args, samples, some))
-            parts = (found,) if isinstance(found, Tensor) else found
+            result = original(*self._chosen(args, samples, some))
+            parts = (result,) if isinstance(result, Tensor) else result
             results = results or [
                 _room(foreseen, part) for foreseen, part in zip(self._foreseen(args), parts, strict=True)
             ]

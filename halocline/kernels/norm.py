@@ -112,8 +112,8 @@ def _backward(
         of_x = torch.empty_like(x)
         share = x.shape[1] / x.numel() if train else 0.0
         for box in boxes:
-            found = _slopes(at(gradient, box), at(x, box), mean, rstd, weight, share * offset, share * slope)
-            at(of_x, box).copy_(found)
+            slopes = _slopes(at(gradient, box), at(x, box), mean, rstd, weight, share * offset, share * slope)
+            at(of_x, box).copy_(slopes)
     dtype = x.dtype if weight is None else weight.dtype
     return of_x, (slope * rstd).to(dtype) if wanted[1] else None, offset.to(dtype) if wanted[2] else None
 

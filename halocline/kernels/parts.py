@@ -148,12 +148,12 @@ def _direct_part(
     inside: list[Interval] = [box[0]]
     pads: list[int] = []
     for wanted, size, natively in zip(need[1:], spatial, native, strict=True):
-        found = whole(size) if natively else wanted.intersect(whole(size))
-        if found.empty:  # padding alone
-            found = Interval(0, 0)
-        before = found.lo - wanted.lo if found.size and not natively else 0
-        inside.append(found)
-        pads = [before, 0 if natively else wanted.size - found.size - before, *pads]
+        read = whole(size) if natively else wanted.intersect(whole(size))
+        if read.empty:  # padding alone
+            read = Interval(0, 0)
+        before = read.lo - wanted.lo if read.size and not natively else 0
+        inside.append(read)
+        pads = [before, 0 if natively else wanted.size - read.size - before, *pads]
     kept = [amount if natively else 0 for amount, natively in zip(padding, native, strict=True)]
     return ConvolutionPart(box, tuple(inside), kept, pads)
 

@@ -98,7 +98,7 @@ def tune(
 def _sizes_of(trial: Trial, device: torch.device, seconds: Seconds, limit: int, sizes: tuple[int, ...]) -> Sizes:
     above = _timed(trial, limit + limit // 8, device, seconds, [Sizes(chunk, chunk) for chunk in sizes])
     best = min(above.values())
-    chunk = next(found.chunk for found in above if above[found] <= CLOSE * best)
+    chunk = next(choice.chunk for choice in above if above[choice] <= CLOSE * best)
     whole = limit
     for elements in (limit // 2, limit // 4):
         small = min(chunk, elements // 2)
@@ -125,11 +125,11 @@ def _timed(
     trial: Trial, elements: int, device: torch.device, seconds: Seconds, choices: list[Sizes]
 ) -> dict[Sizes, float]:
     operation = trial.make(elements, device)
-    found = {}
+    timings = {}
     for choice in choices:
         with forced(choice):
-            found[choice] = seconds(operation)
-    return found
+            timings[choice] = seconds(operation)
+    return timings
 
 
 def gpu_seconds(operation: Callable[[], object], repeat: int = 5) -> float:

@@ -33,10 +33,10 @@ def run_backward(
 
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    found = torch.autograd.grad(_edges(outputs), _edges(inputs), **kwargs)
+    gradients = torch.autograd.grad(_edges(outputs), _edges(inputs), **kwargs)
     if not materialize_grads:
-        return found
-    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True))
+        return gradients
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, inputs, strict=True))
 
 
 def _differentiable(values: Any) -> bool:

@@ -39,9 +39,9 @@ class DrawWatch:
 
     def explained(self, draw: Callable[[], Drawn]) -> Drawn:
         self._unexplained = self.unexplained
-        found = draw()
+        drawn = draw()
         self._known = _generators()
-        return found
+        return drawn
 
     @property
     def unexplained(self) -> bool:

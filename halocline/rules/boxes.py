@@ -100,8 +100,8 @@ def _at(slots: Any, index: int, mine: Any) -> Any:
 
 def _inner(read: Read, dim: int, out: Interval, own: Interval) -> Interval:
     """The outputs that need nothing of others: a run, since windows go on in order."""
-    found = [i for i in range(out.lo, out.hi) if own.contains(_need(read, dim, Interval(i, i + 1)))]
-    return Interval(found[0], found[-1] + 1) if found else Interval(out.lo, out.lo)
+    inside = [i for i in range(out.lo, out.hi) if own.contains(_need(read, dim, Interval(i, i + 1)))]
+    return Interval(inside[0], inside[-1] + 1) if inside else Interval(out.lo, out.lo)
 
 
 def _split(box: Box, inner: Sequence[Interval]) -> tuple[Box, list[Box]]:
@@ -124,7 +124,7 @@ def in_boxes(boxes: Boxes, route: Route, tile: Tensor) -> Tensor:
 
 
 class InBoxes(MovementFunction):
-    """Saves the tile and the slabs. A backward that is itself differentiated goes the glued way."""
+    """Saves the tile and the slabs. A backward that is itself differentiated glues its halo."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, boxes: Boxes, route: Route):  # type: ignore[no-untyped-def]
@@ -153,8 +153,8 @@ def _backward(
     rim, mine = boxes.rim, torch.zeros_like(tile)
     given, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
     for edge in boxes.edges:
-        found = _derivative(edge, rim.glued(tile, given, edge.need), gradient, autocast)
-        rim.add_glued(found, edge.need, mine, backs)
+        slope = _derivative(edge, rim.glued(tile, given, edge.need), gradient, autocast)
+        rim.add_glued(slope, edge.need, mine, backs)
     exchange = rim.send_back(backs, tile, route)
     boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient, autocast))
     rim.add_back(mine, exchange)
@@ -164,8 +164,8 @@ def _backward(
 def _derivative(part: BoxPart, piece: Tensor, gradient: Tensor, autocast: Autocast) -> Tensor:
     with torch.enable_grad(), autocast.again():
         leaf = piece.detach().requires_grad_()
-        (found,) = torch.autograd.grad(part.compute(leaf), leaf, gradient[part.place])
-    return found
+        (slope,) = torch.autograd.grad(part.compute(leaf), leaf, gradient[part.place])
+    return slope
 
 
 def _glued_backward(
@@ -176,5 +176,5 @@ def _glued_backward(
     def compute(tile: Tensor) -> Tensor:
         return boxes.glued(KnownMove.apply(tile, arrived, boxes.rim.transfer, route))
 
-    (found,) = differentiated(compute, [tile], [True], gradient, autocast)
-    return found
+    (slope,) = differentiated(compute, [tile], [True], gradient, autocast)
+    return slope

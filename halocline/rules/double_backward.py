@@ -57,6 +57,6 @@ def differentiated(
     with torch.enable_grad(), autocast.again():
         aliases = [None if operand is None else operand.view_as(operand) for operand in operands]
         wanted = [alias for alias, flag in zip(aliases, needed, strict=True) if flag and alias is not None]
-        found = iter(torch.autograd.grad(compute(*aliases), wanted, gradient, create_graph=True))
+        gradients = iter(torch.autograd.grad(compute(*aliases), wanted, gradient, create_graph=True))
     pairs = zip(aliases, needed, strict=True)
-    return tuple(next(found) if flag and alias is not None else None for alias, flag in pairs)
+    return tuple(next(gradients) if flag and alias is not None else None for alias, flag in pairs)

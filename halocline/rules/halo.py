@@ -61,7 +61,7 @@ def with_halo(halo: Halo, route: Route, tile: Tensor, weight: Tensor, bias: Tens
 
 
 class WithHalo(MovementFunction):
-    """Saves the tile, the weights and the slabs. A backward that is itself differentiated goes the glued way."""
+    """Saves the tile, the weights and the slabs. A backward that is itself differentiated glues its halo."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, route: Route):  # type: ignore[no-untyped-def]
@@ -79,10 +79,10 @@ class WithHalo(MovementFunction):
         tile, weight, bias, *pieces = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            found = _glued_backward(ctx.halo, ctx.route, (tile, weight, bias), pieces, gradient, needed)
+            gradients = _glued_backward(ctx.halo, ctx.route, (tile, weight, bias), pieces, gradient, needed)
         else:
-            found = _Backward(ctx.halo, ctx.route, weight, needed).run(gradient, tile, bias, pieces)
-        return *found, None, None
+            gradients = _Backward(ctx.halo, ctx.route, weight, needed).run(gradient, tile, bias, pieces)
+        return *gradients, None, None
 
 
 @dataclass
@@ -127,9 +127,9 @@ class _Backward:
 def _of_tile(rim: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor:
     if rim.uses_all:
         return gradient
-    found = torch.zeros_like(tile)
-    rim.used(found).copy_(gradient)
-    return found
+    whole = torch.zeros_like(tile)
+    rim.used(whole).copy_(gradient)
+    return whole
 
 
 def _glued_backward(

@@ -33,21 +33,21 @@ def enter(plan: CallPlan, tiles: list[Tensor]) -> None:
         if len(entering) == 1:
             tiles[entering[0]] = scaled((1.0, factor), tiles[entering[0]])
         elif entering:
-            found = scaled((1.0, factor), *[tiles[place] for place in entering])
-            for place, tile in zip(entering, found, strict=True):
+            entered = scaled((1.0, factor), *[tiles[place] for place in entering])
+            for place, tile in zip(entering, entered, strict=True):
                 tiles[place] = tile
 
 
 def preloaded(plan: CallPlan, tensors: list[Tensor], tiles: list[Tensor]) -> dict[int, Tensor]:
     """Operands that came with what the operation needs beside their tiles."""
-    found: dict[int, Tensor] = {}
+    ready: dict[int, Tensor] = {}
     for place, tensor in enumerate(tensors):
         fetch = plan.fetches[place]
         if getattr(tensor, "_preloaded_halo", None) is not None and fetch is not None and fetch.communicates:
             brought = from_preloaded_halo(tensor, fetch, tiles[place])
             if brought is not None:
-                found[place] = brought
-    return found
+                ready[place] = brought
+    return ready
 
 
 def bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Tensor]) -> list[Tensor]:

@@ -145,13 +145,13 @@ class CallPlan:
         node.register_hook(partial(_scale_gradients, self, others))
 
 
-def _scale_gradients(plan: CallPlan, others: list[Tensor], found: Any, given: Any) -> Any:
-    factor, first, single_node = plan.factors[0][0], found[0], plan.recipe.single_node
+def _scale_gradients(plan: CallPlan, others: list[Tensor], gradients: Any, arriving: Any) -> Any:
+    factor, first, single_node = plan.factors[0][0], gradients[0], plan.recipe.single_node
     if first is not None and first.requires_grad:  # a second derivative is to come
         entered = [scaled((1.0, factor), tensor) if tensor.requires_grad else tensor for tensor in others]
-        first = single_node.again(plan.work, given[0], first.detach(), *entered)  # type: ignore[union-attr]
+        first = single_node.again(plan.work, arriving[0], first.detach(), *entered)  # type: ignore[union-attr]
     # The adjoint of the identity with adjoint R is R with the identity as its adjoint: not a plain product.
-    return first, *(None if gradient is None else scaled((factor, 1.0), gradient) for gradient in found[1:])
+    return first, *(None if gradient is None else scaled((factor, 1.0), gradient) for gradient in gradients[1:])
 
 
 def make_plan(
@@ -163,12 +163,12 @@ def make_plan(
     recipe: Recipe = describe(*described[0], **described[1])
     shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
     choices = choices_here(mesh)
-    way = _choose(mesh, recipe, shardings, choices)
-    cuts, fetches = way.cuts, way.fetches
+    space_cut = _choose(mesh, recipe, shardings, choices)
+    cuts, fetches = space_cut.cuts, space_cut.fetches
     _check_inplace(function, recipe, fetches)
     _say_if_whole_and_large(function, mesh, tensors, fetches)
     box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
-    work = Work(box, tuple(way.slots))
+    work = Work(box, tuple(space_cut.slots))
     return CallPlan(
         name=name_of(function),
         mesh=mesh,
@@ -176,15 +176,13 @@ def make_plan(
         recipe=recipe,
         fetches=tuple(fetches),
         work=work,
-        shardings=way.results,
-        goals=way.goals,
+        shardings=space_cut.results,
+        goals=space_cut.goals,
         sum_axes=_sum_axes(function, recipe, cuts),
         reduce_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in (recipe.reduces or ())),
         track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
-        overlapped=_ring(mesh, recipe, work, way)
-        if way.in_ring
-        else _halo(mesh, recipe, work, way, choices.halo_beside),
+        overlapped=_overlapped(mesh, recipe, work, space_cut, choices),
         places=_places(args, len(tensors)),
         fitting=_fitting(mesh, recipe, tensors, shardings, choices),
     )
@@ -199,8 +197,8 @@ def _fitting(
     if tensors[0].numel() < max(largest, choices.cut_target):
         return None
     (output,), cuts = recipe.outputs, _assign(mesh, replace(recipe, inplace=False), shardings)
-    found = _out_sharding(mesh, output.shape, output.dims, cuts)
-    return found if found.axes else None
+    fitting = _out_sharding(mesh, output.shape, output.dims, cuts)
+    return fitting if fitting.axes else None
 
 
 class SpaceCut:
@@ -261,15 +259,20 @@ def _choose_round(
     return gather
 
 
-def _overlapped(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut, choices: Choices) -> Halo | Boxes | Ring | None:
-    return _ring(mesh, recipe, work, way) if way.in_ring else _halo(mesh, recipe, work, way, choices.halo_beside)
+def _overlapped(
+    mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut, choices: Choices
+) -> Halo | Boxes | Ring | None:
+    """Work that can exchange while it computes, where that spares a copy of the tile or a gather."""
+    if space_cut.in_ring:
+        return _ring(mesh, recipe, work, space_cut)
+    return _halo(mesh, recipe, work, space_cut, choices.halo_beside)
 
 
-def _ring(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut) -> Ring:
+def _ring(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut) -> Ring:
     steps = recipe.ring
-    fetches = [fetch for read in recipe.reads if (fetch := way.fetches[read.operand.index])]
+    fetches = [fetch for read in recipe.reads if (fetch := space_cut.fetches[read.operand.index])]
     assert steps is not None
-    cut = way.shardings[recipe.reads[-1].operand.index].cuts[steps.dim]
+    cut = space_cut.shardings[recipe.reads[-1].operand.index].cuts[steps.dim]
     assert cut is not None
     return Ring(
         work=steps.bound(work),
@@ -283,10 +286,10 @@ def _ring(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut) -> Ring:
     )
 
 
-def _halo(mesh: Mesh, recipe: Recipe, work: Work, way: SpaceCut, least: int) -> Halo | Boxes | None:
+def _halo(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut, least: int) -> Halo | Boxes | None:
     """Only the first operand moves; the others are whole, and used as they are. ``least``: elements of a tile."""
-    cuts = way.cuts
-    first, *others = (way.fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
+    cuts = space_cut.cuts
+    first, *others = (space_cut.fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
     if recipe.box_local and not others:
         return plan_boxes(recipe, work, first, cuts, partial(bound, recipe), least)
     if recipe.linear_part is None:
@@ -306,8 +309,8 @@ def bound(recipe: Recipe, work: Work) -> Callable[..., Any]:
 
 
 def _places(args: tuple[Any, ...], count: int) -> tuple[int, ...] | None:
-    found = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
-    return found if len(found) == count else None
+    places = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
+    return places if len(places) == count else None
 
 
 def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:

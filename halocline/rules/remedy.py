@@ -64,18 +64,18 @@ def lost_axes(recipe: Recipe, shardings: Sequence[Sharding], cuts: dict[int, Cut
 
 def shuffled(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], lost: dict[str, tuple[int, Cut]]) -> dict[int, Cut]:
     """The cuts with each lost axis on another dim that every result has; without those for which there is none."""
-    found = dict(cuts)
+    moved = dict(cuts)
     for axis in lost:
         ranks = mesh.sizes[axis]
         free = [
             dim
             for dim, size in enumerate(recipe.space)
-            if size >= ranks and dim not in found and dim not in recipe.uncut and _in_all(recipe.outputs, dim)
+            if size >= ranks and dim not in moved and dim not in recipe.uncut and _in_all(recipe.outputs, dim)
         ]
         if free:
             dim = min(free, key=lambda d: (recipe.space[d] % ranks != 0, d))  # evenly, and in few large strips
-            found[dim] = Cut(axis, Partition.even(recipe.space[dim], ranks))
-    return found
+            moved[dim] = Cut(axis, Partition.even(recipe.space[dim], ranks))
+    return moved
 
 
 def ring_axis(

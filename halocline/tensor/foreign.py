@@ -80,14 +80,13 @@ class AutogradBridge:
         return tuple(None if g is None else self._tile(index, g) for index, g in enumerate(gradients))
 
     def _tile(self, index: int, gradient: Tensor) -> Tensor:
-        found = getattr(gradient, "sharding", None)
-        wanted = self.inputs.get(index) if self.inputs is not None else found
-        if found is not wanted:
+        lies = getattr(gradient, "sharding", None)
+        wanted = self.inputs.get(index) if self.inputs is not None else lies
+        if lies is not wanted:
             raise Refused(
                 self.name,
                 here(),
-                f"for input {index}, which is {wanted or 'whole'}, backward gives a gradient that is "
-                f"{found or 'whole'}",
+                f"for input {index}, which is {wanted or 'whole'}, backward gives a gradient that is {lies or 'whole'}",
                 "bring it to the cut of that input with hc.shard, hc.reshard or hc.gather",
             )
         return unwrap(gradient)

@@ -159,9 +159,9 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
 
 def _detached(shell: ShardedTensor) -> ShardedTensor:
     """The same tile without a node; torch may give it one afterwards, which is looked for when somebody uses it."""
-    found = wrap(shell._tile.detach(), shell.sharding)
-    found._copy_of = Loose(shell._copy_of)
-    return found
+    detached = wrap(shell._tile.detach(), shell.sharding)
+    detached._copy_of = Loose(shell._copy_of)
+    return detached
 
 
 def unwrap(tensor: Tensor) -> Tensor:

@@ -199,8 +199,8 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
     shape(torch.einsum, equation, *terms)
     given, arrow, result = equation.replace(" ", "").partition("->")
     labels = [_spelled(text, term.ndim) for text, term in zip(given.split(","), terms, strict=True)]
-    found = [label for part in labels for label in part]
-    out = _spelled(result, None, _dots(found)) if arrow else _implied(found)
+    all_labels = [label for part in labels for label in part]
+    out = _spelled(result, None, _dots(all_labels)) if arrow else _implied(all_labels)
     twice = [
         label for part in labels for label in part if part.count(label) > 1
     ]  # a diagonal, of what lies on one rank
@@ -221,11 +221,11 @@ def _spelled(text: str, ndim: int | None, dots: Sequence[Hashable] = ()) -> list
     return [*before, *(dots if ellipsis else ()), *after]
 
 
-def _dots(found: Sequence[Hashable]) -> list[int]:
-    return sorted({label for label in found if isinstance(label, int)})
+def _dots(labels: Sequence[Hashable]) -> list[int]:
+    return sorted({label for label in labels if isinstance(label, int)})
 
 
-def _implied(found: Sequence[Hashable]) -> list[Hashable]:
+def _implied(labels: Sequence[Hashable]) -> list[Hashable]:
     """Without an arrow: the ellipsis, then the letters that occur once, in alphabetical order."""
-    once = sorted(label for label in found if isinstance(label, str) and found.count(label) == 1)
-    return [*_dots(found), *once]
+    once = sorted(label for label in labels if isinstance(label, str) and labels.count(label) == 1)
+    return [*_dots(labels), *once]

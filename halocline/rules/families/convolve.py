@@ -49,7 +49,7 @@ class Convolve:
         """What ``piece`` adds to the output box ``out`` (both global). The ``main`` piece reaches all of it."""
         find = self._transposed if self.transposed else self._direct
         along = [find(i, out[2 + i], piece[2 + i], main) for i in range(len(self.kernel))]
-        if any(way.taps.empty or way.out.empty for way in along):
+        if any(line.taps.empty or line.out.empty for line in along):
             nothing = (slice(0, 0),)
             return LinearPart(nothing, nothing, _Nothing())
         thin = self._thin(along, piece[2:]) if not main else None
@@ -143,10 +143,10 @@ def _backward(
 ) -> Gradients:
     sizes = None if bias is None else list(bias.shape)
     mask = [needed[0], needed[1], needed[2] and bias is not None]
-    found: Any = torch.ops.aten.convolution_backward(
+    gradients: Any = torch.ops.aten.convolution_backward(
         gradient, piece, weight, sizes, o.stride, o.padding, o.dilation, transposed, o.extra, o.groups, mask
     )
-    return found
+    return gradients
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ class _DirectPart(_Compute):
     def _backward(
         self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> Gradients:
-        found = _backward(gradient, _padded(piece, self.pads), weight, bias, self.options, False, needed)
-        return (None if found[0] is None else _unpadded(found[0], self.pads)), found[1], found[2]
+        gradients = _backward(gradient, _padded(piece, self.pads), weight, bias, self.options, False, needed)
+        return (None if gradients[0] is None else _unpadded(gradients[0], self.pads)), gradients[1], gradients[2]
 
 
 class _TransposedPart(_Compute):

@@ -27,8 +27,8 @@ def _register(name: str, function: Any) -> None:
 
     def each(*args: Any, **kwargs: Any) -> list[Any] | None:
         count = next(len(value) for value in args if isinstance(value, _LISTS))
-        found = [_one(single, name, *(_nth(i, value) for value in args), **_named(i, kwargs)) for i in range(count)]
-        return None if name.endswith("_") else found
+        results = [_one(single, name, *(_nth(i, value) for value in args), **_named(i, kwargs)) for i in range(count)]
+        return None if name.endswith("_") else results
 
     composite(function, family="foreach")(each)
 

@@ -52,8 +52,8 @@ _all_rules = {function: _all_rule(function) for function in (torch.median, torch
 
 def _ordered(function: Any, input: Tensor, *lead: Any, dim: int, keepdim: bool) -> Any:
     call = (input, *lead, normal(dim, input.ndim), keepdim)
-    found = run_rule(function, _along_rules[function], call, {})
-    return getattr(torch.return_types, function.__name__)(found)
+    pair = run_rule(function, _along_rules[function], call, {})
+    return getattr(torch.return_types, function.__name__)(pair)
 
 
 @made_of("median")
@@ -122,8 +122,8 @@ _quantile_rules = {function: _quantile_rule(function) for function in (torch.qua
 def _quantile(function: Any, input: Tensor, q: Any, dim: int | None, keepdim: bool, how: str) -> Tensor:
     if dim is not None:
         return run_rule(function, _quantile_rules[function], (input, q, normal(dim, input.ndim), keepdim, how), {})
-    found = function(input.flatten(), q, 0, interpolation=how)
-    return found.reshape(*found.shape, *[1] * input.ndim) if keepdim else found
+    values = function(input.flatten(), q, 0, interpolation=how)
+    return values.reshape(*values.shape, *[1] * input.ndim) if keepdim else values
 
 
 @made_of("quantile")

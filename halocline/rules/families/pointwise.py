@@ -41,23 +41,23 @@ ror xor rxor eq ne lt le gt ge lshift rshift iadd isub imul itruediv idiv ifloor
 
 def _functions() -> dict[Any, bool]:
     """Every pointwise function torch has under these names, and whether its name says that it works in place."""
-    found: dict[Any, bool] = {}
+    functions: dict[Any, bool] = {}
     for name in _NAMES:
         for home in (torch, Tensor, torch.special):
             for variant in (name, f"{name}_") if not name.endswith("_") else (name,):
                 if callable(getattr(home, variant, None)):  # torch.float and its kind are dtypes
-                    found[getattr(home, variant)] = variant.endswith("_")
-    found |= {getattr(Tensor, name).__get__: False for name in ("real", "imag")}
+                    functions[getattr(home, variant)] = variant.endswith("_")
+    functions |= {getattr(Tensor, name).__get__: False for name in ("real", "imag")}
     for name in _ACTIVATIONS:
         for variant in (name, f"{name}_"):
             if hasattr(F, variant):
-                found[getattr(F, variant)] = variant.endswith("_")
+                functions[getattr(F, variant)] = variant.endswith("_")
     for name in _OPERATORS:
         dunder = f"__{name}__"
         if hasattr(Tensor, dunder):
             inplace = name.startswith("i") and name not in ("invert",)
-            found[getattr(Tensor, dunder)] = inplace
-    return found
+            functions[getattr(Tensor, dunder)] = inplace
+    return functions
 
 
 def broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -70,8 +70,8 @@ def _max_windows(
         if any(after):
             tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=_lowest(tile.dtype))
         steps = [w.stride for w in windows], before, [w.dilation for w in windows]
-        found = pool(tile, [w.kernel for w in windows], *steps, ceil_mode)
-        return _head(found, box)
+        maxima = pool(tile, [w.kernel for w in windows], *steps, ceil_mode)
+        return _head(maxima, box)
 
     return _recipe(input, shape, windows, local)
 

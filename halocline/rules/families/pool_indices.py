@@ -117,22 +117,22 @@ def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
         if not any(_cut(input, d) for d in dims):
             return run_rule(function, _as_on_one_rank, (input, sizes, function), {})
         given = tuple(input.shape[d] for d in dims)
-        found: Any = (input, None)
+        both: Any = (input, None)
         todo = [(d, m) for d, m in zip(dims, sizes, strict=True) if input.shape[d] != m]
         for d, m in reversed(todo or [(input.ndim - 1, sizes[-1])]):
-            if m == 1 and _crowded(found[0], d):
-                found = _along(function, found, d, Pieces(_pieces(found[0], d)), given)
-            found = _along(function, found, d, Adaptive(found[0].shape[d], m), given)
-        return found
+            if m == 1 and _crowded(both[0], d):
+                both = _along(function, both, d, Pieces(_pieces(both[0], d)), given)
+            both = _along(function, both, d, Adaptive(both[0].shape[d], m), given)
+        return both
 
     return run
 
 
-def _along(function: Any, found: Any, dim: int, access: Any, given: tuple[int, ...]) -> Any:
+def _along(function: Any, both: Any, dim: int, access: Any, given: tuple[int, ...]) -> Any:
     """One stage; once no dim is cut any more, on plain tensors."""
-    if isinstance(found[0], ShardedTensor):
-        return run_rule(function, _stage, (*found, dim, access, given), {})
-    values, places = found
+    if isinstance(both[0], ShardedTensor):
+        return run_rule(function, _stage, (*both, dim, access, given), {})
+    values, places = both
     return _max_along(values, places, dim, [_window(access, i) for i in range(access.out_size)])
 
 
@@ -285,14 +285,14 @@ def _strays_rule(indices: Operand, dims: tuple[int, ...], call: tuple[Any, ...])
 
 def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Unpool) -> Tensor:
     """Where an index leaves its window, or the whole result (torch then says so, on every rank)."""
-    found = (tile < 0) | (tile >= math.prod(call.sizes))
+    strays = (tile < 0) | (tile >= math.prod(call.sizes))
     for dim in dims:
         access = call.accesses[dim - call.lead]
         first = torch.arange(box[dim].lo, box[dim].hi, device=tile.device) * access.stride - access.padding
         first = first.view(-1, *[1] * (tile.ndim - 1 - dim))
         place = call.along(tile, dim)
-        found = found | (place < first) | (place >= first + access.kernel)
-    return found
+        strays = strays | (place < first) | (place >= first + access.kernel)
+    return strays
 
 
 def _describe_unpool(

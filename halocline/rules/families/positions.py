@@ -83,12 +83,12 @@ class Picks:
 
 def picks_of(style: Style, sizes: Sequence[int], outs: Sequence[int], scales: Scales) -> list[Picks]:
     """Of every spatial dim of a call."""
-    found = []
+    picks = []
     for i, (size, out, scale) in enumerate(zip(sizes, outs, scales or (None,) * len(outs), strict=True)):
         others = [*outs[:i], *outs[i + 1 :]]
         beside = tuple(min(other, _FEW) if style.spatial == 2 else 1 for other in others)
-        found.append(_picks(style, size, out, scale, beside))
-    return found
+        picks.append(_picks(style, size, out, scale, beside))
+    return picks
 
 
 @lru_cache(4096)
@@ -147,8 +147,8 @@ def _taps(style: Style, size: int, out: int, scale: float | None) -> Taps:
         places = torch.arange(size, dtype=style.dtype, device=style.device)
         teeth = places % period == torch.arange(period, device=style.device).unsqueeze(1)
         lines = torch.cat((teeth.to(places), teeth * places, torch.where(teeth, math.inf, 0.0).to(places)))
-        found = _through(style, lines, out, scale, (1,) * (style.spatial - 1))[:, 0].cpu().double()
-    weights, moments, marks = found.split(period)
+        responses = _through(style, lines, out, scale, (1,) * (style.spatial - 1))[:, 0].cpu().double()
+    weights, moments, marks = responses.split(period)
     strongest = weights.abs().argmax(0, keepdim=True)
     anchor = (moments.gather(0, strongest) / weights.gather(0, strongest)).round()
     tooth = torch.arange(period).unsqueeze(1)

@@ -248,8 +248,8 @@ def _along(function: Any, input: Tensor, dim: int, keepdim: bool = False, *, axi
     if points is None or input.dtype == torch.bool:
         result = run_rule(function, _whole_dim_rule(function), (input, place, keepdim), {})
     else:
-        found = extreme_along(_PAIRED.get(function, function), input, place, points)
-        result = found if keepdim else tuple(part.squeeze(place) for part in found)
+        pair = extreme_along(_PAIRED.get(function, function), input, place, points)
+        result = pair if keepdim else tuple(part.squeeze(place) for part in pair)
         result = result[1] if function in _PAIRED else result
     kind = getattr(torch.return_types, function.__name__, tuple)
     return kind(result) if isinstance(result, tuple) else result

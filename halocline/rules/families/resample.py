@@ -150,11 +150,11 @@ class Nearest:
         """Room for what any memory format reads, for the ranks must agree."""
         styles = [replace(self.style, last=last) for last in ((False, True) if self.several else (False,))]
         answers = [picks_of(style, self.input.shape[2:], self.shape[2:], self.scales) for style in styles]
-        found: list[Access] = []
+        accesses: list[Access] = []
         for size, *dim in zip(self.input.shape[2:], *answers, strict=True):
             read = list(zip(*(side for picks in dim for side in (picks.value, picks.gradient)), strict=True))
-            found.append(Resample(size, tuple(map(min, read)), tuple(map(max, read))))
-        return found
+            accesses.append(Resample(size, tuple(map(min, read)), tuple(map(max, read))))
+        return accesses
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         parts = self.plan(work, tile.device, self.several and channels_last(tile))

@@ -53,14 +53,14 @@ class Regroup(NamedTuple):
 
 
 def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
-    found = []
+    regroups = []
     for group in groups(old, new):
         sizes = [old[d] for d in group.before]
         strides = tuple(prod(sizes[place + 1 :]) for place in range(len(sizes)))
         made = prod(new[d] for d in group.after[1:])
         if prod(sizes) and made:
-            found.append(Regroup(group, strides, made))
-    return found
+            regroups.append(Regroup(group, strides, made))
+    return regroups
 
 
 def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Recipe:

@@ -98,15 +98,15 @@ def _dims_of(item: Any) -> int:
 
 def located(items: Sequence[Any], shape: Sequence[int]) -> list[Item]:
     """The same with positions in place of masks: those of a whole mask are the same on every rank."""
-    found: list[Item] = []
+    located_items: list[Item] = []
     dim = 0
     for item in items:
         if is_mask(item):
-            found += _positions(item, tuple(shape[dim : dim + item.ndim]))
+            located_items += _positions(item, tuple(shape[dim : dim + item.ndim]))
         else:
-            found.append(item)
+            located_items.append(item)
         dim += _dims_of(item)
-    return found
+    return located_items
 
 
 def _positions(mask: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:

@@ -71,10 +71,10 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
 
             return padded if any(more) else compute
 
-        def again(work: Work, gradient: Tensor, found: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+        def again(work: Work, gradient: Tensor, slope: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
             """The input's gradient. Of the input itself only the shape counts."""
             call = (strides, inner(work), dilations, False, [0] * spatial, groups, [True, False, False])
-            return torch.ops.aten.convolution_backward(gradient, found, weight.to(gradient.dtype), None, *call)[0]
+            return torch.ops.aten.convolution_backward(gradient, slope, weight.to(gradient.dtype), None, *call)[0]
 
         reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
         if bias is not None:
