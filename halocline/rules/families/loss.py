@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,36 @@ from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
 from ..table import composite, refuse, run_rule
 from .pointwise import elementwise
 
+Unreduced = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
-def reduced(values: Tensor, reduction: str) -> Tensor:
+
+def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
+    """Register a loss by what it gives for each element, with torch's own parameters but for those of the reduction.
+
+    Where the mean is weighted, it gives the weights too.
+    """
+    signature = inspect.signature(function)
+
+    def register(values_of: Unreduced) -> Unreduced:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            options = signature.bind(*args, **kwargs).arguments
+            if [options.pop(old, None) for old in ("size_average", "reduce")] != [None, None]:
+                raise refuse(function, "size_average and reduce are options of old torch", "use reduction=...")
+            reduction = options.pop("reduction", "mean")
+            values: Any = values_of(**options)
+            if reduction == "batchmean" and function is F.kl_div:
+                return _reduced(values, "sum") / options["input"].shape[0]
+            if isinstance(values, Tensor):
+                return _reduced(values, reduction)
+            return values[0].sum() / values[1].sum() if reduction == "mean" else _reduced(values[0], reduction)
+
+        composite(function, family="loss")(call)
+        return values_of
+
+    return register
+
+
+def _reduced(values: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return values
     if reduction not in ("mean", "sum"):
@@ -27,44 +56,23 @@ def reduced(values: Tensor, reduction: str) -> Tensor:
 
 def _voxelwise(function: Callable[..., Tensor]) -> None:
     """A loss of pairs of values: torch's own with ``reduction='none'`` on the tiles, then a global reduction."""
+    describe = _elementwise_of(function)
 
-    def describe(*args: Any, **kwargs: Any) -> Recipe:
-        return elementwise(function, args, kwargs, inplace=False)
-
-    def loss(
-        input: Tensor,
-        target: Tensor,
-        *args: Any,
-        size_average: Any = None,
-        reduce: Any = None,
-        reduction: str = "mean",
-        **kwargs: Any,
-    ) -> Tensor:
-        no_legacy(function, size_average, reduce, args)
-        weight = kwargs.pop("weight", None)
+    def values_of(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
         if function is F.l1_loss and weight is None:  # torch itself forgets to hand it on
             weight = caller_value(F.l1_loss, "weight")
-        values = run_rule(function, describe, (input, target), {**kwargs, "reduction": "none"})
-        if weight is not None:
-            return _weighted(function, values, weight, reduction)
-        if reduction == "batchmean":
-            return values.sum() / input.shape[0]
-        return reduced(values, reduction)
+        values = run_rule(function, describe, (input, target), {**options, "reduction": "none"})
+        if weight is None:
+            return values
+        if tuple(weight.shape) != tuple(values.shape):
+            raise refuse(function, "its weight has another shape than its input", "give a weight for each element")
+        return values * weight, weight
 
-    composite(function, family="loss")(loss)
-
-
-def _weighted(function: Any, values: Tensor, weight: Tensor, reduction: str) -> Tensor:
-    """As torch weighs: the mean is over the weights."""
-    if tuple(weight.shape) != tuple(values.shape):
-        raise refuse(function, "its weight has another shape than its input", "give a weight for each element")
-    weighed = values * weight
-    return weighed.sum() / weight.sum() if reduction == "mean" else reduced(weighed, reduction)
+    loss(function)(values_of)
 
 
-def no_legacy(function: Any, size_average: Any, reduce: Any, args: tuple[Any, ...] = ()) -> None:
-    if size_average is not None or reduce is not None or args:
-        raise refuse(function, "size_average, reduce and positional options are torch's old way", "use reduction=...")
+def _elementwise_of(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
+    return lambda *args, **kwargs: elementwise(function, args, kwargs, inplace=False)
 
 
 for _loss in (
@@ -79,45 +87,20 @@ for _loss in (
     _voxelwise(_loss)
 
 
-def _elementwise_of(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
-    return lambda *args, **kwargs: elementwise(function, args, kwargs, inplace=False)
+def _binary(function: Callable[..., Tensor]) -> None:
+    """Binary cross entropy of probabilities or of scores; its weights stretch, and do not change the mean."""
+    describe = _elementwise_of(function)
+
+    def values_of(input: Tensor, target: Tensor, **weights: Tensor | None) -> Tensor:
+        _same_shape(function.__name__, input, target)
+        given = {name: weight for name, weight in weights.items() if weight is not None}
+        return run_rule(function, describe, (input, target), {"reduction": "none", **given})
+
+    loss(function)(values_of)
 
 
-_bce = _elementwise_of(F.binary_cross_entropy)
-_bce_logits = _elementwise_of(F.binary_cross_entropy_with_logits)
-
-
-@composite(F.binary_cross_entropy)
-def binary_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    no_legacy(F.binary_cross_entropy, size_average, reduce)
-    _same_shape("binary_cross_entropy", input, target)
-    options = {"reduction": "none", **({} if weight is None else {"weight": weight})}
-    return reduced(run_rule(F.binary_cross_entropy, _bce, (input, target), options), reduction)
-
-
-@composite(F.binary_cross_entropy_with_logits)
-def binary_cross_entropy_with_logits(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    pos_weight: Tensor | None = None,
-) -> Tensor:
-    no_legacy(F.binary_cross_entropy_with_logits, size_average, reduce)
-    _same_shape("binary_cross_entropy_with_logits", input, target)
-    options: dict[str, Any] = {"reduction": "none"}
-    options.update({n: v for n, v in (("weight", weight), ("pos_weight", pos_weight)) if v is not None})
-    values = run_rule(F.binary_cross_entropy_with_logits, _bce_logits, (input, target), options)
-    return reduced(values, reduction)
+_binary(F.binary_cross_entropy)
+_binary(F.binary_cross_entropy_with_logits)
 
 
 def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
@@ -175,13 +158,6 @@ _cross_entropy_rule = _class_rule(F.cross_entropy)
 _nll_rule = _class_rule(F.nll_loss)
 
 
-def _class_loss(function: Any, describe: Any, reduction: str, *call: Any) -> Tensor:
-    values, weights = run_rule(function, describe, call, {})
-    if reduction == "mean":
-        return values.sum() / weights.sum()
-    return reduced(values, reduction)
-
-
 def _probability_rule(input: Operand, target: Operand, weight: Operand | None, smoothing: float) -> Recipe:
     space, dims, links = _voxels(input)
 
@@ -192,40 +168,24 @@ def _probability_rule(input: Operand, target: Operand, weight: Operand | None, s
     return Recipe(space=space, reads=tuple(reads), outputs=(Output(space, dims),), local=local)
 
 
-@composite(F.cross_entropy)
+@loss(F.cross_entropy)
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    no_legacy(F.cross_entropy, size_average, reduce)
-    if target.is_floating_point():
-        if target.ndim == input.ndim - 1:
-            raise ShardingError(
-                f"cross_entropy in {here()}: the target {list(target.shape)} holds {target.dtype}, which torch "
-                f"takes for probabilities of the shape {list(input.shape)}; for class numbers give integers: y.long()"
-            )
-        _same_shape("cross_entropy", input, target)
-        values = run_rule(F.cross_entropy, _probability_rule, (input, target, weight, label_smoothing), {})
-        return reduced(values, reduction)
-    call = (input, target, weight, ignore_index, label_smoothing)
-    return _class_loss(F.cross_entropy, _cross_entropy_rule, reduction, *call)
+    input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Any:
+    """Of class numbers, or of probabilities for each class."""
+    if not target.is_floating_point():
+        call = (input, target, weight, ignore_index, label_smoothing)
+        return run_rule(F.cross_entropy, _cross_entropy_rule, call, {})
+    if target.ndim == input.ndim - 1:
+        raise ShardingError(
+            f"cross_entropy in {here()}: the target {list(target.shape)} holds {target.dtype}, which torch "
+            f"takes for probabilities of the shape {list(input.shape)}; for class numbers give integers: y.long()"
+        )
+    _same_shape("cross_entropy", input, target)
+    return run_rule(F.cross_entropy, _probability_rule, (input, target, weight, label_smoothing), {})
 
 
-@composite(F.nll_loss)
-def nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    no_legacy(F.nll_loss, size_average, reduce)
-    return _class_loss(F.nll_loss, _nll_rule, reduction, input, target, weight, ignore_index, 0.0)
+@loss(F.nll_loss)
+def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Any:
+    """Cross entropy of scores that are logarithms already."""
+    return run_rule(F.nll_loss, _nll_rule, (input, target, weight, ignore_index, 0.0), {})

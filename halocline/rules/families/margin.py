@@ -11,13 +11,11 @@ from torch import Tensor
 
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
 from ..table import composite, refuse, run_rule
-from .loss import no_legacy, reduced
+from .loss import loss
 
 
-@composite(F.gaussian_nll_loss, family="loss")
-def gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Tensor:
+@loss(F.gaussian_nll_loss)
+def gaussian_nll_loss(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6) -> Tensor:
     spread = _variance(input, var)
     negative = (spread < 0).any()
     if not negative.is_meta and bool(negative):
@@ -26,7 +24,7 @@ def gaussian_nll_loss(
     with torch.no_grad():  # as in torch, what is clamped keeps its gradient
         spread.clamp_(min=eps)
     values = 0.5 * (spread.log() + (input - target) ** 2 / spread)
-    return reduced(values + 0.5 * log(2 * pi) if full else values, reduction)
+    return values + 0.5 * log(2 * pi) if full else values
 
 
 def _variance(input: Tensor, var: Any) -> Tensor:
@@ -42,52 +40,26 @@ def _variance(input: Tensor, var: Any) -> Tensor:
     return var
 
 
-@composite(F.margin_ranking_loss, family="loss")
-def margin_ranking_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    no_legacy(F.margin_ranking_loss, size_average, reduce)
-    return reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+@loss(F.margin_ranking_loss)
+def margin_ranking_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
+    return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
-@composite(F.hinge_embedding_loss, family="loss")
-def hinge_embedding_loss(
-    input: Tensor,
-    target: Tensor,
-    margin: float = 1.0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    no_legacy(F.hinge_embedding_loss, size_average, reduce)
+@loss(F.hinge_embedding_loss)
+def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
     zero = torch.zeros((), dtype=input.dtype, device=input.device)
     apart = torch.where(target != 1, (margin - input).clamp_min(0), zero)
-    return reduced(apart + torch.where(target != -1, input, zero), reduction)
+    return apart + torch.where(target != -1, input, zero)
 
 
-@composite(F.cosine_embedding_loss, family="loss")
-def cosine_embedding_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    no_legacy(F.cosine_embedding_loss, size_average, reduce)
+@loss(F.cosine_embedding_loss)
+def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
     tiny = 1e-12
     lengths = ((input1 * input1).sum(-1) + tiny) * ((input2 * input2).sum(-1) + tiny)
     cosine = (input1 * input2).sum(-1) / lengths.sqrt()
     zero = torch.zeros((), dtype=cosine.dtype, device=cosine.device)
     alike = torch.where(target == 1, 1 - cosine, zero)
-    return reduced(alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zero), reduction)
+    return alike + torch.where(target == -1, (cosine - margin).clamp_min(0), zero)
 
 
 def _triplet(anchor: Tensor, positive: Tensor, negative: Tensor, distance: Any, margin: float, swap: bool) -> Tensor:
@@ -98,7 +70,7 @@ def _triplet(anchor: Tensor, positive: Tensor, negative: Tensor, distance: Any, 
     return (margin + near - far).clamp_min(0)
 
 
-@composite(F.triplet_margin_loss, family="loss")
+@loss(F.triplet_margin_loss)
 def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -107,16 +79,12 @@ def triplet_margin_loss(
     p: float = 2,
     eps: float = 1e-6,
     swap: bool = False,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
 ) -> Tensor:
-    no_legacy(F.triplet_margin_loss, size_average, reduce)
     distance = lambda one, other: F.pairwise_distance(one, other, p, eps)  # noqa: E731
-    return reduced(_triplet(anchor, positive, negative, distance, margin, swap), reduction)
+    return _triplet(anchor, positive, negative, distance, margin, swap)
 
 
-@composite(F.triplet_margin_with_distance_loss, family="loss")
+@loss(F.triplet_margin_with_distance_loss)
 def triplet_margin_with_distance_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -125,25 +93,16 @@ def triplet_margin_with_distance_loss(
     distance_function: Any = None,
     margin: float = 1.0,
     swap: bool = False,
-    reduction: str = "mean",
 ) -> Tensor:
     distance = distance_function or F.pairwise_distance
-    return reduced(_triplet(anchor, positive, negative, distance, margin, swap), reduction)
+    return _triplet(anchor, positive, negative, distance, margin, swap)
 
 
-@composite(F.multilabel_soft_margin_loss, family="loss")
-def multilabel_soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    no_legacy(F.multilabel_soft_margin_loss, size_average, reduce)
+@loss(F.multilabel_soft_margin_loss)
+def multilabel_soft_margin_loss(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     values = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     values = values if weight is None else values * weight
-    return reduced(values.sum(-1) / input.shape[-1], reduction)
+    return values.sum(-1) / input.shape[-1]
 
 
 def _rows_rule(function: Any) -> Any:
@@ -168,28 +127,17 @@ def _rows_rule(function: Any) -> Any:
 _multi_margin, _multilabel_margin = _rows_rule(F.multi_margin_loss), _rows_rule(F.multilabel_margin_loss)
 
 
-@composite(F.multi_margin_loss, family="loss")
+@loss(F.multi_margin_loss)
 def multi_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
-    no_legacy(F.multi_margin_loss, size_average, reduce)
     call = (input, target, (("p", p), ("margin", margin)), weight)
-    return reduced(run_rule(F.multi_margin_loss, _multi_margin, call, {}), reduction)
+    return run_rule(F.multi_margin_loss, _multi_margin, call, {})
 
 
-@composite(F.multilabel_margin_loss, family="loss")
-def multilabel_margin_loss(
-    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Tensor:
-    no_legacy(F.multilabel_margin_loss, size_average, reduce)
-    return reduced(run_rule(F.multilabel_margin_loss, _multilabel_margin, (input, target, ()), {}), reduction)
+@loss(F.multilabel_margin_loss)
+def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
+    return run_rule(F.multilabel_margin_loss, _multilabel_margin, (input, target, ()), {})
 
 
 @composite(F.ctc_loss, torch.ctc_loss, family="refused")
