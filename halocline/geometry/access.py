@@ -26,10 +26,14 @@ def _monotone(points: Iterable[int], out_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Access:
+    """How the input follows the output along one dim. Subclasses are frozen, so that plans can be kept by them."""
+
     def need(self, out: Interval) -> tuple[Interval, ...]:
+        """The input intervals that an output interval needs."""
         raise NotImplementedError
 
     def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        """Where to cut the output if the input is cut at ``points``."""
         raise NotImplementedError
 
 
@@ -55,6 +59,7 @@ class Window(Access):
 
     @property
     def reach(self) -> int:
+        """From the first to the last tap."""
         return self.dilation * (self.kernel - 1)
 
     def need(self, out: Interval) -> tuple[Interval, ...]:
@@ -79,6 +84,7 @@ class Transposed(Access):
 
     @property
     def reach(self) -> int:
+        """From the first to the last tap."""
         return self.dilation * (self.kernel - 1)
 
     def need(self, out: Interval) -> tuple[Interval, ...]:
@@ -101,6 +107,7 @@ class Adaptive(Access):
     out_size: int
 
     def window(self, index: int) -> Interval:
+        """The inputs of one output."""
         return Interval(index * self.in_size // self.out_size, -(-(index + 1) * self.in_size // self.out_size))
 
     def need(self, out: Interval) -> tuple[Interval, ...]:
@@ -158,9 +165,11 @@ class Mirror(Access):
 
     @property
     def kept(self) -> Interval:
+        """What a crop leaves of the input."""
         return Interval(max(0, -self.before), self.in_size - max(0, -self.after))
 
     def source(self, index: int) -> int:
+        """The input index that an output index shows."""
         position, last = index - self.before, self.in_size - 1
         if self.mode == "circular":
             return self.kept.lo + (position - self.kept.lo) % self.kept.size

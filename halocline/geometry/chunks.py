@@ -44,6 +44,7 @@ def _parts(box: Box, dim: int, elements: Callable[[Box], int], most: int) -> int
 
 
 def evenly(interval: Interval, parts: int) -> list[Interval]:
+    """The interval in as many pieces of about one size."""
     points = [interval.lo + interval.size * part // parts for part in range(parts + 1)]
     return [Interval(lo, hi) for lo, hi in pairwise(points)]
 

@@ -11,6 +11,8 @@ from .interval import Interval
 
 @dataclass(frozen=True)
 class Partition:
+    """Where a dim is cut: ``parts`` pieces between ``points``, in order, some possibly empty."""
+
     points: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -20,16 +22,20 @@ class Partition:
 
     @property
     def size(self) -> int:
+        """Of the whole dim."""
         return self.points[-1]
 
     @property
     def parts(self) -> int:
+        """How many pieces."""
         return len(self.points) - 1
 
     def piece(self, index: int) -> Interval:
+        """One of them, by its number along the axis."""
         return Interval(self.points[index], self.points[index + 1])
 
     def pieces(self) -> tuple[Interval, ...]:
+        """All of them."""
         return tuple(self.piece(i) for i in range(self.parts))
 
     @classmethod
@@ -55,6 +61,7 @@ class Partition:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int]) -> Partition:
+        """Pieces of these sizes, side by side."""
         points = [0]
         for size in sizes:
             points.append(points[-1] + size)

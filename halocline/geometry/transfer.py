@@ -34,10 +34,12 @@ class DimMove:
     filled: bool = False
 
     def wanted(self, coordinate: int) -> Needs:
+        """What the rank at this coordinate needs of the dim."""
         needs = self.needs[coordinate if self.need_axis else 0]
         return needs if self.filled else tuple(need.intersect(whole(self.size)) for need in needs)
 
     def holds(self, coordinate: int) -> Interval:
+        """What the rank at this coordinate owns of the dim."""
         return self.owned[coordinate if self.owner_axis else 0]
 
     def overlaps(self, needer: int, owner: int) -> list[tuple[Interval, Interval]]:
@@ -89,6 +91,7 @@ class Transfer:
 
     @cached_property
     def reversed(self) -> Transfer:
+        """The adjoint: what came goes back, and is added up."""
         return replace(
             self,
             source_shape=self.target_shape,
@@ -101,14 +104,17 @@ class Transfer:
 
     @cached_property
     def received_elements(self) -> int:
+        """From other ranks."""
         return sum(message.elements for message in self.arriving)
 
     @cached_property
     def leaving(self) -> tuple[PackedMessage, ...]:
+        """One message for each rank that gets something."""
         return tuple(_message(peer, boxes) for peer, boxes in self.sends)
 
     @cached_property
     def arriving(self) -> tuple[PackedMessage, ...]:
+        """One message from each rank that sends something."""
         return tuple(_message(peer, boxes) for peer, boxes in self.receives)
 
     @cached_property
@@ -136,6 +142,8 @@ class Strip(NamedTuple):
 
 
 class PackedMessage(NamedTuple):
+    """The boxes between two ranks, one after another in one flat buffer."""
+
     peer: int
     elements: int
     strips: tuple[Strip, ...]
@@ -151,6 +159,7 @@ def _message(peer: int, boxes: tuple[Box, ...]) -> PackedMessage:
 
 
 def volume(box: Box) -> int:
+    """Elements of a box."""
     total = 1
     for interval in box:
         total *= interval.size

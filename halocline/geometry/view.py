@@ -25,6 +25,7 @@ class IndexRun(NamedTuple):
     step: int
 
     def moved(self, by: int) -> IndexRun:
+        """The same sources, shown elsewhere."""
         return self._replace(lo=self.lo + by, hi=self.hi + by)
 
     def within(self, lo: int, hi: int) -> IndexRun:
@@ -40,6 +41,7 @@ class IndexRun(NamedTuple):
 
     @property
     def source(self) -> Interval:
+        """The interval of the source that it shows."""
         last = self.start + self.step * (self.hi - self.lo - 1)
         return Interval(min(self.start, last), max(self.start, last) + 1)
 
@@ -53,10 +55,12 @@ class DimView:
     runs: tuple[IndexRun, ...]
 
     def cropped(self, lo: int, hi: int) -> DimView:
+        """Only what lies between."""
         parts = (run.within(lo, hi).moved(-lo) for run in self.runs)
         return DimView(hi - lo, self.source, tuple(run for run in parts if run.lo < run.hi))
 
     def flipped(self) -> DimView:
+        """From the end."""
         turned = (
             IndexRun(self.size - run.hi, self.size - run.lo, run.start + run.step * (run.hi - run.lo - 1), -run.step)
             for run in reversed(self.runs)
@@ -64,15 +68,18 @@ class DimView:
         return replace(self, runs=tuple(turned))
 
     def shifted(self, by: int) -> DimView:
+        """Moved along, with nothing where it came from."""
         moved = (run.moved(by).within(0, self.size) for run in self.runs)
         return replace(self, runs=tuple(run for run in moved if run.lo < run.hi))
 
     def rolled(self, by: int) -> DimView:
+        """Moved along, round the end."""
         by %= self.size
         back, ahead = self.shifted(by - self.size), self.shifted(by)
         return replace(self, runs=back.runs + ahead.runs) if by else self
 
     def taken(self, indices: Sequence[int]) -> DimView:
+        """These indices, in this order."""
         runs: list[IndexRun] = []
         for place, index in enumerate(indices):
             hits = [run.within(index, index + 1) for run in self.runs if run.lo <= index < run.hi]
@@ -132,6 +139,7 @@ class SampleView:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of what is seen."""
         return tuple(line.size for line in self.lines)
 
     @property
@@ -140,9 +148,11 @@ class SampleView:
         return tuple(line.source for line in self.lines)
 
     def flip(self, dim: int) -> SampleView:
+        """A dim from its end."""
         return self._with(dim, self.lines[dim].flipped())
 
     def crop(self, dim: int, lo: int, hi: int) -> SampleView:
+        """Part of a dim."""
         if not 0 <= lo <= hi <= self.lines[dim].size:
             raise ShardingError(f"a crop [{lo}, {hi}) leaves dim {dim} of size {self.lines[dim].size}")
         return self._with(dim, self.lines[dim].cropped(lo, hi))
@@ -156,6 +166,7 @@ class SampleView:
         return self._with(dim, self.lines[dim].rolled(by))
 
     def take(self, dim: int, indices: Sequence[int]) -> SampleView:
+        """Some indices of a dim."""
         wrong = [index for index in indices if not 0 <= index < self.lines[dim].size]
         if wrong:
             raise ShardingError(f"index {wrong[0]} is not in dim {dim} of size {self.lines[dim].size}")

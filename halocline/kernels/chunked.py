@@ -81,6 +81,7 @@ class SizeWatch:
         self._open = threading.local()
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook before forward."""
         if torch.compiler.is_compiling():
             _while_compiling()
             return
@@ -93,6 +94,7 @@ class SizeWatch:
         self._stack().append((mode, kind))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A hook after forward, also where it failed."""
         if torch.compiler.is_compiling():
             return
         stack = self._stack()

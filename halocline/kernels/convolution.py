@@ -35,6 +35,7 @@ def _family(call: Call) -> str:
 
 @kernel("convolution", _large)
 def convolution(original: Original, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """In boxes of the output."""
     call = Call.of(weight.dim() - 2, *rest)
     return _in_parts(original, x, weight, bias, call, call.shape(x, weight), channels_last(x, weight))
 
@@ -48,6 +49,7 @@ def _large_backward(gradient: Tensor, x: Tensor, *rest: Any) -> bool:
 def convolution_backward(
     original: Original, gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
 ) -> tuple[Tensor | None, ...]:
+    """By input, weight and bias, each in the chunks that suit it."""
     *settings, wanted = rest
     call = Call.of(weight.dim() - 2, *settings)
     of_x = of_weight = of_bias = None

@@ -31,6 +31,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, dims: int, stride: Any, padding: Any, dilation: Any, transposed: bool, extra: Any, groups: int) -> Call:
+        """From the arguments of ATen's convolution."""
         stride, padding, dilation, extra = (
             list(value) * (dims if len(value) == 1 else 1) for value in (stride, padding, dilation, extra)
         )
@@ -43,10 +44,12 @@ class Call(NamedTuple):
 
     @property
     def legal(self) -> bool:
+        """Would torch take these sizes?"""
         extra = zip(self.extra, self.stride, self.dilation, strict=True)
         return min(self.padding) >= 0 and all(e < max(s, d) for e, s, d in extra)
 
     def reach(self, kernel: Sequence[int]) -> list[int]:
+        """From the first to the last tap, of each dim."""
         return [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
 
     def _spatial(self, spatial: Sequence[int], kernel: Sequence[int]) -> list[int]:
@@ -62,6 +65,7 @@ class Call(NamedTuple):
         return (_transposed_parts if self.transposed else _direct_parts)(x, y, kernel, self, most)
 
     def each(self, kernel: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """The access of each spatial dim."""
         return zip(kernel, self.stride, self.dilation, self.padding, strict=True)
 
 
@@ -78,10 +82,12 @@ class ConvolutionPart(NamedTuple):
     keep: Box | None = None
 
     def read(self, x: Tensor) -> Tensor:
+        """What the part reads, padded where torch does not."""
         piece = at(x, self.need)  # type: ignore[arg-type]
         return F.pad(piece, self.pads) if any(self.pads) else piece
 
     def kept(self, made: Tensor) -> Tensor:
+        """The box out of what was computed."""
         return made if self.keep is None else at(made, (whole(made.shape[0]), *self.keep))
 
 

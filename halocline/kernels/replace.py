@@ -67,6 +67,7 @@ class Original:
 
 
 def installed(key: str) -> bool:
+    """Are the kernels of this dispatch key replaced?"""
     return key in _installed
 
 

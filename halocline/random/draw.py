@@ -68,6 +68,8 @@ class Draw:
         return numbers.clamp_(min=smallest)
 
     def cauchy(self, dtype: torch.dtype, median: float, sigma: float) -> Tensor:
+        """By the inverse of its distribution."""
+
         def numbers(box: Box) -> Tensor:
             return self._inner(box, 0).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
 

@@ -37,9 +37,11 @@ class GlobalBox:
 
     @classmethod
     def all_of(cls, shape: tuple[int, ...]) -> GlobalBox:
+        """The box that is the whole."""
         return cls(shape, tuple(map(whole, shape)))
 
     def leading(self, dims: int) -> GlobalBox:
+        """The first dims alone: what is drawn once for all of the others."""
         return GlobalBox(self.shape[:dims], self.box[:dims])
 
     @property

@@ -80,6 +80,7 @@ def _belongs_nowhere() -> WatchedDraws:
 
 
 def watch_draws(model: nn.Module, mesh: Mesh) -> None:
+    """Have a distributed model's forwards draw the same numbers on the ranks that share a sample."""
     watched = WatchedDraws(mesh)
     model.register_forward_pre_hook(watched.before, with_kwargs=True)
     model.register_forward_hook(watched.after, always_call=True)

@@ -38,6 +38,7 @@ class DrawWatch:
         self._unexplained = False
 
     def explained(self, draw: Callable[[], Drawn]) -> Drawn:
+        """Run a draw that the library knows of."""
         self._unexplained = self.unexplained
         drawn = draw()
         self._known = _generators()
@@ -70,6 +71,7 @@ class State:
         self.watch: DrawWatch | None = None
 
     def next_call(self) -> int:
+        """The number of the next call that draws."""
         if self.threaded:
             return self._next_threaded()
         moment = self.explained(_pass_moment)

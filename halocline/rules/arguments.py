@@ -24,6 +24,7 @@ def check_call(name: str, tensor: Any, mesh: Any, dims: Any) -> None:
 
 
 def check_dims(name: str, dims: Any, mesh: Mesh) -> None:
+    """Dims are integers and axes are named by the mesh, or an error says which are not."""
     if not isinstance(dims, Mapping):
         raise ShardingError(f"hc.{name}: dims is {_kind(dims)}; map dims of the tensor to axes, such as {{2: 'depth'}}")
     for dim, axis in dims.items():

@@ -35,6 +35,8 @@ class BoxPart:
 
 @dataclass(frozen=True)
 class Boxes:
+    """How this rank computes its output: the inside, and the edges that need slabs."""
+
     inside: BoxPart
     edges: tuple[BoxPart, ...]
     rim: HaloExchange
@@ -120,6 +122,7 @@ def _with(box: Box, dim: int, interval: Interval) -> Box:
 
 
 def in_boxes(boxes: Boxes, route: Route, tile: Tensor) -> Tensor:
+    """Compute the output box by box. Waits for the neighbours when the inside is done."""
     return quick_apply(InBoxes, tile, boxes, route)
 
 

@@ -14,35 +14,42 @@ from .table import direct, refuse
 
 
 def getter(name: str) -> Any:
+    """The function behind reading an attribute, by which torch names it."""
     return getattr(Tensor, name).__get__
 
 
 def setter(name: str) -> Any:
+    """The function behind writing an attribute."""
     return getattr(Tensor, name).__set__
 
 
 @direct(getter("shape"))
 def shape(self: ShardedTensor) -> torch.Size:
+    """The global shape."""
     return torch.Size(self.sharding.shape)
 
 
 @direct(Tensor.size)
 def size(self: ShardedTensor, dim: int | None = None) -> torch.Size | int:
+    """The global size, of one dim or of all."""
     return torch.Size(self.sharding.shape) if dim is None else self.sharding.shape[dim]
 
 
 @direct(Tensor.dim, Tensor.ndimension, getter("ndim"))
 def dim(self: ShardedTensor) -> int:
+    """The number of dims."""
     return len(self.sharding.shape)
 
 
 @direct(Tensor.numel, Tensor.nelement, torch.numel)
 def numel(self: ShardedTensor) -> int:
+    """Global elements."""
     return torch.Size(self.sharding.shape).numel()
 
 
 @direct(Tensor.__len__)
 def length(self: ShardedTensor) -> int:
+    """The global size of the first dim."""
     return self.sharding.shape[0]
 
 
@@ -97,16 +104,19 @@ def base(self: ShardedTensor) -> Tensor | None:
 
 @direct(torch.is_tensor)
 def is_tensor(obj: Any) -> bool:
+    """It is one."""
     return True
 
 
 @direct(torch.is_same_size)
 def is_same_size(self: Tensor, other: Tensor) -> bool:
+    """Of global shapes."""
     return tuple(self.shape) == tuple(other.shape)
 
 
 @direct(torch.result_type)
 def result_type(*args: Any) -> torch.dtype:
+    """That of the tiles."""
     return torch.result_type(*(unwrap(a) if isinstance(a, ShardedTensor) else a for a in args))
 
 
@@ -132,11 +142,13 @@ def _wrapped(gradient: Tensor | None, sharding: Sharding) -> Tensor | None:
 
 @direct(getter("grad"))
 def grad(self: ShardedTensor) -> Tensor | None:
+    """The tile's gradient, cut as the tensor is."""
     return _wrapped(self._tile.grad, self.sharding)
 
 
 @direct(setter("grad"))
 def set_grad(self: ShardedTensor, value: Any) -> None:
+    """Assign a gradient cut alike, or None."""
     if value is not None and (not isinstance(value, ShardedTensor) or value.sharding != self.sharding):
         raise refuse("Tensor.grad", "a gradient must be cut as its tensor is", "assign None or a tensor cut alike")
     self._tile.grad = None if value is None else unwrap(value)
@@ -153,6 +165,7 @@ def data(self: ShardedTensor) -> Tensor:
 
 @direct(Tensor.retain_grad)
 def retain_grad(self: ShardedTensor) -> None:
+    """Keep the true gradient of an intermediate result."""
     tile, sharding = unwrap(self), self.sharding
     if not tile.is_leaf:
         tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, sharding))
@@ -175,6 +188,7 @@ def register_hook(self: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) 
 
 @direct(Tensor.register_post_accumulate_grad_hook)
 def register_post_accumulate_grad_hook(self: ShardedTensor, hook: Callable[[Tensor], None]) -> Any:
+    """The hook sees the sharded tensor."""
     sharding = self.sharding
     return unwrap(self).register_post_accumulate_grad_hook(lambda tile: hook(wrap(tile, sharding)))
 
@@ -187,6 +201,7 @@ def _as_tile(value: Tensor, sharding: Sharding) -> Tensor:
 
 @direct(Tensor.backward)
 def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """Every rank calls it, on its tile."""
     autograd_backward(self, gradient, *args, **kwargs)
 
 
@@ -198,6 +213,7 @@ def _tiles(values: Any) -> Any:
 
 @direct(torch.autograd.backward)
 def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Seeds are cut as outputs are; tiles carry the graph."""
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _tiles(kwargs["inputs"])
         if any(not tile.is_leaf for tile in kwargs["inputs"]):
@@ -208,6 +224,7 @@ def autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwar
 
 @direct(torch.autograd.grad)
 def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """True gradients, cut as the inputs are."""
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     outputs, seeds = _as_lists(outputs, grad_outputs)
     gradients = torch.autograd.grad(_tiles(outputs), _tiles(wanted), _seeds(outputs, seeds), *args, **kwargs)
@@ -257,21 +274,25 @@ def equal(input: Tensor, other: Tensor) -> bool:
 
 @direct(torch.allclose, Tensor.allclose)
 def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """The same answer on every rank."""
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
 @direct(Tensor.__contains__)
 def contains(self: Tensor, element: Any) -> bool:
+    """The same answer on every rank."""
     return bool((element == self).any())
 
 
 @direct(Tensor.__iter__)
 def iterate(self: Tensor) -> Iterator[Tensor]:
+    """Over the first dim, which all ranks walk together."""
     return iter(self.unbind(0))
 
 
 @direct(Tensor.__reversed__)
 def reverse(self: Tensor) -> Tensor:
+    """A flip of the first dim."""
     return self.flip(0)
 
 

@@ -19,6 +19,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
+        """As it stands for this kind of device."""
         kind = device.type
         if kind == "meta":  # autocast does nothing there
             return cls(kind, False, torch.float32)
@@ -26,11 +27,13 @@ class Autocast(NamedTuple):
 
     @contextmanager
     def again(self) -> Iterator[None]:
+        """Inside, it is as it was."""
         with nullcontext() if self.kind == "meta" else torch.autocast(self.kind, self.dtype, self.enabled):
             yield
 
     @property
     def off(self) -> Autocast:
+        """The same device with autocast switched off."""
         return self._replace(enabled=False)
 
 

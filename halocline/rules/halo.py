@@ -57,6 +57,7 @@ def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, gl
 
 
 def with_halo(halo: Halo, route: Route, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run a linear operation on the tile and on the slabs that arrive. Waits for the neighbours."""
     return quick_apply(WithHalo, *in_autocast_dtype(tile, weight, bias), halo, route)
 
 

@@ -23,9 +23,11 @@ class HaloExchange:
 
     @classmethod
     def of(cls, fetch: Fetch) -> HaloExchange:
+        """From a fetch whose needs lie beside each rank's tile."""
         return cls(fetch.slabs, fetch.transfer, fetch.fill)
 
     def begin(self, tile: Tensor, route: Route) -> PendingExchange:
+        """Send what the neighbours need; nothing is waited for."""
         return begin(tile, self.transfer, route)
 
     def arrived(self, exchange: PendingExchange, like: Tensor) -> list[Tensor]:
@@ -58,6 +60,7 @@ class HaloExchange:
 
     @cached_property
     def uses_all(self) -> bool:
+        """Is every element of the tile needed?"""
         return shape_of(self.slabs.source) == self.transfer.source_shape
 
     def used(self, tile: Tensor) -> Tensor:

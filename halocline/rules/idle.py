@@ -43,6 +43,7 @@ class IdleWork(NamedTuple):
     shapes: tuple[tuple[int, ...] | None, ...]
 
     def operands(self, brought: list[Tensor]) -> list[Tensor]:
+        """Made-up operands that hang on the real ones in the graph."""
         return [self._made_up(tensor, shape) for tensor, shape in zip(brought, self.shapes, strict=True)]
 
     def _made_up(self, tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:

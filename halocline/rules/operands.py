@@ -17,6 +17,7 @@ _WORTH_ADVICE = 1 << 20  # bytes
 
 
 def check_whole_operands(plan: CallPlan, tiles: list[Tensor]) -> None:
+    """Make sure that somebody averages the gradients of whole operands that enter cut work."""
     for _, places in plan.factors:
         for place in places:
             tile = tiles[place]

@@ -11,6 +11,7 @@ from .table import name_of, refuse
 
 
 def into(out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Compute without ``out``, and copy; refused where torch would change a shape or lose a gradient."""
     result = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     if not isinstance(out, Tensor) or not isinstance(result, Tensor):
         raise refuse(function, "with out= it fills several tensors", "assign the results instead")

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from ..choices import Choices
 from ..errors import MeshError
-from ..geometry import DimMove, Interval, Partition, whole
+from ..geometry import Interval, whole
 from ..sizes import size_text
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh, Route, scaled
 from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
 from .idle import IdleWork, idle_work
-from .recipe import Local, Operand, Read, Recipe, RingSteps, Slot, Work
-from .remedy import choices_here, choose_round, cost, lost_axes, put_back, ring_axis, shuffled
+from .recipe import Local, Operand, Recipe, Work
+from .remedy import choices_here
 from .ring import Ring
+from .space_cut import SpaceCut, assigned_cuts, choose_cut, out_sharding
 from .table import name_of, refuse
 
 _log = logging.getLogger("halocline")
@@ -69,6 +70,7 @@ class CallPlan:
 
     @cached_property
     def call(self) -> Callable[..., Any]:
+        """The local work of this rank, to be called as the torch function was."""
         return bound(self.recipe, self.work)
 
     @cached_property
@@ -110,6 +112,7 @@ class CallPlan:
 
     @cached_property
     def gathers(self) -> bool:
+        """Do all ranks of some axis end with the same operand?"""
         return any(fetch is not None and fetch.gathers for fetch in self.fetches)
 
     @cached_property
@@ -138,6 +141,7 @@ class CallPlan:
         return set(self.factors[0][1]) == {read.operand.index for read in self.recipe.reads[1:]}
 
     def hook(self, result: Tensor, tiles: list[Tensor]) -> None:
+        """Put law 3 on the node that the call has made."""
         node, single_node = result.grad_fn, self.recipe.single_node
         if node is None or single_node is None or node.name() != single_node.node:
             raise AssertionError(f"{self.name} was to make one {single_node}, and made {node}")
@@ -157,13 +161,14 @@ def _scale_gradients(plan: CallPlan, others: list[Tensor], gradients: Any, arriv
 def make_plan(
     function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> CallPlan:
+    """Ask the rule for a recipe and work out everything that follows from shapes, cuts and choices."""
     mesh = _common_mesh(function, tensors)
     operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
     described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
     recipe: Recipe = describe(*described[0], **described[1])
     shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
     choices = choices_here(mesh)
-    space_cut = _choose(mesh, recipe, shardings, choices)
+    space_cut = choose_cut(mesh, recipe, shardings, choices)
     cuts, fetches = space_cut.cuts, space_cut.fetches
     _check_inplace(function, recipe, fetches)
     _say_if_whole_and_large(function, mesh, tensors, fetches)
@@ -196,67 +201,9 @@ def _fitting(
     largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
     if tensors[0].numel() < max(largest, choices.cut_target):
         return None
-    (output,), cuts = recipe.outputs, _assign(mesh, replace(recipe, inplace=False), shardings)
-    fitting = _out_sharding(mesh, output.shape, output.dims, cuts)
+    (output,), cuts = recipe.outputs, assigned_cuts(mesh, replace(recipe, inplace=False), shardings)
+    fitting = out_sharding(mesh, output.shape, output.dims, cuts)
     return fitting if fitting.axes else None
-
-
-class SpaceCut:
-    """One way to cut the space: what it makes each operand bring, and how the results lie, at first and in the end."""
-
-    def __init__(self, mesh: Mesh, recipe: Recipe, shardings: list[Sharding], cuts: dict[int, Cut]) -> None:
-        self.shardings, self.cuts, self.in_ring = shardings, cuts, False
-        work_axes = frozenset(cut.axis for cut in cuts.values())
-        self.fetches: list[Fetch | None] = [None] * len(shardings)
-        self.slots: list[tuple[Slot, ...]] = [()] * len(shardings)
-        for read in recipe.reads:
-            index = read.operand.index
-            self.fetches[index], self.slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
-        self.results = tuple(_out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs)
-        self.goals = self.results
-
-    def cost(self, mesh: Mesh) -> int:
-        return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
-
-
-def _choose(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: Choices) -> SpaceCut:
-    """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
-    gather = SpaceCut(mesh, recipe, shardings, _assign(mesh, recipe, shardings))
-    if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
-        return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis, choices)
-    if recipe.keeps_cut:
-        gather.goals = (shardings[recipe.reads[0].operand.index],)
-    lost = lost_axes(recipe, shardings, gather.cuts)
-    if not lost or recipe.inplace or choices.remedy == "gather":
-        return gather
-    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
-    goals = zip(recipe.outputs, shuffle.results, strict=True)
-    shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
-    return shuffle if choices.remedy == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
-
-
-def _choose_round(
-    mesh: Mesh,
-    recipe: Recipe,
-    steps: RingSteps,
-    shardings: list[Sharding],
-    gather: SpaceCut,
-    axis: str,
-    choices: Choices,
-) -> SpaceCut:
-    """Between a gather, a shuffle to the dim ``instead``, and a ring, for operands that one axis cuts."""
-    name = choose_round(mesh, recipe, gather.cuts, axis, choices)
-    if name == "shuffle":
-        own = gather.cuts[steps.along]
-        cuts = {dim: cut for dim, cut in gather.cuts.items() if dim != steps.along}
-        cuts[steps.instead] = Cut(axis, Partition.even(recipe.space[steps.instead], mesh.sizes[axis]))
-        shuffle = SpaceCut(mesh, recipe, shardings, cuts)
-        lost = {axis: (steps.along, own)}
-        goals = zip(recipe.outputs, shuffle.results, strict=True)
-        shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
-        return shuffle
-    gather.in_ring = name == "ring"
-    return gather
 
 
 def _overlapped(
@@ -353,53 +300,6 @@ def _whole(mesh: Mesh, tensor: Tensor) -> Sharding:
 
 def _piece(mesh: Mesh, cut: Cut | None, size: int) -> Interval:
     return cut.partition.piece(mesh.coordinates[cut.axis]) if cut else whole(size)
-
-
-def _assign(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
-    """Cut the space as its operands are cut. The first operand that speaks for an axis or a dim decides (in place,
-    only the target speaks).
-    """
-    cuts: dict[int, Cut] = {}
-    taken: set[str] = set()
-    for read in recipe.reads[:1] if recipe.inplace else recipe.reads:
-        for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
-            if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
-                continue
-            points = link.access.propagate_cut(cut.partition.points, recipe.space[link.dim])
-            cuts[link.dim] = Cut(cut.axis, Partition(points))
-            taken.add(cut.axis)
-    return cuts
-
-
-def _plan_read(
-    mesh: Mesh, read: Read, sharding: Sharding, cuts: dict[int, Cut], work_axes: frozenset[str]
-) -> tuple[Fetch, tuple[Slot, ...]]:
-    dims, slots, fill = [], [], 0.0
-    for dim, link in enumerate(read.links):
-        own = sharding.cuts[dim]
-        cut = cuts.get(link.dim) if link.dim is not None else None
-        size = sharding.shape[dim]
-        needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)  # not cut: all of it, and torch pads it itself
-        if link.dim is None:
-            needs = (link.access.need(whole(size)),)
-        elif cut is not None:
-            needs = tuple(link.access.need(piece) for piece in cut.partition.pieces())
-        fill = link.fill if link.fill is not None else fill
-        move = DimMove(
-            size=size,
-            owner_axis=own.axis if own else None,
-            owned=own.partition.pieces() if own else (whole(size),),
-            need_axis=cut.axis if cut else None,
-            needs=needs,
-            filled=link.fill is not None,
-        )
-        dims.append(move)
-        slots.append(Slot(move.wanted(mesh.coordinates[cut.axis] if cut else 0), cut is None))
-    return Fetch(mesh, tuple(dims), work_axes, fill), tuple(slots)
-
-
-def _out_sharding(mesh: Mesh, shape: tuple[int, ...], dims: tuple[int | None, ...], cuts: dict[int, Cut]) -> Sharding:
-    return Sharding(mesh, shape, [None if dim is None else cuts.get(dim) for dim in dims])
 
 
 def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[str]:

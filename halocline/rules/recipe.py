@@ -29,15 +29,19 @@ class Operand:
 
     @property
     def ndim(self) -> int:
+        """As of a tensor."""
         return len(self.shape)
 
     def dim(self) -> int:
+        """As of a tensor."""
         return len(self.shape)
 
     def size(self, dim: int) -> int:
+        """As of a tensor."""
         return self.shape[dim]
 
     def numel(self) -> int:
+        """Global elements."""
         total = 1
         for size in self.shape:
             total *= size
@@ -61,6 +65,8 @@ WHOLE = Link(None)
 
 @dataclass(frozen=True)
 class Read:
+    """One operand, and how each of its dims follows the space."""
+
     operand: Operand
     links: tuple[Link, ...]
 
@@ -98,6 +104,7 @@ class Work:
     slots: tuple[tuple[Slot, ...], ...]
 
     def native(self, operand: Operand, dim: int) -> bool:
+        """Is a dim of an operand as on one rank, so that torch pads it itself?"""
         return self.slots[operand.index][dim].native
 
 
@@ -289,6 +296,7 @@ def follow(operand: Operand, *dims: int | None) -> Read:
 
 
 def read_whole(operand: Operand) -> Read:
+    """A read of all of an operand, on every rank."""
     return Read(operand, (WHOLE,) * operand.ndim)
 
 

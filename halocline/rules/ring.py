@@ -41,6 +41,7 @@ class Ring:
 
     @property
     def ranks(self) -> int:
+        """As many as there are pieces."""
         return self.partition.parts
 
     def held(self, step: int) -> Interval:
@@ -55,6 +56,7 @@ class Ring:
         return route.world.begin([Send(before, flat)], [Receive(after, elements)], flat, route.ranks, route.label)
 
     def arrived(self, exchange: Any, like: Sequence[Tensor], step: int) -> list[Tensor]:
+        """Wait for the pieces of ``step``; views of the one message."""
         (flat,) = exchange.wait()
         shapes = [(*p.shape[: self.dim], self.held(step).size, *p.shape[self.dim :][1:]) for p in like]
         return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]

@@ -18,6 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RuleEntry:
+    """What the table holds for one torch function."""
+
     kind: str
     run: Callable[..., Any]
     family: str
@@ -72,10 +74,12 @@ def executed_by(run: Function) -> Function:
 
 
 def forget_rule(function: Any) -> None:
+    """Take a function out of the table, for tests."""
     _TABLE.pop(function, None)
 
 
 def entry_for(function: Any) -> RuleEntry:
+    """What the table has for a function; an error in four parts if nothing."""
     entry = _TABLE.get(function)
     if entry is None:
         raise NoRule(
@@ -88,10 +92,12 @@ def entry_for(function: Any) -> RuleEntry:
 
 
 def entries() -> dict[Any, RuleEntry]:
+    """A copy of the whole table, for documents and checks."""
     return dict(_TABLE)
 
 
 def name_of(function: Any) -> str:
+    """A function's name as users write it; of an attribute ``Tensor.name``."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         owner = function.__self__

@@ -31,6 +31,7 @@ class Family:
         self._members = [weakref.ref(first)]
 
     def add(self, tensor: Tensor) -> None:
+        """Remember one more tensor on the same memory."""
         self._members = [member for member in self._members if member() is not None]
         self._members.append(weakref.ref(tensor))
 
@@ -39,6 +40,7 @@ class Family:
 
 
 def family_of(tensor: Any) -> Family:
+    """The family of a sharded tensor, made when first asked for."""
     if tensor._family is None:
         tensor._family = Family(tensor)
     family: Family = tensor._family
@@ -99,6 +101,7 @@ class CopyOf:
         return self._memory.expired() and (self._parent is None or self._parent._alone())
 
     def can_write_back(self) -> bool:
+        """Is there a base to write to, or nobody left to see the difference?"""
         if self._alone():
             return True
         above = self._parent is None or self._parent.can_write_back()
@@ -212,6 +215,7 @@ class Loose(CopyOf):
 
 
 def refuse_write(operation: str) -> Refused:
+    """The error of a write that its base would not show; the caller raises it."""
     return Refused(
         operation,
         here(),
@@ -258,12 +262,14 @@ def counting_writes(tensor: Tensor) -> Tensor:
 
 
 def whole_copy(tensor: Tensor, mark: CopyOf) -> WholeCopy:
+    """A plain result with the mark of a copy."""
     shell = tensor.as_subclass(WholeCopy)
     shell._plain, shell._copy_of = tensor, mark
     return shell
 
 
 def plain(tensor: Tensor) -> Tensor:
+    """The tensor that torch computes with, past the library's own classes; outdated copies are refused."""
     if not isinstance(tensor, WholeCopy):
         return tensor._plain if isinstance(tensor, Undrawn) else tensor
     tensor._copy_of.check()

@@ -34,6 +34,7 @@ class Fetch:
 
     @cached_property
     def untouched(self) -> bool:
+        """Is every rank's tile what it needs, as it lies?"""
         return all(dim.untouched for dim in self.dims)
 
     @cached_property
@@ -68,10 +69,12 @@ class Fetch:
 
     @cached_property
     def transfer(self) -> Transfer:
+        """This rank's part in the movement."""
         return plan_transfer(self.dims, self.mesh.coordinates, self.mesh.rank_at)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
+        """Those that hold parts of the same operand."""
         return self.mesh.ranks_along(self.axes)
 
     def __call__(self, tile: Tensor, label: Label) -> Tensor:

@@ -45,5 +45,6 @@ def wrap_with_halo(tile_and_halo: Tensor, own: Box, sharding: Sharding, widths: 
 
 
 def from_preloaded_halo(tensor: Tensor, fetch: Fetch, tile: Tensor) -> Tensor | None:
+    """What a fetch needs, if the tensor came with it; None where it must be exchanged."""
     halo = tensor._preloaded_halo if isinstance(tensor, ShardedTensor) else None
     return halo.brought(fetch, tile) if isinstance(halo, PreloadedHalo) else None

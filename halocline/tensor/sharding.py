@@ -79,13 +79,16 @@ class Sharding:
 
     @cached_property
     def tile_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's tile."""
         return shape_of(self.box)
 
     def owned(self, dim: int) -> Interval:
+        """This rank's interval of a dim."""
         cut = self.cuts[dim]
         return cut.partition.piece(self.mesh.coordinates[cut.axis]) if cut else whole(self.shape[dim])
 
     def dims_by_axis(self) -> dict[int, str]:
+        """The axis of each dim that is cut."""
         return {dim: cut.axis for dim, cut in enumerate(self.cuts) if cut}
 
 

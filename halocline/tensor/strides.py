@@ -36,6 +36,7 @@ def dense_strides(shape: tuple[int, ...], like: Tensor) -> Strides:
 
 
 def one_rank_strides(tensor: ShardedTensor) -> Strides:
+    """The strides that the tensor would have on one rank."""
     if tensor._strides is not None:
         return tensor._strides
     return dense_strides(tensor.sharding.shape, tensor._tile)

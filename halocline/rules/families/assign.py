@@ -240,12 +240,14 @@ def check_range(index: Tensor, size: int, lowest: int | None = None) -> None:
 
 @made_of("index_put_")
 def index_put_(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
+    """Written where positions point, in place."""
     _write(input, located(items_of(tuple(indices), input.ndim), input.shape), values, accumulate)
     return input
 
 
 @made_of("index_put")
 def index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
+    """Written where positions point, into a copy."""
     items = items_of(tuple(indices), input.ndim)
     if any(map(is_mask, items)):
         return input.clone().index_put_(tuple(indices), values, accumulate)
@@ -258,12 +260,14 @@ def _along(input: Tensor, dim: int, index: Any) -> tuple[Any, ...]:
 
 @made_of("index_fill_")
 def index_fill_(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """One value at positions of a dim, in place."""
     input[_along(input, dim, index)] = value
     return input
 
 
 @made_of("index_copy_")
 def index_copy_(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Slices at positions of a dim, in place."""
     meta(input).index_copy_(dim, meta(index), meta(source))  # torch's own error for shapes that do not fit
     input[_along(input, dim, index)] = source
     return input
@@ -271,17 +275,20 @@ def index_copy_(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tenso
 
 @made_of("index_fill")
 def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """One value at positions of a dim, into a copy."""
     return _written(input, _along(input, dim, index), value)
 
 
 @made_of("index_copy")
 def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Slices at positions of a dim, into a copy."""
     meta(input).index_copy_(dim, meta(index), meta(source))
     return _written(input, _along(input, dim, index), source)
 
 
 @made_of("select_scatter")
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """One index of a dim replaced in a copy."""
     return _written(input, _along(input, dim, index), src)
 
 
@@ -289,6 +296,7 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
 def slice_scatter(
     input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
+    """A slice replaced in a copy."""
     return _written(input, _along(input, dim, slice(start, end, step)), src)
 
 
@@ -298,4 +306,5 @@ def _written(input: Tensor, index: tuple[Any, ...], value: Any) -> Tensor:
 
 @composite(Tensor.fill_diagonal_, family="refused")
 def fill_diagonal_(input: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    """By each element's place in the whole."""
     raise refuse("fill_diagonal_", "the diagonal runs across the tiles", "multiply by 1 - torch.eye(n) and add its own")

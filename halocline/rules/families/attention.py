@@ -32,6 +32,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Gathered, by heads or in a ring, as the plan chooses; with dropout it is written out."""
     call = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if dropout_p > 0:
         return _dropped(*call, dropout_p)

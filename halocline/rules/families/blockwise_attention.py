@@ -45,12 +45,14 @@ class BlockwiseAttention:
     scale: float
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> RunningSoftmax:
+        """No keys seen yet: no weight, and a maximum below all scores. Computes in float32 or wider."""
         q = query.to(torch.float32 if query.dtype in _NARROW else query.dtype)
         shape = q.shape[:-1]
         highest, total = q.new_full((*shape, 1), float("-inf")), q.new_zeros((*shape, 1))
         return RunningSoftmax(q, highest, total, q.new_zeros((*shape, value.shape[-1])), query.dtype)
 
     def step(self, state: RunningSoftmax, columns: Interval, keys: Tensor, values: Tensor) -> RunningSoftmax:
+        """Earlier sums are scaled down where this block has a higher score."""
         if columns.empty:
             return state
         scores = self._scores(state.query, keys.to(state.query.dtype), columns)
@@ -62,9 +64,11 @@ class BlockwiseAttention:
         return state._replace(highest=highest, total=total, mixed=mixed)
 
     def end(self, state: RunningSoftmax) -> tuple[Tensor, Tensor]:
+        """The result, and for backward the logarithm of each query's sum of weights."""
         return (state.mixed / state.total).to(state.dtype), state.highest + state.total.log()
 
     def begin_backward(self, gradient: Tensor, result: Tensor, level: Tensor, query: Tensor) -> SoftmaxBackward:
+        """From that logarithm each block's weights can be computed again by themselves."""
         q, dy = query.to(level.dtype), gradient.to(level.dtype)
         share = (dy * result.to(level.dtype)).sum(-1, keepdim=True)
         return SoftmaxBackward(q, dy, level, share, torch.zeros_like(q))
@@ -72,6 +76,7 @@ class BlockwiseAttention:
     def step_backward(
         self, state: SoftmaxBackward, columns: Interval, keys: Tensor, values: Tensor
     ) -> tuple[SoftmaxBackward, list[Tensor]]:
+        """The gradients of a block's keys and values, from this rank's queries."""
         q, dy = state.query, state.gradient
         k, v = keys.to(q.dtype), values.to(q.dtype)
         weights = (self._scores(q, k, columns) - state.level).exp()
@@ -80,6 +85,7 @@ class BlockwiseAttention:
         return state._replace(of_query=state.of_query + slope @ k), gradients
 
     def end_backward(self, state: SoftmaxBackward) -> list[Tensor]:
+        """The gradient of the queries, over all blocks."""
         return [state.of_query]
 
     def _scores(self, query: Tensor, keys: Tensor, columns: Interval) -> Tensor:

@@ -105,6 +105,7 @@ def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None 
 
 @each("matmul mm bmm mv dot vdot __matmul__")
 def matmul(function: Any, input: Operand, other: Operand) -> Recipe:
+    """Rows and columns keep their cuts; a cut shared dim is summed over the ranks."""
     shape(function, input, other)
     batch = max(input.ndim, other.ndim, 2) - 2
     left = (*range(batch + 2 - input.ndim, batch), "m", "k") if input.ndim > 1 else ("k",)
@@ -115,6 +116,7 @@ def matmul(function: Any, input: Operand, other: Operand) -> Recipe:
 
 @made_of("__rmatmul__")
 def rmatmul(self: Tensor, other: Tensor) -> Tensor:
+    """``other @ input``."""
     return other @ self
 
 
@@ -128,47 +130,56 @@ def _plus(input: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
 
 @made_of_products("addmm")
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """A product plus a scaled addend that stretches."""
     return _plus(input, torch.mm(mat1, mat2), beta, alpha)
 
 
 @made_of_products("addmv")
 def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """A product with a vector plus an addend."""
     return _plus(input, torch.mv(mat, vec), beta, alpha)
 
 
 @made_of_products("baddbmm")
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """A product of stacks of matrices plus an addend."""
     return _plus(input, torch.bmm(batch1, batch2), beta, alpha)
 
 
 @made_of_products("addbmm")
 def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """A product summed over the stack too, plus an addend."""
     return _plus(input, torch.einsum("bij,bjk->ik", batch1, batch2), beta, alpha)
 
 
 @made_of_products("outer ger")
 def outer(input: Tensor, vec2: Tensor) -> Tensor:
+    """Every element of one with every element of the other: both keep their cuts."""
     return input.unsqueeze(1) * vec2
 
 
 @made_of_products("addr")
 def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """An outer product plus an addend."""
     return _plus(input, torch.outer(vec1, vec2), beta, alpha)
 
 
 @composite(torch.linalg.vecdot, family="contract")
 def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    """Products summed over one dim."""
     return (x.conj() * y).sum(dim)
 
 
 @made_of_products("bilinear")
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product of two inputs with a whole weight."""
     result = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return result if bias is None else result + bias
 
 
 @made_of_products("inner")
 def inner(input: Tensor, other: Tensor) -> Tensor:
+    """Products summed over the last dim of both."""
     if input.ndim == 0 or other.ndim == 0:
         return input * other
     return torch.tensordot(input, other, ([-1], [-1]))
@@ -176,6 +187,7 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
 
 @made_of_products("tensordot")
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
+    """Products summed over the dims that are named."""
     left, right = _contracted(a, b, dims)
     letters = [chr(ord("a") + i) for i in range(a.ndim + b.ndim)]
     first, second = letters[: a.ndim], letters[a.ndim :]
@@ -196,6 +208,7 @@ def _contracted(a: Tensor, b: Tensor, dims: Any) -> tuple[list[int], list[int]]:
 
 @each("einsum")
 def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
+    """Each letter is a dim of the space; those that the result lacks are summed over the ranks."""
     shape(torch.einsum, equation, *terms)
     given, arrow, result = equation.replace(" ", "").partition("->")
     labels = [_spelled(text, term.ndim) for text, term in zip(given.split(","), terms, strict=True)]

@@ -20,6 +20,7 @@ from .pointwise import elementwise
 
 @rule(torch.empty_like)
 def empty_like(*args: Any, **kwargs: Any) -> Recipe:
+    """Cut as its model."""
     return elementwise(torch.empty_like, args, kwargs, inplace=False)
 
 
@@ -69,11 +70,13 @@ for _function in (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty):
 
 @direct(Tensor.new_full, family="factory")
 def new_full(self: ShardedTensor, size: Any, fill_value: Any, **how: Any) -> Tensor:
+    """Cut as ``self`` where the shape allows, else whole."""
     return _new(Tensor.new_full, self, tuple(size), fill_value, **how)
 
 
 @direct(Tensor.new_tensor, family="factory")
 def new_tensor(self: ShardedTensor, data: Any, **how: Any) -> Tensor:
+    """A whole tensor of the values that are handed in."""
     if isinstance(data, ShardedTensor):
         raise refuse(Tensor.new_tensor, "it copies a cut tensor as if it were whole", "use x.detach().clone()")
     return unwrap(self).new_tensor(data, **how)

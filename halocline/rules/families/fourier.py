@@ -141,11 +141,13 @@ def _shifted(input: Tensor, dim: Dims, centre: int) -> Tensor:
 
 @composite(torch.fft.fftshift, family="fourier")
 def fftshift(input: Tensor, dim: Dims = None) -> Tensor:
+    """A roll by half of each dim."""
     return _shifted(input, dim, 0)
 
 
 @composite(torch.fft.ifftshift, family="fourier")
 def ifftshift(input: Tensor, dim: Dims = None) -> Tensor:
+    """The roll back."""
     return _shifted(input, dim, 1)
 
 

@@ -84,6 +84,7 @@ def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
 
 @each("narrow")
 def narrow(function: Any, input: Operand, dim: int, start: Any, length: int) -> Recipe:
+    """A slice, which stays on its owners."""
     _no_tensor(function, start)
     shape(function, input, dim, start, length)
     items: list[Basic] = [slice(None)] * input.ndim
@@ -95,6 +96,7 @@ def narrow(function: Any, input: Operand, dim: int, start: Any, length: int) -> 
 
 @each("select")
 def select(function: Any, input: Operand, dim: int, index: Any) -> Recipe:
+    """One index of a dim, which its owner sends to all ranks."""
     _no_tensor(function, index)
     shape(function, input, dim, index)
     items: list[Basic] = [slice(None)] * input.ndim
@@ -109,6 +111,7 @@ def _no_tensor(function: Any, value: Any) -> None:
 
 @each("flip")
 def flip(function: Any, input: Operand, *given: Any, dims: Any = None) -> Recipe:
+    """Each rank gets the tile that lies opposite."""
     turned = {normal(dim, input.ndim) for dim in flat_ints(given if dims is None else (dims,))}
     shape(torch.flip, input, tuple(turned))
     links = [Link(d, Reversed(size)) if d in turned else Link(d) for d, size in enumerate(input.shape)]
@@ -118,16 +121,19 @@ def flip(function: Any, input: Operand, *given: Any, dims: Any = None) -> Recipe
 
 @made_of("fliplr")
 def fliplr(input: Tensor) -> Tensor:
+    """A flip of the second dim."""
     return input.flip(1)
 
 
 @made_of("flipud")
 def flipud(input: Tensor) -> Tensor:
+    """A flip of the first dim."""
     return input.flip(0)
 
 
 @made_of("rot90")
 def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
+    """Flips and a transposition, by the number of turns."""
     first, second = dims
     turned = input.flip(second) if k % 4 == 1 else input.flip(first) if k % 4 == 3 else input
     return input.flip(first, second) if k % 4 == 2 else turned.transpose(first, second) if k % 2 else turned.clone()
@@ -158,6 +164,7 @@ def _whole(function: Any, input: Operand) -> Recipe:
 
 @made_of("diff")
 def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    """Differences of slices: one row of a neighbour."""
     parts = [part for part in (prepend, input, append) if part is not None]
     values = torch.cat(parts, dim) if len(parts) > 1 else input
     for _ in range(min(n, values.shape[dim])):
@@ -206,9 +213,11 @@ def _slabs(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
 
 @composite(torch.trapezoid, torch.trapz)
 def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+    """Sums of slices' means."""
     return _slabs(y, x, dx, dim).sum(dim)
 
 
 @composite(torch.cumulative_trapezoid)
 def cumulative_trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+    """A running sum of slices' means."""
     return _slabs(y, x, dx, dim).cumsum(dim)

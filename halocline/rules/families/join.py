@@ -49,6 +49,7 @@ def _cat_rows(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
 
 @each("stack")
 def stack(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
+    """A new dim, never cut, and a join along it."""
     space = shape(torch.stack, tensors, dim)
     place = normal(dim, len(space))
     links = tuple(Link(d) for d in range(len(space)) if d != place)
@@ -57,22 +58,26 @@ def stack(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
 
 @made_of("hstack")
 def hstack(tensors: Sequence[Tensor]) -> Tensor:
+    """A join along the second dim."""
     parts = [torch.atleast_1d(tensor) for tensor in tensors]
     return torch.cat(parts, 0 if parts[0].ndim == 1 else 1)
 
 
 @made_of("vstack row_stack")
 def vstack(tensors: Sequence[Tensor]) -> Tensor:
+    """A join along the first dim."""
     return torch.cat([torch.atleast_2d(tensor) for tensor in tensors], 0)
 
 
 @made_of("dstack")
 def dstack(tensors: Sequence[Tensor]) -> Tensor:
+    """A join along the third dim."""
     return torch.cat([torch.atleast_3d(tensor) for tensor in tensors], 2)
 
 
 @made_of("column_stack")
 def column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    """A join of columns."""
     return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
 
@@ -120,12 +125,14 @@ def _pieces(input: Tensor, dim: int, function: Any, *args: Any) -> tuple[Tensor,
 def split(
     tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None, split_sizes: Any = None
 ) -> tuple[Tensor, ...]:
+    """Slices of given sizes."""
     sizes = [s for s in (split_size_or_sections, split_size, split_sizes) if s is not None]
     return _pieces(tensor, dim, torch.split, *sizes)
 
 
 @made_of("chunk")
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """Slices, as many as asked for."""
     return _pieces(input, dim, torch.chunk, chunks)
 
 
@@ -133,6 +140,7 @@ def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 def tensor_split(
     input: Tensor, indices_or_sections: Any = None, dim: int = 0, *, sections: Any = None, indices: Any = None
 ) -> tuple[Tensor, ...]:
+    """Slices at given positions."""
     given = [v for v in (indices_or_sections, sections, indices) if v is not None]
     if isinstance(given[0], Tensor):
         raise refuse("tensor_split", "positions held in a tensor are not known when moves are planned", "give integers")
@@ -164,5 +172,6 @@ _split_along("dsplit", lambda x: 2)
 
 @made_of("unbind")
 def unbind(input: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """Every index of a dim, by itself."""
     place = normal(dim, input.ndim)
     return tuple(input.select(place, index) for index in range(input.shape[place]))

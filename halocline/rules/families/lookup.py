@@ -105,21 +105,25 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
 
 @made_of("take")
 def take(input: Tensor, index: Tensor) -> Tensor:
+    """Elements by their position in the flattened tensor."""
     return input.flatten()[index]
 
 
 @made_of("masked_select")
 def masked_select(input: Tensor, mask: Tensor) -> Tensor:
+    """What a mask takes, in one dim; how much is known after a sum over ranks."""
     input, mask = torch.broadcast_tensors(input, mask)
     return input[mask]
 
 
 @made_of("masked_scatter")
 def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Values in order where a mask is true."""
     input, mask = torch.broadcast_tensors(input, mask)
     return put(input, mask, source)
 
 
 @made_of("masked_scatter_")
 def masked_scatter_(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The same, in place."""
     return input.copy_(put(input, mask.expand(input.shape), source))

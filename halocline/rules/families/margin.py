@@ -16,6 +16,7 @@ from .loss import loss
 
 @loss(F.gaussian_nll_loss)
 def gaussian_nll_loss(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6) -> Tensor:
+    """A variance below zero on any rank is an error on all."""
     spread = _variance(input, var)
     negative = (spread < 0).any()
     if not negative.is_meta and bool(negative):
@@ -42,11 +43,13 @@ def _variance(input: Tensor, var: Any) -> Tensor:
 
 @loss(F.margin_ranking_loss)
 def margin_ranking_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
+    """By how much two inputs are in the wrong order."""
     return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
 @loss(F.hinge_embedding_loss)
 def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
+    """Distances of pairs that belong together or apart."""
     zero = torch.zeros((), dtype=input.dtype, device=input.device)
     apart = torch.where(target != 1, (margin - input).clamp_min(0), zero)
     return apart + torch.where(target != -1, input, zero)
@@ -54,6 +57,7 @@ def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> 
 
 @loss(F.cosine_embedding_loss)
 def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
+    """Angles of pairs that belong together or apart; vectors may be cut."""
     tiny = 1e-12
     lengths = ((input1 * input1).sum(-1) + tiny) * ((input2 * input2).sum(-1) + tiny)
     cosine = (input1 * input2).sum(-1) / lengths.sqrt()
@@ -80,6 +84,7 @@ def triplet_margin_loss(
     eps: float = 1e-6,
     swap: bool = False,
 ) -> Tensor:
+    """How much nearer the positive is than the negative."""
     distance = lambda one, other: F.pairwise_distance(one, other, p, eps)  # noqa: E731
     return _triplet(anchor, positive, negative, distance, margin, swap)
 
@@ -94,12 +99,14 @@ def triplet_margin_with_distance_loss(
     margin: float = 1.0,
     swap: bool = False,
 ) -> Tensor:
+    """The same with a distance of the user's own, which runs by rules."""
     distance = distance_function or F.pairwise_distance
     return _triplet(anchor, positive, negative, distance, margin, swap)
 
 
 @loss(F.multilabel_soft_margin_loss)
 def multilabel_soft_margin_loss(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Logistic losses averaged over the classes of a sample."""
     values = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     values = values if weight is None else values * weight
     return values.sum(-1) / input.shape[-1]
@@ -131,12 +138,14 @@ _multi_margin, _multilabel_margin = _rows_rule(F.multi_margin_loss), _rows_rule(
 def multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
+    """All classes of a sample, which are brought together."""
     call = (input, target, (("p", p), ("margin", margin)), weight)
     return run_rule(F.multi_margin_loss, _multi_margin, call, {})
 
 
 @loss(F.multilabel_margin_loss)
 def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
+    """All classes of a sample, which are brought together."""
     return run_rule(F.multilabel_margin_loss, _multilabel_margin, (input, target, ()), {})
 
 

@@ -77,6 +77,7 @@ def _embed_rule(input: Operand, offset: int) -> Recipe:
 
 @made_of("diag_embed")
 def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    """A vector as a diagonal; its cut becomes that of the rows."""
     rows, columns = normal(dim1, input.ndim + 1), normal(dim2, input.ndim + 1)
     if rows > columns:  # the other way round is the other side of the diagonal
         rows, columns, offset = columns, rows, -offset
@@ -86,6 +87,7 @@ def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -
 
 @made_of("diag")
 def diag(input: Tensor, diagonal: int = 0) -> Tensor:
+    """A diagonal taken, or a matrix made of one."""
     if input.ndim not in (1, 2):
         raise RuntimeError(f"diag(): Supports 1D or 2D tensors. Got {input.ndim}D")
     return input.diag_embed(diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
@@ -93,11 +95,13 @@ def diag(input: Tensor, diagonal: int = 0) -> Tensor:
 
 @made_of("diagflat")
 def diagflat(input: Tensor, offset: int = 0) -> Tensor:
+    """A matrix with the flattened input as its diagonal."""
     return input.flatten().diag_embed(offset)
 
 
 @made_of("trace")
 def trace(input: Tensor) -> Tensor:
+    """The diagonal summed over the ranks."""
     if input.ndim != 2:
         raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {input.ndim}")
     return input.diagonal().sum()
@@ -130,14 +134,17 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
 
 @composite(torch.linalg.cross, family="matrix")
 def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
+    """As torch.cross."""
     return torch.cross(input, other, dim)
 
 
 @composite(torch.linalg.diagonal, family="matrix")
 def linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    """As torch.diagonal."""
     return torch.diagonal(A, offset, dim1, dim2)
 
 
 @composite(torch.linalg.matmul, family="matrix")
 def linalg_matmul(input: Tensor, other: Tensor) -> Tensor:
+    """As torch.matmul."""
     return torch.matmul(input, other)

@@ -56,6 +56,7 @@ def batch_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
+    """Training: statistics of each channel over the global batch, or over each replica's. Else an affine map."""
     if not training:
         return _given(input, running_mean, running_var, weight, bias, eps)
     _check(F.batch_norm, input, running_mean, running_var)
@@ -133,6 +134,7 @@ def instance_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
+    """Statistics of each channel of each sample; running ones are averaged over the global batch."""
     if not use_input_stats:
         return _given(input, running_mean, running_var, weight, bias, eps)
     _check(F.instance_norm, input, running_mean, running_var)
@@ -175,6 +177,7 @@ def group_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
+    """Statistics of each group of channels of each sample. Channels are brought together where they are cut."""
     _check(F.group_norm, input)
     return run_rule(F.group_norm, _group_rule, (input, num_groups, weight, bias, eps), {})
 
@@ -226,6 +229,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
+    """Local where the normalised dims are whole; else statistics over the axes that cut them."""
     shape = tuple(normalized_shape)
     _check(F.layer_norm, input)
     if all(cut is None for cut in input.sharding.cuts[input.ndim - len(shape) :]):  # type: ignore[attr-defined]
@@ -239,6 +243,7 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    """A mean of squares, written with torch functions."""
     shape = tuple(normalized_shape)
     dims = tuple(range(input.ndim - len(shape), input.ndim))
     if tuple(input.shape[-len(shape) :]) != shape or (weight is not None and tuple(weight.shape) != shape):
@@ -261,6 +266,7 @@ def torch_batch_norm(
 def torch_instance_norm(
     input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
 ) -> Tensor:
+    """torch's own names its parameters before its statistics."""
     return instance_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
 
 

@@ -37,6 +37,7 @@ class Normalization:
 
     @property
     def members(self) -> int:
+        """How many k share their statistics."""
         return self.view[1] // self.groups if self.groups else 1
 
     def by_group(self, values: Tensor) -> Tensor:
@@ -44,11 +45,13 @@ class Normalization:
         return values.view(*values.shape[:-1], self.groups, self.members).sum(-1)
 
     def moments(self, x: Tensor, *_: Tensor | None) -> Moments:
+        """Those of each k, merged by group."""
         each = _moments_of_each_k(x.reshape(self.view))
         mean, spread = merged(Moments(*(part.view(self.groups, self.members) for part in each)), dim=1)[1:]
         return Moments(self.by_group(each.elements), mean, spread)
 
     def result(self, mean: Tensor, variance: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """torch's kernel for given statistics, on the tile as it is seen."""
         if x.numel() == 0:
             return x.clone()
         dtype = _work_dtype(x)
@@ -100,6 +103,7 @@ class Normalization:
     def composed(
         self, total: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
+        """The same map from torch functions, each of which can be differentiated again."""
         seen = x.reshape(self.view)
         shape = (1, self.view[1], *(1,) * (seen.ndim - 2))
         others = [d for d in range(seen.ndim) if d != 1]

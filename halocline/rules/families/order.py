@@ -58,6 +58,7 @@ def _ordered(function: Any, input: Tensor, *lead: Any, dim: int, keepdim: bool) 
 
 @made_of("median")
 def median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Needs its dim whole; of all elements it is gathered."""
     if dim is None:
         return run_rule(torch.median, _all_rules[torch.median], (input,), {})
     return _ordered(torch.median, input, dim=dim, keepdim=keepdim)
@@ -65,6 +66,7 @@ def median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
 
 @made_of("nanmedian")
 def nanmedian(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The median of what is no NaN."""
     if dim is None:
         return run_rule(torch.nanmedian, _all_rules[torch.nanmedian], (input,), {})
     return _ordered(torch.nanmedian, input, dim=dim, keepdim=keepdim)
@@ -72,16 +74,19 @@ def nanmedian(input: Tensor, dim: int | None = None, keepdim: bool = False) -> A
 
 @made_of("mode")
 def mode(input: Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+    """The most frequent value of a dim that is whole."""
     return _ordered(torch.mode, input, dim=dim, keepdim=keepdim)
 
 
 @made_of("kthvalue")
 def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest of a dim that is whole."""
     return _ordered(torch.kthvalue, input, k, dim=dim, keepdim=keepdim)
 
 
 @made_of("msort")
 def msort(input: Tensor) -> Tensor:
+    """Sorted along the first dim."""
     return torch.sort(input, dim=0, stable=True).values
 
 
@@ -130,6 +135,7 @@ def _quantile(function: Any, input: Tensor, q: Any, dim: int | None, keepdim: bo
 def quantile(
     input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Tensor:
+    """Values between those of a sorted dim."""
     return _quantile(torch.quantile, input, q, dim, keepdim, interpolation)
 
 
@@ -137,22 +143,26 @@ def quantile(
 def nanquantile(
     input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Tensor:
+    """Quantiles of what is no NaN."""
     return _quantile(torch.nanquantile, input, q, dim, keepdim, interpolation)
 
 
 @made_of("aminmax")
 def aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Both extremes."""
     dims = tuple(range(input.ndim)) if dim is None else dim
     return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
 
 
 @each("bucketize")
 def bucketize(function: Any, input: Operand, boundaries: Operand, **options: Any) -> Recipe:
+    """Each value's place among whole boundaries."""
     return _each_with(input, boundaries, as_called(function))
 
 
 @each("isin")
 def isin(function: Any, elements: Any, test_elements: Any, **options: Any) -> Recipe:
+    """Each value compared with all of a whole tensor."""
     if not isinstance(elements, Operand):
         raise refuse("isin", "a number is looked for in a cut tensor", "use (x == number).any()")
     return _each_with(elements, test_elements, as_called(function))
@@ -201,9 +211,11 @@ def cdist(function: Any, input: Operand, other: Operand, *args: Any, **kwargs: A
 
 @made_of("pairwise_distance")
 def pairwise_distance(input: Tensor, other: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    """A vector norm of differences along the last dim."""
     return torch.linalg.vector_norm(input - other + eps, p, -1, keepdim)
 
 
 @made_of("dist")
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    """A vector norm of all differences."""
     return torch.linalg.vector_norm(input - other, p)

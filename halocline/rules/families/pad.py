@@ -29,6 +29,7 @@ def shape_from_torch(function: Callable[..., Tensor], input: Operand, *args: Any
 
 @rule(F.pad)
 def describe_pad(input: Operand, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Recipe:
+    """The rule of F.pad in every mode."""
     shape = shape_from_torch(F.pad, input, pad, mode, value)
     amounts = _by_dim(pad, input.ndim)
     if mode == "constant":
@@ -42,6 +43,7 @@ def describe_pad(input: Operand, pad: Sequence[int], mode: str = "constant", val
 
 @rule(torch.constant_pad_nd)
 def constant_pad_nd(input: Operand, pad: Sequence[int], value: float = 0) -> Recipe:
+    """F.pad under another name."""
     return describe_pad(input, pad, "constant", value)
 
 

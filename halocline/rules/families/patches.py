@@ -87,6 +87,7 @@ def _fold_rule(input: Operand, size: Pair, kernel: Pair, dilation: Pair, padding
 def fold(
     input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
+    """Each pixel fetches the patches that reach it."""
     if input.ndim == 2:
         return fold(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
     size, *options = (pair(value, 2) for value in (output_size, kernel_size, dilation, padding, stride))

@@ -61,6 +61,7 @@ def _functions() -> dict[Any, bool]:
 
 
 def broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch broadcasts, in global shapes; tells a tile that was taken for the whole."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
@@ -77,6 +78,7 @@ def _links(shape: tuple[int, ...], space: tuple[int, ...]) -> tuple[Link, ...]:
 
 
 def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inplace: bool) -> Recipe:
+    """A recipe in which every dim of every operand follows one of the result, or is stretched."""
     if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
         raise refuse(function, "with a condition alone it lists positions, of unknown number", "use hc.gather")
     leaves = _leaves((args, kwargs))
@@ -114,6 +116,7 @@ def _inplace_argument(function: Any) -> int | None:
 
 
 def register_elementwise(function: Any, inplace: bool = False) -> None:
+    """Give a function its rule; where it has an argument that asks for it, the call is in place."""
     position = _inplace_argument(function)
 
     def describe(*args: Any, **kwargs: Any) -> Recipe:
@@ -143,6 +146,7 @@ def prelu(input: Operand, weight: Operand) -> Recipe:
 
 @direct(Tensor.to, family="pointwise")
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Dtype, device and memory format of the tile; itself, where nothing changes."""
     if isinstance(self, Tensor) and args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
     return _convert(self, Tensor.to, args, kwargs)
@@ -150,21 +154,25 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @composite(Tensor.type_as, family="pointwise")
 def type_as(self: Tensor, other: Tensor) -> Tensor:
+    """Another tensor's dtype."""
     return self.to(other.dtype)
 
 
 @composite(Tensor.cpu, family="pointwise")
 def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The tile on the CPU."""
     return self.to("cpu")
 
 
 @composite(Tensor.cuda, family="pointwise")
 def cuda(self: Tensor, device: Any = None, **kwargs: Any) -> Tensor:
+    """The tile on a GPU."""
     return self.to("cuda" if device is None else device, **kwargs)
 
 
 @direct(Tensor.type, family="pointwise")
 def type_(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    """torch's older way to ask for a dtype, or for its name."""
     if isinstance(dtype, torch.dtype):
         return self.to(dtype)
     return _convert(self, Tensor.type, () if dtype is None else (dtype,), kwargs)

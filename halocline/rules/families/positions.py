@@ -44,6 +44,7 @@ class Style:
 
     @property
     def nearest(self) -> bool:
+        """Does the mode copy values instead of blending them?"""
         return self.mode.startswith("nearest")
 
 
@@ -66,6 +67,7 @@ def _through(style: Style, lines: Tensor, out: int, scale: float | None, beside:
 
 
 def channels_last(tile: Tensor) -> bool:
+    """Is the tensor laid out so, on which torch's choice of a kernel depends?"""
     return memory_format_of(tile) is not torch.contiguous_format
 
 

@@ -39,4 +39,5 @@ for _function, _written in WRITTEN_OUT.items():
 
 @rule(torch.poisson, torch.binomial)
 def refused(*args: Any, **kwargs: Any) -> Recipe:
+    """The recipe of a function whose numbers would differ between ranks."""
     raise refuse("poisson or binomial", "their numbers take an unknown count of draws", "hc.gather first")

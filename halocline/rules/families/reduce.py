@@ -36,6 +36,7 @@ def normal_dim(dim: int, ndim: int) -> int:
 
 
 def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
+    """The shape that is left when ``dims`` are reduced: without them, or with size one in their place."""
     return tuple(1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims)
 
 
@@ -62,6 +63,7 @@ def _sum_rule(input: Operand, dim: Dims = None, keepdim: bool = False, *, dtype:
 def sum_(
     input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
 ) -> Tensor:
+    """Each rank adds up its tile, the executor the parts; numbers of half precision in float32."""
     dim = dim if axis is None else axis
     if dtype is None and input.dtype in NARROW:  # parts are added in float32, rounded once
         return sum_(input, dim, keepdim, dtype=torch.float32).to(input.dtype)
@@ -69,6 +71,7 @@ def sum_(
 
 
 def count(input: Tensor, dim: Dims) -> int:
+    """How many elements one value of a reduction over ``dim`` is made of."""
     total = 1
     for d in normal_dims(dim, input.ndim):
         total *= input.shape[d]
@@ -79,6 +82,7 @@ def count(input: Tensor, dim: Dims) -> int:
 def mean(
     input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
 ) -> Tensor:
+    """A sum over the global count, which every rank knows."""
     dim = dim if axis is None else axis
     target = dtype or input.dtype
     if not (target.is_floating_point or target.is_complex):
@@ -89,26 +93,31 @@ def mean(
 
 @composite(torch.nansum, Tensor.nansum)
 def nansum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """A sum in which NaN counts as zero."""
     return sum_(torch.where(input.isnan(), torch.zeros((), dtype=input.dtype), input), dim, keepdim, dtype=dtype)
 
 
 @composite(torch.nanmean, Tensor.nanmean)
 def nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Both the sum and the count of what is no NaN run over all ranks."""
     return nansum(input, dim, keepdim, dtype=dtype) / sum_(~input.isnan(), dim, keepdim)
 
 
 @composite(torch.count_nonzero, Tensor.count_nonzero)
 def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
+    """A sum of comparisons."""
     return sum_(input != 0, dim)
 
 
 @composite(torch.any, Tensor.any)
 def any_(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Is the number of true elements over all ranks above zero?"""
     return _as_byte(input, sum_(input != 0, dim, keepdim) > 0)
 
 
 @composite(torch.all, Tensor.all)
 def all_(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Is the number of false elements over all ranks zero?"""
     return _as_byte(input, sum_(input == 0, dim, keepdim) == 0)
 
 
@@ -144,21 +153,25 @@ def _moments(input: Tensor, dim: Dims, correction: float, keepdim: bool) -> tupl
 
 @composite(torch.var, Tensor.var)
 def var(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Two sums: the mean, then the squared deviations from it."""
     return _moments(input, *_split_var(args, kwargs))[0]
 
 
 @composite(torch.std, Tensor.std)
 def std(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The root of the variance; of a variance of zero the slope is zero, as in torch."""
     return std_mean(input, *args, **kwargs)[0]
 
 
 @composite(torch.var_mean)
 def var_mean(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Both from the same two sums."""
     return _moments(input, *_split_var(args, kwargs))
 
 
 @composite(torch.std_mean)
 def std_mean(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Both from the same two sums, in float32 for half precision."""
     wide = input.float() if input.dtype in NARROW else input
     variance, centre = _moments(wide, *_split_var(args, kwargs))
     dtype = variance.dtype if wide is input else input.dtype
@@ -214,21 +227,25 @@ def _extreme(input: ShardedTensor, dim: Dims, keepdim: bool, largest: bool) -> T
 
 @composite(torch.amax, Tensor.amax)
 def amax(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    """The largest value; ties share the gradient evenly over all ranks, as they do on one."""
     return _extreme(input, dim, keepdim, True)
 
 
 @composite(torch.amin, Tensor.amin)
 def amin(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    """The smallest value; ties share the gradient evenly over all ranks, as they do on one."""
     return _extreme(input, dim, keepdim, False)
 
 
 @composite(torch.max, Tensor.max)
 def max_(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's three functions of this name: of two tensors, of all elements, and along a dim with positions."""
     return _max_or_min(torch.max, torch.maximum, True, input, args, kwargs)
 
 
 @composite(torch.min, Tensor.min)
 def min_(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's three functions of this name: of two tensors, of all elements, and along a dim with positions."""
     return _max_or_min(torch.min, torch.minimum, False, input, args, kwargs)
 
 
@@ -282,11 +299,13 @@ def _whole_dim_rule(function: Any) -> Callable[..., Recipe]:
 
 @composite(torch.argmax, Tensor.argmax)
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The position along a dim, counted through the whole sample."""
     return _argmax(torch.argmax, input, dim, keepdim)
 
 
 @composite(torch.argmin, Tensor.argmin)
 def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The position along a dim, counted through the whole sample."""
     return _argmax(torch.argmin, input, dim, keepdim)
 
 
@@ -298,6 +317,7 @@ def _argmax(function: Any, input: Tensor, dim: int | None, keepdim: bool) -> Ten
 
 @composite(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    """A maximum over the ranks, then a sum of what is left above it."""
     dims = normal_dims(dim, input.ndim)
     top = extreme_value(input, dims, True, True)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
@@ -307,6 +327,7 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
 
 @composite(torch.linalg.vector_norm)
 def vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """A sum of powers, or an extreme for infinite orders; never a gather."""
     if x.dtype in NARROW and dtype is None:  # squares of such numbers leave their range
         return vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
     size = (x if dtype is None else x.to(dtype)).abs()
@@ -341,6 +362,7 @@ def _root(powers: Tensor, order: float) -> Tensor:
 def norm(
     input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
 ) -> Tensor:
+    """torch's older name for vector norms. Of matrix norms only Frobenius', which is one of them."""
     if out is not None:
         raise refuse(torch.norm, "out= writes into a tensor of its own sharding", "assign the result instead")
     if p == "nuc":
@@ -350,6 +372,7 @@ def norm(
 
 @composite(torch.linalg.norm)
 def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Vector norms. A norm of a matrix needs the whole of it, and is refused."""
     several = A.ndim != 1 if dim is None else isinstance(dim, (tuple, list)) and len(dim) > 1
     if ord is not None and several:
         raise refuse(torch.linalg.norm, "a matrix norm of a cut matrix", "use torch.linalg.vector_norm or hc.gather(x)")

@@ -32,6 +32,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
+    """By the size of the output; ``area`` is an adaptive pool."""
     if mode == "area":
         return _area(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     tile = input._tile if isinstance(input, ShardedTensor) else input
@@ -61,6 +62,7 @@ def describe(
     device: str,
     last: bool,
 ) -> Recipe:
+    """A recipe whose accesses are what torch reads, asked of torch itself."""
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     asked = "bilinear" if mode == "bicubic" else mode  # without data torch takes thirty times as long for the other
     shape = shape_from_torch(F.interpolate, input, size, scale_factor, asked, *given[3:])
@@ -157,6 +159,7 @@ class Nearest:
         return accesses
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Copies of rows that are at hand."""
         parts = self.plan(work, tile.device, self.several and channels_last(tile))
         if parts is None:
             target = {"scale_factor": self.scales} if self.scales else {"size": [b.size for b in work.box[2:]]}
@@ -223,10 +226,12 @@ class Blend:
         self.plan = cache(self._plan)
 
     def accesses(self) -> list[Access]:
+        """Of each resized dim, what its outputs read."""
         sizes = zip(self.input.shape[2:], self.taps, strict=True)
         return [Resample(size, taps.first, taps.last) for size, taps in sizes]
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        """One dim after another, with torch's own weights."""
         native, steps = self._native(work), self.plan(work, tile.device)
         if not steps and not any(native):
             return tile.clone()  # all sizes stay, and still the result is no view

@@ -53,6 +53,7 @@ class Regroup(NamedTuple):
 
 
 def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
+    """How the dims of two shapes of the same elements belong together."""
     regroups = []
     for group in groups(old, new):
         sizes = [old[d] for d in group.before]
@@ -64,6 +65,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
 
 
 def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Recipe:
+    """The recipe of a reshape: a view where it is one on each rank."""
     parts = regroup(input.shape, space)
     links = [WHOLE] * input.ndim
     for one, other in _ones(input, space):
@@ -108,6 +110,7 @@ def _ones(input: Operand, space: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @each("view view_as unflatten squeeze unsqueeze")
 def view(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    """Refused where torch would have to copy on one rank."""
     input = next(operands((args, kwargs)))
     if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise refuse("view(dtype)", "it looks at the bytes, and a rank has those of a tile only", "use .to(dtype)")
@@ -116,6 +119,7 @@ def view(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 
 @each("reshape reshape_as flatten ravel atleast_1d atleast_2d atleast_3d")
 def reshape(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    """A view, or a copy where torch makes one."""
     input, *others = operands((args, kwargs))
     if others and function.__name__.startswith("atleast"):
         raise refuse(function, "it was given several tensors at once", "call it on each of them")
@@ -148,6 +152,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
 
 @made_of("pixel_unshuffle", fresh=True)
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    """Pixels become channels: the inverse of a shuffle."""
     r, meta = downscale_factor, torch.empty(input.shape, device="meta")
     if input.numel() == 0 and torch.pixel_unshuffle(torch.empty(input.shape), r).shape == input.shape:
         return input.clone()  # torch's kernel for the CPU leaves an empty tensor as it is

@@ -117,11 +117,13 @@ def _in(dtype: torch.dtype | None, result: Tensor) -> Tensor:
 
 @made_of("cumsum")
 def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Running sums of each tile, raised by the sums of the tiles before it."""
     return _running(torch.cumsum, input, dim, dtype)
 
 
 @made_of("cumprod")
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Running products of each tile, times the products of the tiles before it."""
     return _running(torch.cumprod, input, dim, dtype)
 
 
@@ -145,6 +147,7 @@ def _whole_product_rule(input: Operand, dim: int, keepdim: bool) -> Recipe:
 
 @made_of("prod")
 def prod(input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The product of one value a tile."""
     if dtype is None and not (input.is_floating_point() or input.is_complex()):
         dtype = torch.long
     input = input if dtype is None else input.to(dtype)

@@ -114,11 +114,13 @@ def _scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Ten
 
 @made_of("scatter_add")
 def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Values added at positions, into a copy."""
     return _scatter_add(torch.scatter_add, input, dim, index, src)
 
 
 @made_of("scatter_add_")
 def scatter_add_(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Values added at positions, in place."""
     return _scatter_add(Tensor.scatter_add_, input, dim, index, src)
 
 
@@ -138,6 +140,7 @@ def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, a
 
 @made_of("index_add_")
 def index_add_(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    """Slices added at positions, in place."""
     if not isinstance(input, ShardedTensor):
         return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=True)
     return run_rule(Tensor.index_add_, _index_add_rule, (input, dim, index, source, alpha), {})
@@ -145,6 +148,7 @@ def index_add_(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha:
 
 @made_of("index_add")
 def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    """Slices added at positions, into a copy."""
     if not isinstance(input, ShardedTensor):
         return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=False)
     return input.clone().index_add_(dim, index, source, alpha=alpha)
@@ -152,6 +156,7 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
 
 @made_of("bincount")
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Counts, or sums of weights, added up over the ranks."""
     count = max(minlength, int(input.max()) + 1 if input.numel() else 0)
     if weights is None:
         given = torch.ones_like(input, dtype=torch.long)

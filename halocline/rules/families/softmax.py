@@ -54,16 +54,19 @@ def _softmax(function: Any, input: Any, dim: int | None, dtype: torch.dtype | No
 
 @made_of("softmax")
 def softmax(input: Tensor, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+    """Along a cut dim a maximum and a sum over the ranks."""
     return _softmax(torch.softmax, input, dim, _dtype_in(args, dtype))
 
 
 @made_of("log_softmax")
 def log_softmax(input: Tensor, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+    """Along a cut dim a maximum and a sum over the ranks."""
     return _softmax(torch.log_softmax, input, dim, _dtype_in(args, dtype))
 
 
 @made_of("softmin")
 def softmin(input: Tensor, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+    """The softmax of the negative."""
     return _softmax(torch.softmax, -input, dim, _dtype_in(args, dtype))
 
 
@@ -73,6 +76,7 @@ def _normalize_rule(input: Operand, p: float, dim: Any, eps: float) -> Recipe:
 
 @made_of("normalize")
 def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
+    """Divided by a vector norm, over the ranks where its dim is cut."""
     dims = [normal(d, input.ndim) for d in flat_ints((dim,))]
     if all(cut_points(input, d) is None for d in dims):
         return run_rule(F.normalize, _normalize_rule, (input, p, dim, eps), {})

@@ -74,4 +74,5 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 
 @composite(torch.linalg.multi_dot, torch.chain_matmul, family="contract")
 def multi_dot(*tensors: Any) -> Tensor:
+    """Products from the left to the right."""
     return reduce(torch.matmul, list(operands(tensors, Tensor)))

@@ -87,6 +87,7 @@ def _without_truths(items: list[Any]) -> list[Any]:
 
 
 def is_mask(item: Any) -> bool:
+    """A tensor of truth values, which takes some elements of the dims it covers."""
     return isinstance(item, Tensor) and item.dtype == torch.bool
 
 

@@ -106,6 +106,7 @@ def shapes(function: Any, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
 
 
 def shape(function: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    """The global shape of the one result, asked of torch on tensors without data."""
     return shapes(function, *args, **kwargs)[0]
 
 
@@ -159,6 +160,7 @@ def viewing(input: Operand, space: Sequence[int], links: Sequence[Link], local: 
 
 
 def local_shape(work: Work) -> tuple[int, ...]:
+    """The shape of this rank's box of the space."""
     return shape_of(work.box)
 
 
@@ -184,6 +186,7 @@ def contiguous(function: Any, input: Operand, **options: Any) -> Recipe:
 
 @each("expand expand_as broadcast_to")
 def expand(function: Any, *args: Any, **kwargs: Any) -> Recipe:
+    """A dim of size one is stretched; it was never cut."""
     input = next(operands((args, kwargs)))
     space = shape(function, *args, **kwargs)
     new = len(space) - input.ndim
@@ -193,6 +196,7 @@ def expand(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 
 @made_of("broadcast_tensors")
 def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+    """Each stretched to the common shape."""
     given = list(operands(tensors, Tensor))
     common = torch.broadcast_shapes(*(tensor.shape for tensor in given))
     return tuple(tensor.expand(common) for tensor in given)
@@ -200,11 +204,13 @@ def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
 
 @each("view_as_real")
 def view_as_real(function: Any, input: Operand) -> Recipe:
+    """A new last dim of two, never cut."""
     return viewing(input, (*input.shape, 2), [Link(d) for d in range(input.ndim)], as_called(function))
 
 
 @each("view_as_complex")
 def view_as_complex(function: Any, input: Operand) -> Recipe:
+    """The last dim of two, which is never cut, becomes one number."""
     links = [*(Link(d) for d in range(input.ndim - 1)), WHOLE]
     return viewing(input, input.shape[:-1], links, as_called(function))
 
@@ -225,6 +231,7 @@ def unfold(input: Operand, dimension: int, size: int, step: int) -> Recipe:
 
 
 def normal(dim: int, ndim: int) -> int:
+    """A dim counted from 0; torch's error if there is none."""
     if not -max(1, ndim) <= dim < max(1, ndim):
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return dim % max(1, ndim)

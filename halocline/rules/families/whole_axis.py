@@ -30,21 +30,25 @@ def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, 
 
 @each("logcumsumexp")
 def cumulative(function: Any, input: Operand, dim: int, **kwargs: Any) -> Recipe:
+    """Its dim is brought together, or the cut moved to another one."""
     return along(function, input, dim, dim)
 
 
 @each("glu")
 def glu(function: Any, input: Operand, dim: int = -1) -> Recipe:
+    """Both halves of a dim belong together."""
     return along(function, input, dim, dim)
 
 
 @each("channel_shuffle")
 def channel_shuffle(function: Any, input: Operand, groups: int) -> Recipe:
+    """Channels trade places with those of all groups."""
     return along(function, input, 1, groups)
 
 
 @each("local_response_norm")
 def local_response_norm(function: Any, input: Operand, size: int, *args: Any, **kwargs: Any) -> Recipe:
+    """Channels see their neighbours."""
     if not input.dtype.is_floating_point:
         raise refuse(function, "torch gives integers another dtype where a tile is empty", "call .float() on its input")
     return along(function, input, 1, size)
@@ -72,29 +76,34 @@ _cummax_rule, _cummin_rule = _along_last(torch.cummax), _along_last(torch.cummin
 
 @made_of("sort")
 def sort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
+    """Values and positions along a whole dim."""
     named = {"dim": dim, "descending": descending, "stable": bool(stable)}
     return torch.return_types.sort(run_rule(torch.sort, _sort_rule, (input,), named))
 
 
 @made_of("argsort")
 def argsort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
+    """Positions along a whole dim."""
     named = {"dim": dim, "descending": descending, "stable": bool(stable)}
     return run_rule(torch.argsort, _argsort_rule, (input,), named)
 
 
 @made_of("topk")
 def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest of a whole dim."""
     named = {"dim": dim, "largest": largest, "sorted": sorted}
     return torch.return_types.topk(run_rule(torch.topk, _topk_rule, (input, k), named))
 
 
 @made_of("cummax")
 def cummax(input: Tensor, dim: int) -> Any:
+    """Running maxima along a whole dim."""
     return torch.return_types.cummax(run_rule(torch.cummax, _cummax_rule, (input,), {"dim": dim}))
 
 
 @made_of("cummin")
 def cummin(input: Tensor, dim: int) -> Any:
+    """Running minima along a whole dim."""
     return torch.return_types.cummin(run_rule(torch.cummin, _cummin_rule, (input,), {"dim": dim}))
 
 
@@ -108,6 +117,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Recipe:
+    """Rows of a whole table; its features may be cut."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise refuse(
             F.embedding,
@@ -127,6 +137,7 @@ def embedding(
 
 @rule(F.one_hot)
 def one_hot(input: Operand, num_classes: int = -1) -> Recipe:
+    """A new dim of classes, never cut."""
     if num_classes < 0:
         raise refuse(F.one_hot, "the number of classes would be that of the values on this rank", "give num_classes")
     return Recipe(

@@ -1,0 +1,116 @@
+"""How the space of a call is cut: as its operands are, or otherwise where a dim must be whole."""
+
+from __future__ import annotations
+
+from ..choices import Choices
+from ..geometry import DimMove, Interval, Partition, whole
+from ..tensor import Cut, Fetch, Sharding
+from ..world import Mesh
+from .recipe import Read, Recipe, RingSteps, Slot
+from .remedy import choose_round, cost, lost_axes, put_back, ring_axis, shuffled
+
+
+class SpaceCut:
+    """One way to cut the space: what it makes each operand bring, and how the results lie, at first and in the end."""
+
+    def __init__(self, mesh: Mesh, recipe: Recipe, shardings: list[Sharding], cuts: dict[int, Cut]) -> None:
+        self.shardings, self.cuts, self.in_ring = shardings, cuts, False
+        work_axes = frozenset(cut.axis for cut in cuts.values())
+        self.fetches: list[Fetch | None] = [None] * len(shardings)
+        self.slots: list[tuple[Slot, ...]] = [()] * len(shardings)
+        for read in recipe.reads:
+            index = read.operand.index
+            self.fetches[index], self.slots[index] = _plan_read(mesh, read, shardings[index], cuts, work_axes)
+        self.results = tuple(out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs)
+        self.goals = self.results
+
+    def cost(self, mesh: Mesh) -> int:
+        """Elements that the first rank receives and computes, to compare ways by."""
+        return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
+
+
+def choose_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: Choices) -> SpaceCut:
+    """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
+    gather = SpaceCut(mesh, recipe, shardings, assigned_cuts(mesh, recipe, shardings))
+    if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
+        return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis, choices)
+    if recipe.keeps_cut:
+        gather.goals = (shardings[recipe.reads[0].operand.index],)
+    lost = lost_axes(recipe, shardings, gather.cuts)
+    if not lost or recipe.inplace or choices.remedy == "gather":
+        return gather
+    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
+    goals = zip(recipe.outputs, shuffle.results, strict=True)
+    shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
+    return shuffle if choices.remedy == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
+
+
+def _choose_round(
+    mesh: Mesh,
+    recipe: Recipe,
+    steps: RingSteps,
+    shardings: list[Sharding],
+    gather: SpaceCut,
+    axis: str,
+    choices: Choices,
+) -> SpaceCut:
+    """Between a gather, a shuffle to the dim ``instead``, and a ring, for operands that one axis cuts."""
+    name = choose_round(mesh, recipe, gather.cuts, axis, choices)
+    if name == "shuffle":
+        own = gather.cuts[steps.along]
+        cuts = {dim: cut for dim, cut in gather.cuts.items() if dim != steps.along}
+        cuts[steps.instead] = Cut(axis, Partition.even(recipe.space[steps.instead], mesh.sizes[axis]))
+        shuffle = SpaceCut(mesh, recipe, shardings, cuts)
+        lost = {axis: (steps.along, own)}
+        goals = zip(recipe.outputs, shuffle.results, strict=True)
+        shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
+        return shuffle
+    gather.in_ring = name == "ring"
+    return gather
+
+
+def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
+    """Cut the space as its operands are cut. The first operand that speaks for an axis or a dim decides (in place,
+    only the target speaks).
+    """
+    cuts: dict[int, Cut] = {}
+    taken: set[str] = set()
+    for read in recipe.reads[:1] if recipe.inplace else recipe.reads:
+        for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
+            if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
+                continue
+            points = link.access.propagate_cut(cut.partition.points, recipe.space[link.dim])
+            cuts[link.dim] = Cut(cut.axis, Partition(points))
+            taken.add(cut.axis)
+    return cuts
+
+
+def _plan_read(
+    mesh: Mesh, read: Read, sharding: Sharding, cuts: dict[int, Cut], work_axes: frozenset[str]
+) -> tuple[Fetch, tuple[Slot, ...]]:
+    dims, slots, fill = [], [], 0.0
+    for dim, link in enumerate(read.links):
+        own = sharding.cuts[dim]
+        cut = cuts.get(link.dim) if link.dim is not None else None
+        size = sharding.shape[dim]
+        needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)  # not cut: all of it, and torch pads it itself
+        if link.dim is None:
+            needs = (link.access.need(whole(size)),)
+        elif cut is not None:
+            needs = tuple(link.access.need(piece) for piece in cut.partition.pieces())
+        fill = link.fill if link.fill is not None else fill
+        move = DimMove(
+            size=size,
+            owner_axis=own.axis if own else None,
+            owned=own.partition.pieces() if own else (whole(size),),
+            need_axis=cut.axis if cut else None,
+            needs=needs,
+            filled=link.fill is not None,
+        )
+        dims.append(move)
+        slots.append(Slot(move.wanted(mesh.coordinates[cut.axis] if cut else 0), cut is None))
+    return Fetch(mesh, tuple(dims), work_axes, fill), tuple(slots)
+
+
+def out_sharding(mesh: Mesh, shape: tuple[int, ...], dims: tuple[int | None, ...], cuts: dict[int, Cut]) -> Sharding:
+    return Sharding(mesh, shape, [None if dim is None else cuts.get(dim) for dim in dims])
