@@ -25,7 +25,7 @@ from halocline.errors import HaloclineError
 
 from . import gradients_ranks as ranks
 from .cluster import Cluster, check_possible
-from .gradients_case import GradientsCase, Round, bound, bound_ahead, slowest, spread, summary, typical
+from .gradients_case import GradientsCase, Round, bound, bound_ahead, slowest, spread, summary, typical, typical_cpu
 from .gradients_models import SUBJECTS, bytes_of, check_models, layers_of, tensors_of
 from .gradients_ranks import (
     AHEAD,
@@ -287,4 +287,5 @@ class GradientsMeasurement:
             control_messages=told[0].control_messages,
             oversubscribed=self.cluster.size > (os.cpu_count() or 1),
             others_share=share,
+            cpu_s={way: typical_cpu(rounds) for way, rounds in self.steps.items()},
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from halocline.reduction.buckets.cutting import done_by_need
 
-from .gradients_ranks import StepTimes
+from .gradients_ranks import AHEAD, OURS, DdpSetting, StepTimes
 
 SMALL = 25.0  # megabytes; DDP puts models below in a bucket or two, and hides next to nothing
 #: A step over the bound at most so much; over tuned DDP, and over DDP by default on small ResNets, at least.
@@ -23,6 +23,8 @@ TARGETS = {
     "bf16_over_ideal_resnets": 1.10,
     "bf16_over_ideal_others": 1.15,
     "lag_over_ideal": 1.12,
+    "cpu_over_ddp": 1.1,
+    "ahead_cpu_over_ddp": 1.1,
 }
 
 Round = Sequence[StepTimes]  # one step, by rank
@@ -59,6 +61,13 @@ class GradientsCase:
     control_messages: int | None
     oversubscribed: bool
     others_share: float | None  # of the cores' time, taken by other programs
+    #: By way: seconds of processors a step and rank, of all its threads; the median over rounds of the mean over ranks.
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
+
+    def cpu_over_ddp(self, way: str) -> float | None:
+        """Beside DDP as it comes; None where it was not measured."""
+        ours, ddp = self.cpu_s.get(way), self.cpu_s.get(str(DdpSetting()))
+        return ours / ddp if ours is not None and ddp else None
 
     @property
     def ideal_s(self) -> float:
@@ -87,6 +96,8 @@ class GradientsCase:
             "step_over_bound": self.ours_s / self.bound_s,
             "step_over_ideal": self.ours_s / self.ideal_s,
             "ddp_step_over_ideal": self.ddp_s / self.ideal_s,
+            "cpu_over_ddp": self.cpu_over_ddp(OURS),
+            "ahead_cpu_over_ddp": self.cpu_over_ddp(AHEAD),
             "speedup_over_ddp": self.ddp_s / self.ours_s,
             "speedup_over_tuned_ddp": self.ddp_tuned_s / self.ours_s,
         }
@@ -96,7 +107,7 @@ def summary(cases: Sequence[GradientsCase]) -> dict[str, Any]:
     """The worst of the cases with emulated compute: those that compute share two cores, and say less of the network."""
     shown = [case.as_json() for case in cases]
     counted = [one for one in shown if one["emulated"]]
-    worst = {key: max((one[key] for one in counted), default=None) for key in MOST}
+    worst = {key: max((one[key] for one in counted if one[key] is not None), default=None) for key in MOST}
     least = {key: min((one[key] for one in counted), default=None) for key in LEAST}
     small = [case.ddp_s / case.ours_s for case in cases if case.emulated and case.small_resnet]
     resnets = [one for one in counted if one["like_resnet"]]
@@ -113,7 +124,15 @@ def summary(cases: Sequence[GradientsCase]) -> dict[str, Any]:
     }
 
 
-MOST = ("step_over_bound", "step_over_ideal", "ddp_step_over_ideal", "ahead_over_bound", "lag_over_ideal")
+MOST = (
+    "step_over_bound",
+    "step_over_ideal",
+    "ddp_step_over_ideal",
+    "ahead_over_bound",
+    "lag_over_ideal",
+    "cpu_over_ddp",
+    "ahead_cpu_over_ddp",
+)
 LEAST = ("speedup_over_ddp", "speedup_over_tuned_ddp", "ahead_speedup_over_tuned_ddp")
 
 
@@ -127,6 +146,10 @@ def slowest(rounds: Sequence[Round]) -> list[float]:
 
 def typical(rounds: Sequence[Round]) -> float:
     return median(slowest(rounds))
+
+
+def typical_cpu(rounds: Sequence[Round]) -> float:
+    return median(sum(step.cpu for step in steps) / len(steps) for steps in rounds)
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float]:

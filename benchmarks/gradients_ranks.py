@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -83,6 +83,7 @@ class StepTimes:
     ready: dict[int, float] = field(default_factory=dict)
     begun: float = 0.0  # on this rank's clock
     needed: dict[int, float] = field(default_factory=dict)
+    cpu: float = 0.0  # seconds of processors, by all threads of the rank
 
     @property
     def seconds(self) -> float:
@@ -122,16 +123,17 @@ class AveragedTraining:
 
     def step(self) -> StepTimes:
         """One; or the mean of several in a row, from the end of a first one on."""
-        begun = start_together()
+        begun, cpu = start_together(), time.process_time()
         if not self.row:
-            return self._step(begun)
+            return replace(self._step(begun), cpu=time.process_time() - cpu)
         self._step(begun)
         taken = [self._step(time.perf_counter()) for _ in range(self.row)]
         self._come_to_rest()
         forward, backward, optimizer = (
             sum(getattr(one, part) for one in taken) / self.row for part in ("forward", "backward", "optimizer")
         )
-        return StepTimes(forward, backward, optimizer, begun=begun)
+        cpu = (time.process_time() - cpu) / (1 + self.row)
+        return StepTimes(forward, backward, optimizer, begun=begun, cpu=cpu)
 
     def _come_to_rest(self) -> None:
         """What is measured next is to have the wire for itself."""

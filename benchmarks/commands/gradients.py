@@ -65,7 +65,7 @@ def gradients(
     - `sudo halocline bench gradients --models unet3d --ranks-per-node 2 --placement cyclic --rate 500mbit`: a bad
     network.
 
-    - `sudo halocline bench gradients --quick --models unet3d --trace step.json`: when each group was ready and sent.
+    - `sudo halocline bench gradients --quick --models unet3d --trace step.json`: when each bucket was ready and sent.
 
     - `sudo halocline bench gradients --json | tail -1`: everything, the spread of the rounds too.
 
@@ -73,7 +73,8 @@ def gradients(
     from the first gradient on whenever one waits. *ideal*, the larger of compute and wire, would need overlap with
     forward too, and *its bound* of next-forward is the best that a synchronous step could do with that.
     *over bound* should be at most 1.05. *over DDP* and *over tuned* are speed-ups: 1.10 means that DDP's
-    step takes 10 % longer. What counts are the worst figures of the models under emulated compute.
+    step takes 10 % longer. *CPU over DDP* compares processor seconds a step and rank, of all
+    threads. What counts are the worst figures of the models under emulated compute.
 
     **Exit status**: 0 measured, 2 no root, no iproute2, or a model, rate or placement that is not there.
     """
@@ -130,7 +131,12 @@ TABLES = {
             "ours": "ours_s",
             "bound": "bound_s",
         },
-        {"over\nbound": "step_over_bound", "over\nDDP": "speedup_over_ddp", "over\ntuned": "speedup_over_tuned_ddp"},
+        {
+            "over\nbound": "step_over_bound",
+            "over\nDDP": "speedup_over_ddp",
+            "over\ntuned": "speedup_over_tuned_ddp",
+            "CPU over\nDDP": "cpu_over_ddp",
+        },
     ),
     "going on after it": (
         {"next\nforward": "ahead_s", "bound": "ahead_bound_s", "so in\nbf16": "ahead_bf16_s", "lag": "lag_s"},
@@ -139,6 +145,7 @@ TABLES = {
             "over\ntuned": "ahead_speedup_over_tuned_ddp",
             "bf16 over\nideal": "bf16_over_ideal",
             "lag over\nideal": "lag_over_ideal",
+            "CPU over\nDDP": "ahead_cpu_over_ddp",
         },
     ),
 }
@@ -161,7 +168,7 @@ def case_table(result: Mapping[str, Any], words: str) -> Table:
     for case in result["cases"]:
         where = f"{case['nodes']}x{case['ranks_per_node']}"
         shown = [f"{case[key] * 1000:.0f}" for key in milliseconds.values()]
-        shown += [f"{case[key]:.2f}" for key in ratios.values()]
+        shown += ["-" if case[key] is None else f"{case[key]:.2f}" for key in ratios.values()]
         table.add_row(case["model"], where, f"{case['megabytes']:.0f}", *shown)
     return table
 
@@ -176,6 +183,8 @@ AIMS = {
     "bf16_over_ideal_resnets": ("bf16 over the larger of compute and wire, ResNets", "at most"),
     "bf16_over_ideal_others": ("the same, U-Net", "at most"),
     "lag_over_ideal": ("lag over the larger of compute and wire", "at most"),
+    "cpu_over_ddp": ("processor time over DDP's", "at most"),
+    "ahead_cpu_over_ddp": ("the same, next-forward", "at most"),
 }
 
 
@@ -185,6 +194,11 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     for key, (words, side) in AIMS.items():
         if result[key] is not None:
             yield f"{words}, at worst: {result[key]:.3f} (aim: {side} {result['targets'][key]})"
+    for case in result["cases"]:
+        if case["cpu_s"]:
+            shown = ", ".join(f"{way} {1e3 * seconds:.0f}" for way, seconds in case["cpu_s"].items())
+            where = f"{case['model']} on {case['nodes']}x{case['ranks_per_node']}"
+            yield f"{where}, milliseconds of processors a step and rank: {shown}"
     if result["left_out"]:
         yield f"[yellow]no time was left for[/yellow] {', '.join(result['left_out'])}"
     yield from disturbance(result)

@@ -28,7 +28,7 @@ from benchmarks.gradients_models import (
     bytes_of,
     emulated,
     layers_of,
-    tensors_in,
+    tensors_of,
 )
 from benchmarks.gradients_ranks import COMPUTE, IN_A_ROW, OURS, DdpSetting, StepRecord, StepTimes, task_of
 from benchmarks.gradients_trace import trace_events
@@ -84,7 +84,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     [("resnet18", 62, 46.8), ("resnet50", 161, 102.2), ("resnet24mb", 161, 24.6), ("unet3d", 61, 50.4)],
 )
 def test_the_networks_are_of_the_size_they_are_known_for(name: str, tensors: int, megabytes: float) -> None:
-    assert (tensors_in(name), round(bytes_of(name) / 1e6, 1)) == (tensors, megabytes)
+    assert (tensors_of(name), round(bytes_of(name) / 1e6, 1)) == (tensors, megabytes)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
