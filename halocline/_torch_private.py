@@ -163,13 +163,12 @@ def running_modules() -> Iterator[torch.nn.Module]:
 
 def hooked_the_old_way() -> bool:
     """Is a module putting hooks of the old kind (``register_backward_hook``) on the node that is being asked for?"""
-    frame = sys._getframe(1)
-    for _ in range(3):  # the getter, the function protocol, the module
-        if frame.f_globals.get("__name__") == "torch.nn.modules.module":
-            return bool(frame.f_locals.get("non_full_backward_hooks"))
-        if frame.f_back is not None:
-            frame = frame.f_back
-    return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("halocline."):
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        return False
+    return bool(frame.f_locals.get("non_full_backward_hooks"))
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -58,12 +58,12 @@ def test_words_that_python_and_json_have_are_no_strings():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("optimizer.betas=[0.9, 1.5]", r"optimizer.betas = \[0.9, 1.5\]: each is 0 or more, and less than 1"),
-        ("optimizer.weight_decay=nan", "optimizer.weight_decay = nan: it is 0 or more"),
-        ("optimizer.trust=0", "optimizer.trust = 0.0: it is greater than 0"),
-        ("guard.slow=1", "guard.slow = 1.0: it is greater than 1"),
-        ("guard.drift_every=-1", "guard.drift_every = -1: it is 0 or more"),
-        ("deadline=0", "deadline = 0.0: it is greater than 0"),
+        ("optimizer.betas=[0.9, 1.5]", r"optimizer.betas.1 = 1.5: .*less than 1"),
+        ("optimizer.weight_decay=nan", "optimizer.weight_decay = nan: .*greater than or equal to 0"),
+        ("optimizer.trust=0", "optimizer.trust = 0: .*greater than 0"),
+        ("guard.slow=1", "guard.slow = 1: .*greater than 1"),
+        ("guard.drift_every=-1", "guard.drift_every = -1: .*greater than or equal to 0"),
+        ("deadline=0", "deadline = 0: .*greater than 0"),
     ],
 )
 def test_numbers_out_of_range_are_told(change, text):
