@@ -134,12 +134,12 @@ def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:
 
 def parse_arguments(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError as error:
         raise BadUsage(f"--args {text}: this is no JSON ({error}); write it such as '{{\"width\": 8}}'") from error
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise BadUsage(f"--args {text}: a JSON object of names and values is needed, such as '{{\"width\": 8}}'")
-    return found
+    return arguments
 
 
 def parse_shape(text: str) -> list[int]:
@@ -152,12 +152,12 @@ def parse_shape(text: str) -> list[int]:
 def parse_cut(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     try:
-        found = {axis.strip(): int(size) for axis, _, size in pairs}
+        cut = {axis.strip(): int(size) for axis, _, size in pairs}
     except ValueError as error:
         raise BadUsage(f"--cut {text}: a cut is axes and numbers of ranks, such as depth=2,height=2") from error
-    if len(found) < len(pairs):
+    if len(cut) < len(pairs):
         raise BadUsage(f"--cut {text}: an axis is named twice; name each once, such as depth=2,height=2")
-    return found
+    return cut
 
 
 def show(report: NetworkReport) -> None:

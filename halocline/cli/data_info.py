@@ -78,17 +78,17 @@ def _samples(store: Any) -> dict[str, Any]:
 def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
     from ..data.tools.advise import advised_chunks, reading
 
-    found = reading(store, wanted)
+    plan = reading(store, wanted)
     advised = advised_chunks(store.stored, store.stored_shape, store.dtype.itemsize, wanted)
     return {
         "parts": dict(wanted),
-        "ranks": len(found.own),
-        "own_bytes": list(found.own),
-        "read_bytes": list(found.read),
-        "amplification": [round(each, 4) for each in found.amplification],
-        "worst_amplification": round(found.worst, 4),
-        "aligned": found.aligned,
-        "runs": found.runs,
+        "ranks": len(plan.own),
+        "own_bytes": list(plan.own),
+        "read_bytes": list(plan.read),
+        "amplification": [round(each, 4) for each in plan.amplification],
+        "worst_amplification": round(plan.worst, 4),
+        "aligned": plan.aligned,
+        "runs": plan.runs,
         "advised_chunks": dict(zip(store.stored, advised, strict=True)),
     }
 

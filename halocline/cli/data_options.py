@@ -38,12 +38,12 @@ def by_letter(text: str | None, option: str) -> dict[str, int] | None:
         return None
     try:
         pairs = [part.split("=") for part in text.split(",")]
-        found = {letter.strip(): int(number) for letter, number in pairs}
+        numbers = {letter.strip(): int(number) for letter, number in pairs}
     except ValueError:
         raise DataError(f"{option} {text}: give letters and numbers, such as D=2,H=2") from None
-    if len(found) != len(pairs) or any(len(letter) != 1 or not number > 0 for letter, number in found.items()):
+    if len(numbers) != len(pairs) or any(len(letter) != 1 or not number > 0 for letter, number in numbers.items()):
         raise DataError(f"{option} {text}: give each letter once, with a number from 1, such as D=2,H=2")
-    return found
+    return numbers
 
 
 @contextmanager

@@ -48,40 +48,44 @@ def stats(
     with clear_errors("data stats", debug), open_store(path, dims, dataset) as store:
         total = store.sample_bytes * len(store)
         with byte_bar("reading", total) as count:
-            found = Statistics.of(store, classes=classes, jobs=jobs if total > _SMALL else 1, progress=count)
+            statistics = Statistics.of(store, classes=classes, jobs=jobs if total > _SMALL else 1, progress=count)
         place = save or beside(store)
-        found.save(place)
+        statistics.save(place)
     if as_json:
-        print_json({**found.as_json(), "frequencies": _frequencies(found), "file": str(place)})
+        print_json({**statistics.as_json(), "frequencies": _frequencies(statistics), "file": str(place)})
         return
-    _show(found)
+    _show(statistics)
     say(stdout(), f"kept in {place}")
 
 
-def _frequencies(found: Any) -> dict[str, float] | None:
-    return None if found.classes is None else {str(value): share for value, share in found.frequencies.items()}
+def _frequencies(statistics: Any) -> dict[str, float] | None:
+    return (
+        None if statistics.classes is None else {str(value): share for value, share in statistics.frequencies.items()}
+    )
 
 
-def _show(found: Any) -> None:
-    source = found.source
+def _show(statistics: Any) -> None:
+    source = statistics.source
     table = Table(title=f"{source.samples} samples, {source.dtype}", title_style="bold", title_justify="left")
     for heading in ("channel", "count", "mean", "std", "min", "max", "not finite"):
         table.add_column(heading, justify="right")
-    for channel, count in enumerate(found.count):
-        numbers = (column[channel] for column in (found.mean, found.std, found.min, found.max))
-        table.add_row(str(channel), f"{count:,}", *(f"{each:.6g}" for each in numbers), f"{found.nonfinite[channel]:,}")
+    for channel, count in enumerate(statistics.count):
+        numbers = (column[channel] for column in (statistics.mean, statistics.std, statistics.min, statistics.max))
+        table.add_row(
+            str(channel), f"{count:,}", *(f"{each:.6g}" for each in numbers), f"{statistics.nonfinite[channel]:,}"
+        )
     stdout().print(table)
-    if found.classes is not None:
-        _show_classes(found)
+    if statistics.classes is not None:
+        _show_classes(statistics)
 
 
-def _show_classes(found: Any) -> None:
-    usable = found.classes and min(found.classes) >= 0
-    weights = found.class_weights().tolist() if usable else None
+def _show_classes(statistics: Any) -> None:
+    usable = statistics.classes and min(statistics.classes) >= 0
+    weights = statistics.class_weights().tolist() if usable else None
     table = Table(title="classes", title_style="bold", title_justify="left")
     for heading in ("value", "count", "frequency", "weight"):
         table.add_column(heading, justify="right")
-    for value, count in found.classes.items():
+    for value, count in statistics.classes.items():
         weight = f"{weights[value]:.4f}" if weights is not None else "-"
-        table.add_row(str(value), f"{count:,}", f"{found.frequencies[value]:.6f}", weight)
+        table.add_row(str(value), f"{count:,}", f"{statistics.frequencies[value]:.6f}", weight)
     stdout().print(table)

@@ -37,14 +37,14 @@ def main() -> None:
     """``python -m halocline.cli.predict_rank FOLDER``, for the processes that ``halocline predict`` starts."""
     folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
     try:
-        found = answer(json.loads((folder / REQUEST).read_text()))
+        result = answer(json.loads((folder / REQUEST).read_text()))
     except Exception as error:  # the user's own code may raise anything
         if os.environ.get("HALOCLINE_DEBUG") == "1":
             raise
         say_last_words(folder, rank, last_words(error, folder, rank))
         raise SystemExit(1) from None
     if rank == 0:
-        (folder / RESULT).write_text(json.dumps(found))
+        (folder / RESULT).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

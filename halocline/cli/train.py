@@ -197,6 +197,6 @@ def class_table(metrics: Mapping[str, float]) -> Table | None:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for each in classes:
-        found = (metrics.get(f"{name}/{each}") for name in names)
-        table.add_row(escape(each), *("" if value is None else f"{value:.4g}" for value in found))
+        values = (metrics.get(f"{name}/{each}") for name in names)
+        table.add_row(escape(each), *("" if value is None else f"{value:.4g}" for value in values))
     return table

@@ -87,7 +87,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         if first:
             (folder / RESULT).unlink(missing_ok=True)  # of a run that ended earlier: this one has not
         result = trainer.train()
-    found = {
+    outcome = {
         "run": str(folder),
         "steps": result.steps,
         "metrics": result.metrics,
@@ -96,9 +96,9 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
     }
     if this_rank() == 0:
         part = folder / f".{RESULT}.part"
-        part.write_text(json_line(found))
+        part.write_text(json_line(outcome))
         part.replace(folder / RESULT)
-    return found
+    return outcome
 
 
 def main() -> None:

@@ -33,23 +33,23 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
         print_json({"error": message}) if as_json else say(stderr(), message)
         raise typer.Exit(2)
     with clear_errors("tune", debug):
-        device, found = torch.device("cuda", torch.cuda.current_device()), {}
+        device, measured = torch.device("cuda", torch.cuda.current_device()), {}
         with stderr().status("measuring") as status:
             for family, sizes in measure(device, gpu_seconds):
-                found[family] = sizes
-                status.update(f"measuring: {len(found)} of {len(DEFAULTS)} done")
+                measured[family] = sizes
+                status.update(f"measuring: {len(measured)} of {len(DEFAULTS)} done")
         path, card = table_path(), describe(device)
         try:
-            write_table(path, card, found)
+            write_table(path, card, measured)
         except OSError as error:
             raise HaloclineError(f"could not write {path}: {error}; name another file in HALOCLINE_CHUNKS") from error
     if as_json:
-        print_json({"card": card, "file": str(path), "sizes": {name: list(sizes) for name, sizes in found.items()}})
+        print_json({"card": card, "file": str(path), "sizes": {name: list(sizes) for name, sizes in measured.items()}})
         return
     table = Table(title=f"Elements: {card}", title_style="bold", title_justify="left")
     for heading in ("", "whole up to", "chunks of", "without measuring"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, sizes in found.items():
+    for name, sizes in measured.items():
         table.add_row(name, f"{sizes.whole:,}", f"{sizes.chunk:,}", f"{DEFAULTS[name].whole:,}")
     stdout().print(table)
     say(stdout(), f"kept in {path}")

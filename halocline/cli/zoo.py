@@ -27,9 +27,9 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
     console = stderr()
 
     def done(
-        count: str, name: str, found: NetworkReport
+        count: str, name: str, result: NetworkReport
     ) -> None:  # a line each: whoever watches a pipe should see it move
-        console.print(f"{count}, {name}: {found.verdict} ({found.seconds:.0f} s)", markup=False, soft_wrap=True)
+        console.print(f"{count}, {name}: {result.verdict} ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     with console.status("starting ranks") as status:
         report = check_zoo(zoo, only=only, say=status.update, done=done, **settings)
@@ -62,8 +62,8 @@ def show(report: ZooReport) -> None:
 
 def cuts(report: ZooReport) -> str:
     """As each network says, where none was asked for: along its first spatial dim."""
-    found = {", ".join(f"{axis}={size}" for axis, size in one.cut.items()): None for one in report.networks.values()}
-    return " or ".join(found)
+    shown = {", ".join(f"{axis}={size}" for axis, size in one.cut.items()): None for one in report.networks.values()}
+    return " or ".join(shown)
 
 
 def coloured(verdict: str) -> str:

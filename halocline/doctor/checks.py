@@ -212,8 +212,8 @@ def check_launch(run: LaunchedRun, env: Mapping[str, str], gpus: int) -> Check:
         yield Finding("launch", "environment", "warning", text, remedy)
 
 
-def _launch_problem(name: str, found: str, remedy: str) -> Finding:
-    return Finding("launch", name, "problem", found, remedy)
+def _launch_problem(name: str, text: str, remedy: str) -> Finding:
+    return Finding("launch", name, "problem", text, remedy)
 
 
 def free_port() -> int:

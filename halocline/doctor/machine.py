@@ -106,12 +106,12 @@ def read_run(env: Mapping[str, str]) -> LaunchedRun:
 
 def versions() -> dict[str, str | None]:
     """None for a package that is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(("numpy", "typer", "rich", *OPTIONAL))
-    for name in found:
+    installed: dict[str, str | None] = dict.fromkeys(("numpy", "typer", "rich", *OPTIONAL))
+    for name in installed:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
     own = {"python": platform.python_version(), "torch": torch.__version__, "halocline": halocline.__version__}
-    return {**own, **found}
+    return {**own, **installed}
 
 
 # ---- system ----

@@ -127,13 +127,13 @@ def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: flo
         torch.save(true.tensors, path)
         try:
             # The library's own deadline is the shorter one, for its error names rank, operation and module.
-            found = pool.run(on_rank, task, str(path), deadline / 2, deadline=deadline)
+            results = pool.run(on_rank, task, str(path), deadline / 2, deadline=deadline)
         except RankError as error:
             refusals = [one.error for one in error.outcomes if isinstance(one.error, Refused)]
             if not refusals:  # a refusal is an answer; whatever else ends a rank is an error
                 raise
             return _refused(task, refusals)
-    return _judged(task, true, found)
+    return _judged(task, true, results)
 
 
 # ---- on the ranks ----
@@ -170,23 +170,23 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def _errors(found: Tensors, true: Tensors) -> Errors:
+def _errors(values: Tensors, true: Tensors) -> Errors:
     scale = _largest(true["gradients"])
     return {
         kind: {
-            name: _error(found[kind].get(name), true[kind].get(name), scale if kind == "gradients" else 0.0)
-            for name in {**true[kind], **found[kind]}
+            name: _error(values[kind].get(name), true[kind].get(name), scale if kind == "gradients" else 0.0)
+            for name in {**true[kind], **values[kind]}
         }
         for kind in true
     }
 
 
-def _error(found: Tensor | None, true: Tensor | None, scale: float) -> float:
+def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
     """No gradient and one of zeros mean the same."""
-    if found is None or true is None:
-        present = found if true is None else true
+    if value is None or true is None:
+        present = value if true is None else true
         return 0.0 if present is None or not present.any() else inf
-    error = relative_error(found, true, scale)
+    error = relative_error(value, true, scale)
     return error if error == error else inf  # NaN would get lost among maxima
 
 
@@ -197,18 +197,18 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 # ---- the verdict ----
 
 
-def _report(task: NetworkTask, verdict: str, **found: Any) -> NetworkReport:
+def _report(task: NetworkTask, verdict: str, **figures: Any) -> NetworkReport:
     cut, shapes, arguments = dict(task.cut), [list(shape) for shape in task.shapes], dict(task.arguments)
     asked = {"cut": cut, "shapes": shapes, "arguments": arguments, "dtype": task.dtype, "steps": task.steps}
-    return NetworkReport(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **found)  # type: ignore[arg-type]
+    return NetworkReport(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **figures)  # type: ignore[arg-type]
 
 
-def _judged(task: NetworkTask, true: Observation, found: list[RankResult]) -> NetworkReport:
-    errors = {kind: _maximum([one.errors[kind] for one in found]) for kind in found[0].errors}
+def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> NetworkReport:
+    errors = {kind: _maximum([one.errors[kind] for one in results]) for kind in results[0].errors}
     allowed, noise = _allowed(task, true.tensors, errors)
     worst = {kind: _worst(errors[kind], allowed[kind]) for kind in errors}
     right = all(one.error <= one.allowed for one in worst.values())
-    peak, gathered = max(one.peak for one in found), max(one.traffic.gathered_bytes for one in found)
+    peak, gathered = max(one.peak for one in results), max(one.traffic.gathered_bytes for one in results)
     ratio = peak / true.peak if true.peak else None
     return _report(
         task,
@@ -217,7 +217,7 @@ def _judged(task: NetworkTask, true: Observation, found: list[RankResult]) -> Ne
         gradient_error=worst["gradients"].error,
         worst_parameter=worst["gradients"].name,
         activation_ratio=ratio,
-        moved_bytes=max(one.traffic.moved_bytes for one in found),
+        moved_bytes=max(one.traffic.moved_bytes for one in results),
         gathered_bytes=gathered,
         buffer_error=worst["buffers"].error,
         loss_error=worst["losses"].error if task.steps else None,
@@ -226,8 +226,8 @@ def _judged(task: NetworkTask, true: Observation, found: list[RankResult]) -> Ne
         gradient_zero=not _largest(true.tensors["gradients"]),
         peak_bytes=peak,
         one_rank_peak_bytes=true.peak,
-        messages=max(one.traffic.messages for one in found),
-        gathers=dict(found[0].traffic.gathers),
+        messages=max(one.traffic.messages for one in results),
+        gathers=dict(results[0].traffic.gathers),
     )
 
 
@@ -257,7 +257,9 @@ def _maximum(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(one.get(name, 0.0) for one in errors) for name in sorted(names)}
 
 
-def _allowed(task: NetworkTask, found: Tensors, errors: Errors) -> tuple[dict[str, Mapping[str, float]], float | None]:
+def _allowed(
+    task: NetworkTask, tensors: Tensors, errors: Errors
+) -> tuple[dict[str, Mapping[str, float]], float | None]:
     """What each tensor may be off by, and the network's own noise where that decides.
 
     float64: one bound, unless the network itself is less exact (:mod:`.noise`), which is looked at only if the bound is
@@ -265,32 +267,34 @@ def _allowed(task: NetworkTask, found: Tensors, errors: Errors) -> tuple[dict[st
     """
     if task.dtype == "float64":
         if all(error <= EXACT for named in errors.values() for error in named.values()):
-            return {kind: _Everywhere(EXACT) for kind in found}, None
-        noise = _noise(task, found)
+            return {kind: _Everywhere(EXACT) for kind in tensors}, None
+        noise = _noise(task, tensors)
         bounds = {kind: min(LOOSEST, max(EXACT, SLACK * one)) for kind, one in noise.items()}
         return {kind: _Everywhere(bound) for kind, bound in bounds.items()}, max(noise.values())
     return {
         kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK * error) for name, error in errors.items()})
-        for kind, errors in _rounding(task, found).items()
+        for kind, errors in _rounding(task, tensors).items()
     }, None
 
 
-def _noise(task: NetworkTask, found: Tensors) -> dict[str, float]:
+def _noise(task: NetworkTask, tensors: Tensors) -> dict[str, float]:
     """How far one rank is from itself with all numbers off by one unit in the last place, by kind.
 
     Infinite where whole numbers change (a class, a position): then it says nothing about the others.
     """
-    errors = _errors(one_rank(task, nudged=True).tensors, found)
+    errors = _errors(one_rank(task, nudged=True).tensors, tensors)
     return {kind: max((e for e in named.values() if e != inf), default=0.0) for kind, named in errors.items()}
 
 
-def _rounding(task: NetworkTask, found: Tensors) -> Errors:
+def _rounding(task: NetworkTask, tensors: Tensors) -> Errors:
     """How far one rank is from float64; a network that fails in float64, from itself with weights and inputs nudged."""
     try:
         exact = one_rank(replace(task, dtype="float64")).tensors
     except BadUsage:
-        return _errors(found, one_rank(task, nudged=True).tensors)
-    return _errors({kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in found.items()}, exact)
+        return _errors(tensors, one_rank(task, nudged=True).tensors)
+    return _errors(
+        {kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in tensors.items()}, exact
+    )
 
 
 class _Everywhere(dict[str, float]):

@@ -89,11 +89,11 @@ def check_rule(
     for size in mesh.values():
         ranks *= size
     try:
-        found = run_local(ranks, on_rank)
+        results = run_local(ranks, on_rank)
     except HaloclineError as error:
         return Comparison("refused", why=str(error))
-    worst = _worst(found, *true)
-    moved, gathered = (max(f[k] for f in found) for k in (2, 3))
+    worst = _worst(results, *true)
+    moved, gathered = (max(f[k] for f in results) for k in (2, 3))
     return Comparison("exact" if worst <= tolerance else "wrong", worst, "", moved, gathered)  # type: ignore[arg-type]
 
 
@@ -154,16 +154,16 @@ def _combination(outputs: list[Tensor]) -> Tensor | None:
     return total
 
 
-def _worst(found: list[Any], outputs: list[Tensor], gradients: list[Tensor | None]) -> float:
+def _worst(results: list[Any], outputs: list[Tensor], gradients: list[Tensor | None]) -> float:
     """The largest relative error over outputs on every rank, and over gradients averaged over the ranks (law 3)."""
     scale = max((g.abs().max().item() for g in gradients if g is not None and g.numel()), default=0.0)
     worst = 0.0
-    for rank_outputs, rank_gradients, *_ in found:
+    for rank_outputs, rank_gradients, *_ in results:
         if len(rank_outputs) != len(outputs) or len(rank_gradients) != len(gradients):
             return float("inf")
         worst = max([worst, *(relative_error(a, b) for a, b in zip(rank_outputs, outputs, strict=True))])
     for index, true in enumerate(gradients):
-        parts = [rank_gradients[index] for _, rank_gradients, *_ in found]
+        parts = [rank_gradients[index] for _, rank_gradients, *_ in results]
         if true is None or any(part is None for part in parts):
             worst = max(worst, 0.0 if true is None and all(p is None for p in parts) else _unused(true, parts))
             continue

@@ -81,19 +81,19 @@ def _answer(
     door: socket.socket, launcher: subprocess.Popen[bytes], size: int
 ) -> dict[int, tuple[MpiProcess, Connection[Any, Any]]]:
     """Wait for all ranks to call: each says which it is, and its process number."""
-    found: dict[int, tuple[MpiProcess, Connection[Any, Any]]] = {}
+    started: dict[int, tuple[MpiProcess, Connection[Any, Any]]] = {}
     until = time.monotonic() + START_DEADLINE
     door.settimeout(0.2)
-    while len(found) < size:
+    while len(started) < size:
         if launcher.poll() is not None or time.monotonic() > until:
-            raise HaloclineError(f"mpiexec started {len(found)} of {size} ranks; see what it wrote")
+            raise HaloclineError(f"mpiexec started {len(started)} of {size} ranks; see what it wrote")
         with suppress(TimeoutError):
             connection, _ = door.accept()
             connection.setblocking(True)
             pipe: Connection[Any, Any] = Connection(connection.detach())
             rank, pid = pickle.loads(pipe.recv_bytes())
-            found[rank] = MpiProcess(pid, launcher), pipe
-    return found
+            started[rank] = MpiProcess(pid, launcher), pipe
+    return started
 
 
 class MpiProcess:

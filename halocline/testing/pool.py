@@ -217,21 +217,21 @@ class _Ranks:
 
     def gather(self, deadline: float, grace: float) -> list[Outcome]:
         """One outcome per rank, in rank order, at the latest after `deadline` or `grace` after the first failure."""
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         started, until = time.monotonic(), time.monotonic() + deadline
-        while len(found) < len(self.pipes) and (left := until - time.monotonic()) > 0:
-            for rank in self._ready(found, left):
-                found[rank] = self._receive(rank)
-                if found[rank].kind != "value":
+        while len(outcomes) < len(self.pipes) and (left := until - time.monotonic()) > 0:
+            for rank in self._ready(outcomes, left):
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].kind != "value":
                     until = min(until, time.monotonic() + grace)
-        late = [rank for rank in range(len(self.pipes)) if rank not in found]
-        found |= {outcome.rank: outcome for outcome in self._hung(late, time.monotonic() - started)}
-        return [found[rank] for rank in range(len(self.pipes))]
+        late = [rank for rank in range(len(self.pipes)) if rank not in outcomes]
+        outcomes |= {outcome.rank: outcome for outcome in self._hung(late, time.monotonic() - started)}
+        return [outcomes[rank] for rank in range(len(self.pipes))]
 
-    def _ready(self, found: dict[int, Outcome], timeout: float) -> set[int]:
+    def _ready(self, outcomes: dict[int, Outcome], timeout: float) -> set[int]:
         waiting: dict[Any, int] = {}
         for rank in range(len(self.pipes)):
-            if rank not in found:
+            if rank not in outcomes:
                 waiting[self.pipes[rank]] = waiting[self.processes[rank].sentinel] = rank
         return {waiting[one] for one in wait(list(waiting), timeout)}
 

@@ -56,8 +56,8 @@ class StoreTests(ABC):
     def test_numbers_that_are_none_come_as_they_are(self, tmp_path: Path) -> None:
         array = np.array([[0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45]] * 2, np.float32)
         store = self.make(array, "NW", tmp_path)
-        found = store.read_new(1).astype("float32")
-        assert found.tobytes() == array[1].tobytes()
+        numbers = store.read_new(1).astype("float32")
+        assert numbers.tobytes() == array[1].tobytes()
 
     def test_random_boxes_into_arrays_with_any_strides(self, tmp_path: Path) -> None:
         dice = np.random.default_rng(7)
@@ -248,8 +248,8 @@ def _folder(parent: Path, number: int) -> Path:
     return folder
 
 
-def _equal(found: Array, wanted: Array) -> None:
-    np.testing.assert_array_equal(found, wanted)
+def _equal(array: Array, wanted: Array) -> None:
+    np.testing.assert_array_equal(array, wanted)
 
 
 def _in_threads(jobs: list[Callable[[], None]]) -> None:

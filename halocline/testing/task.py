@@ -155,14 +155,14 @@ def find_factory(target: str) -> Callable[..., Any]:
     if (parts := split(target)) is not None:
         return partial(find_zoo(parts[0]).build, parts[1])
     try:
-        found = load(target)
+        factory = load(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise BadUsage(
             f"cannot find {target}: {error}; it is package.module:factory, seen from {Path.cwd()}"
         ) from error
-    if not callable(found):
-        raise BadUsage(f"{target} is a {type(found).__name__}; it must be a function that returns a torch.nn.Module")
-    return found
+    if not callable(factory):
+        raise BadUsage(f"{target} is a {type(factory).__name__}; it must be a function that returns a torch.nn.Module")
+    return factory
 
 
 def make_inputs(task: NetworkTask) -> list[Tensor]:

@@ -39,8 +39,8 @@ class ZooReport:
     @property
     def counts(self) -> dict[str, int]:
         """Networks by verdict; what is not proven counts as refused."""
-        found = ["refused" if one.verdict in UNPROVEN else one.verdict for one in self.networks.values()]
-        return {verdict: found.count(verdict) for verdict in VERDICTS}
+        verdicts = ["refused" if one.verdict in UNPROVEN else one.verdict for one in self.networks.values()]
+        return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
     def as_json(self) -> dict[str, Any]:
         shown = {name: report.as_json() for name, report in self.networks.items()}
@@ -71,15 +71,15 @@ def check_zoo(
     tasks = {one: make_task(f"{name}/{one}", **asked) for one in only or zoo.names}  # type: ignore[arg-type]
     zoo.package()
     first = next(iter(tasks.values()))
-    found: dict[str, NetworkReport] = {}
+    reports: dict[str, NetworkReport] = {}
     with nullcontext(pool) if pool else RankPool(first.ranks) as ready:
         for number, (one, task) in enumerate(tasks.items(), 1):
             count = f"{number} of {len(tasks)}"
             started = time.monotonic()
             report = _found(task, ready, deadline or DEADLINE, partial(_say_with, say, f"{count}, {one}: "))
-            found[one] = replace(report, seconds=time.monotonic() - started)
-            done(count, one, found[one])
-    return ZooReport(name, first.ranks, first.cut, found)
+            reports[one] = replace(report, seconds=time.monotonic() - started)
+            done(count, one, reports[one])
+    return ZooReport(name, first.ranks, first.cut, reports)
 
 
 def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:

@@ -138,8 +138,8 @@ class NiftiFiles(AnswerFile):
 
     def _file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes = dict(zip(self._letters(len(shape)), shape, strict=True))
-        found = tuple(sizes[letter] for letter in self._nifti)
-        return found if sizes.get("C", 1) == 1 else (*found, *((1,) * (3 - len(found))), sizes["C"])
+        space = tuple(sizes[letter] for letter in self._nifti)
+        return space if sizes.get("C", 1) == 1 else (*space, *((1,) * (3 - len(space))), sizes["C"])
 
     def _header(self, sample: int) -> Any:
         return self._store.header(sample) if isinstance(self._store, Nifti) else None
@@ -296,12 +296,12 @@ def _nothing() -> None:
 def chunks_for(shape: tuple[int, ...], itemsize: int, sharding: Sharding | None) -> tuple[int, ...]:
     """Chunks that no two ranks share, of a few megabytes at most."""
     cuts = sharding.cuts[1:] if sharding is not None else (None,) * len(shape)
-    found = [math.gcd(size, *cut.partition.points) if cut else size for size, cut in zip(shape, cuts, strict=True)]
-    found = [max(1, size) for size in found]
-    while math.prod(found) * itemsize > _CHUNK and max(found) > 1:
-        largest = found.index(max(found))
-        found[largest] = max(d for d in range(1, found[largest] // 2 + 1) if found[largest] % d == 0)
-    return tuple(found)
+    chunks = [math.gcd(size, *cut.partition.points) if cut else size for size, cut in zip(shape, cuts, strict=True)]
+    chunks = [max(1, size) for size in chunks]
+    while math.prod(chunks) * itemsize > _CHUNK and max(chunks) > 1:
+        largest = chunks.index(max(chunks))
+        chunks[largest] = max(d for d in range(1, chunks[largest] // 2 + 1) if chunks[largest] % d == 0)
+    return tuple(chunks)
 
 
 def _remove(path: Path) -> None:

@@ -34,10 +34,10 @@ def changed(told: Mapping[str, Any], now: Settings) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return found
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat

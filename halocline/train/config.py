@@ -55,28 +55,28 @@ _SHORT = {"data": "path", "optimizer": "name", "schedule": "name"}
 
 def _with_path(told: Mapping[str, Any]) -> dict[str, Any]:
     """Short forms written out: ``data = "file.h5"``, ``optimizer = "adamw"``, ``data.x = "images"``."""
-    found = dict(told)
+    written = dict(told)
     for group, key in _SHORT.items():
-        if isinstance(found.get(group), str):
-            found[group] = {key: found[group]}
-    data = found.get("data")
+        if isinstance(written.get(group), str):
+            written[group] = {key: written[group]}
+    data = written.get("data")
     if isinstance(data, Mapping):
         short = {name: {"path": data[name]} for name in ("x", "y") if isinstance(data.get(name), str)}
-        found["data"] = {**data, **short}
+        written["data"] = {**data, **short}
     for name in ("metrics", "callbacks", "class_names"):
-        if isinstance(found.get(name), str):
-            found[name] = [found[name]]
-    return found
+        if isinstance(written.get(name), str):
+            written[name] = [written[name]]
+    return written
 
 
 def _change(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text}: give key=value, such as optimizer.lr=1e-3")
-    found: Any = _value(value.strip())
+    nested: Any = _value(value.strip())
     for part in reversed(key.strip().split(".")):
-        found = {part: found}
-    return dict(found)
+        nested = {part: nested}
+    return dict(nested)
 
 
 #: As Python and JSON write them: as strings, arguments of a network would be taken for true, all of them.
@@ -92,18 +92,18 @@ def _value(text: str) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     try:
-        found = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return text if isinstance(found, (datetime.date, datetime.time)) else found
+    return text if isinstance(parsed, (datetime.date, datetime.time)) else parsed
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(below)
+    merged = dict(below)
     for key, value in above.items():
-        old = found.get(key)
-        found[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return found
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _checked(values: Mapping[str, Any], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> Settings:
@@ -156,16 +156,16 @@ def _meant(key: str) -> str:
     """Which setting may be meant: one of that name in another group, what other tools call so, one spelled alike."""
     keys, last = keys_of(Settings), key.rpartition(".")[2].lower()
     same = [each for each in keys if each.rpartition(".")[2] == last]
-    found = _SYNONYMS.get(last) or (same[0] if same else None)
-    if found is None:
+    meant = _SYNONYMS.get(last) or (same[0] if same else None)
+    if meant is None:
         near = difflib.get_close_matches(key, keys, 1, 0.6) or difflib.get_close_matches(
             last, [each.rpartition(".")[2] for each in keys], 1, 0.6
         )
-        found = next((each for each in keys if near and (each == near[0] or each.endswith(f".{near[0]}"))), None)
-    if found is None:
+        meant = next((each for each in keys if near and (each == near[0] or each.endswith(f".{near[0]}"))), None)
+    if meant is None:
         return "; docs/settings.md lists all: " + ", ".join(sorted(keys))
     advice = next((f" ({words})" for name, words in _ADVICE.items() if name in last), "")
-    return f"; did you mean {found}?{advice}"
+    return f"; did you mean {meant}?{advice}"
 
 
 def read_settings(folder: Path) -> Settings:
@@ -189,11 +189,11 @@ def write_settings(settings: Settings, path: Path) -> None:
 
 
 def _table(name: str, values: Mapping[str, Any]) -> list[str]:
-    found = ["", f"[{name}]", *_lines(values)]
+    lines = ["", f"[{name}]", *_lines(values)]
     for key, value in values.items():
         if isinstance(value, dict):
-            found += _table(f"{name}.{_key(key)}", value)
-    return found
+            lines += _table(f"{name}.{_key(key)}", value)
+    return lines
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ def explain(error: BaseException) -> str:
     there is none, that of a package other than torch.
     """
     words = first_line(error)
-    hint = next((text.format(*found.groups()) for text, found in _found(str(error))), "")
+    hint = next((text.format(*match.groups()) for text, match in _found(str(error))), "")
     if isinstance(error, (HaloclineError, OSError)):
         return f"{words}; {hint}" if hint and isinstance(error, ShardingError) else words
     place = _place(error)
@@ -53,7 +53,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _found(message: str) -> list[tuple[str, re.Match[str]]]:
-    return [(text, found) for pattern, text in _HINTS if (found := re.search(pattern, message))]
+    return [(text, match) for pattern, text in _HINTS if (match := re.search(pattern, message))]
 
 
 def _place(error: BaseException) -> str:

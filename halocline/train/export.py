@@ -52,24 +52,24 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 
 def load_weights(model: nn.Module, path: Path | str) -> None:
     """Weights from a file into ``model``; names and shapes must be the model's own."""
-    found = import_weights(path)
+    weights = import_weights(path)
     for name in _NESTED:
-        if isinstance(found.get(name), Mapping):
-            found = found[name]
+        if isinstance(weights.get(name), Mapping):
+            weights = weights[name]
             break
-    found = {name.removeprefix("module."): value for name, value in found.items()}  # of DDP
+    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # of DDP
     own = model.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in found]
-    wrong += [f"{name} is not in the model" for name in found if name not in own]
+    wrong = [f"{name} is missing" for name in own if name not in weights]
+    wrong += [f"{name} is not in the model" for name in weights if name not in own]
     wrong += [
-        f"{name} is {list(found[name].shape)} in the file and {list(value.shape)} in the model"
+        f"{name} is {list(weights[name].shape)} in the file and {list(value.shape)} in the model"
         for name, value in own.items()
-        if name in found and isinstance(value, Tensor) and found[name].shape != value.shape
+        if name in weights and isinstance(value, Tensor) and weights[name].shape != value.shape
     ]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(f"{path} does not fit the model: {', '.join(wrong[:3])}{more}")
-    model.load_state_dict(found)
+    model.load_state_dict(weights)
 
 
 def _load_torch(path: Path) -> dict[str, Any]:

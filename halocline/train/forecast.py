@@ -76,13 +76,13 @@ def _step(model: nn.Module, task: TrainingTask, batch: Mapping[str, Tensor], pre
 def _batch(settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str]) -> tuple[dict[str, Tensor], int]:
     """A batch without values, and the bytes of its tiles."""
     layout = BatchLayout(task.training, mesh, cut, augmentations(settings.data), settings.seed, settings.multiple)
-    found, size = {}, 0
+    tensors, size = {}, 0
     for name, each in task.training.items():
         sharding = layout.sharding(name, layout.batch(settings.batch))
         tile = torch.empty(sharding.tile_shape, dtype=each.tensor_dtype, device="meta")
         size += prod(tile.shape) * tile.element_size()
-        found[name] = wrap_with_halo(tile, tuple(map(whole, tile.shape)), sharding, {})
-    return found, size
+        tensors[name] = wrap_with_halo(tile, tuple(map(whole, tile.shape)), sharding, {})
+    return tensors, size
 
 
 def check_room(
@@ -115,14 +115,14 @@ def available() -> int:
 
 def _free() -> int:
     """Of the machine, or of the container that this runs in; a great number where nobody tells."""
-    found = [1 << 62]
+    limits = [1 << 62]
     if told := re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo")):
-        found.append(1024 * int(told.group(1)))
+        limits.append(1024 * int(told.group(1)))
     limit, used = _text(f"{_CGROUP}/memory.max"), _text(f"{_CGROUP}/memory.current")
     if limit.isdigit() and used.isdigit():
         cache = re.search(r"^inactive_file (\d+)$", _text(f"{_CGROUP}/memory.stat"), re.MULTILINE)
-        found.append(int(limit) - int(used) + (int(cache.group(1)) if cache else 0))  # files are let go of first
-    return max(0, min(found))
+        limits.append(int(limit) - int(used) + (int(cache.group(1)) if cache else 0))  # files are let go of first
+    return max(0, min(limits))
 
 
 def _text(path: str) -> str:

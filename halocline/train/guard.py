@@ -149,11 +149,11 @@ class Guard:
             self._settings.drift, f"{text} {where}{consequence}; go back to a checkpoint, and look for a faulty machine"
         )
 
-    def _who_differs(self, found: Sequence[int]) -> str:
-        (usual, most), (_, second), *_ = Counter(found).most_common()
+    def _who_differs(self, words: Sequence[int]) -> str:
+        (usual, most), (_, second), *_ = Counter(words).most_common()
         if most > second:
-            return f"on rank {_listed([rank for rank, word in enumerate(found) if word != usual])}"
-        apart = sorted({found.index(word) for word in found})
+            return f"on rank {_listed([rank for rank, word in enumerate(words) if word != usual])}"
+        apart = sorted({words.index(word) for word in words})
         return f"(ranks {_listed(apart)} differ, and no majority tells which is right)"
 
     def _compare_times(self, step: int) -> None:

@@ -27,12 +27,12 @@ def named(key: str, target: str) -> Callable[..., Any]:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), name)
+        member = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key} = {target!r} cannot be imported: {error}{_remedy(module, error)}") from error
-    if not callable(found):
-        raise ConfigError(f"{key} = {target!r} is {type(found).__name__}, and cannot be called")
-    return found
+    if not callable(member):
+        raise ConfigError(f"{key} = {target!r} is {type(member).__name__}, and cannot be called")
+    return member
 
 
 def _remedy(module: str, error: Exception) -> str:

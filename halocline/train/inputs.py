@@ -72,9 +72,9 @@ class Input:
         there = {each.name: each for each in contents(paths[0])}
         if dataset is None and len(there) > 1 and self.dataset in there:
             dataset = self.dataset
-        found = there.get(dataset.strip("/") if dataset is not None else next(iter(there), ""))
-        if dims is None and found is not None and found.dims is None:
-            dims = self._dims_for(len(found.shape))
+        content = there.get(dataset.strip("/") if dataset is not None else next(iter(there), ""))
+        if dims is None and content is not None and content.dims is None:
+            dims = self._dims_for(len(content.shape))
         return open_store(path, dims, dataset)
 
     def _dims_for(self, count: int) -> str | None:

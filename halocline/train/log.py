@@ -109,10 +109,10 @@ def read_log(folder: Path, kind: str | None = None) -> Iterator[Entry]:
 def _entry(line: bytes) -> Entry | None:
     """None for a line that a kill or a full disk has damaged."""
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
         return None
-    read: Entry | None = with_numbers(found) if isinstance(found, dict) and "kind" in found else None
+    read: Entry | None = with_numbers(entry) if isinstance(entry, dict) and "kind" in entry else None
     return read
 
 

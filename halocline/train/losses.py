@@ -20,13 +20,13 @@ def make_loss(target: str, options: Mapping[str, Any]) -> Criterion:
     A class, or a function whose parameters all have defaults, is called with ``options`` and gives the loss. Any other
     function is the loss itself, called with the output, y and ``options``.
     """
-    found, arguments = named("loss", target), _as_tensors(options)
-    if isinstance(found, type) or _is_factory(found):
-        made: Any = called("loss_options", found, **arguments)
+    loss, arguments = named("loss", target), _as_tensors(options)
+    if isinstance(loss, type) or _is_factory(loss):
+        made: Any = called("loss_options", loss, **arguments)
         return made.requires_grad_(False) if isinstance(made, nn.Module) else made
     if arguments:
-        return lambda output, y: called("loss_options", found, output, y, **arguments)
-    return found
+        return lambda output, y: called("loss_options", loss, output, y, **arguments)
+    return loss
 
 
 def _is_factory(function: Any) -> bool:

@@ -86,17 +86,17 @@ class Metrics:
             )
 
     def result(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self._regression is not None:
-            found |= {name: value for name, value in self._regression.result().items() if name in self._shown}
+            values |= {name: value for name, value in self._regression.result().items() if name in self._shown}
         if self._confusion is not None:
             by_class = self._confusion.by_class()
             for name in (each for each in self._shown if each in _CLASSES):
                 mean = self._confusion.accuracy if name == "accuracy" else float(by_class[name].nanmean())
-                found |= {name: mean, **self._each(name, by_class[name])}
+                values |= {name: mean, **self._each(name, by_class[name])}
         for own in self._own:
-            found |= {key: value for name, each in own.result().items() for key, value in self._told(name, each)}
-        return found
+            values |= {key: value for name, each in own.result().items() for key, value in self._told(name, each)}
+        return values
 
     def _told(self, name: str, value: Any) -> list[tuple[str, float]]:
         """A number, or the mean and the numbers of all classes."""

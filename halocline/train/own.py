@@ -106,14 +106,14 @@ def _store(path: str, told: FieldSettings, which: str) -> tuple[FileStore, str |
     dataset = _dataset(paths[0], there, told, which)
     if told.dims is not None:
         return open_store(path, told.dims, dataset or None), told.dims, dataset
-    found = there[dataset]
-    if found.dims is not None:
-        return open_store(path, found.dims, dataset or None), None, dataset
-    guessed = _INPUTS.get(len(found.shape)) if which == "x" else _target_dims(there, found.shape)
+    content = there[dataset]
+    if content.dims is not None:
+        return open_store(path, content.dims, dataset or None), None, dataset
+    guessed = _INPUTS.get(len(content.shape)) if which == "x" else _target_dims(there, content.shape)
     if guessed is None:
         raise DataError(
-            f"{paths[0]} does not name the dims of {dataset or 'its array'!r} {list(found.shape)}; give them, such as "
-            f"data.{which}.dims = 'NCDHW'"
+            f"{paths[0]} does not name the dims of {dataset or 'its array'!r} {list(content.shape)}; "
+            f"give them, such as data.{which}.dims = 'NCDHW'"
         )
     return open_store(path, guessed, dataset or None), guessed, dataset
 

@@ -52,12 +52,12 @@ class Predictor:
         self.mesh, self._cut = make_mesh(settings, self.input.letters, world.size)
         self._model = distribute(self._precision.placed(make_model()), self.mesh)
         with Checkpoints(run / CHECKPOINTS, self.mesh) as checkpoints:
-            found = checkpoints.load_latest({"model": self._model.state_dict()})
-        if found is None:
+            checkpoint = checkpoints.load_latest({"model": self._model.state_dict()})
+        if checkpoint is None:
             raise DataError(f"{run} has no checkpoint; train it first")
-        self._model.load_state_dict(found.tensors["model"])
+        self._model.load_state_dict(checkpoint.tensors["model"])
         self._model.eval()
-        self.step = found.step
+        self.step = checkpoint.step
 
     @torch.no_grad()
     def run(

@@ -147,18 +147,18 @@ def known_workload(name: str) -> Workload:
 
 
 def augmentations(data: DataSettings) -> list[Any]:
-    found: list[Any] = []
+    moves: list[Any] = []
     if data.flip:
-        found.append(Flip(*data.flip))
+        moves.append(Flip(*data.flip))
     if data.shift:
-        found.append(Shift(wrap=data.wrap, **data.shift))
+        moves.append(Shift(wrap=data.wrap, **data.shift))
     if data.crop:
-        found.append(Crop(centre=False, **data.crop))
+        moves.append(Crop(centre=False, **data.crop))
     if data.rotate:
         if len(data.rotate) != 2:
             raise ConfigError(f"data.rotate = {data.rotate!r}: two letters of a plane, such as HW")
-        found.append(Rotate90(*data.rotate))
-    return found
+        moves.append(Rotate90(*data.rotate))
+    return moves
 
 
 def make_mesh(settings: Settings, letters: str, ranks: int) -> tuple[Mesh, dict[str, str]]:
@@ -189,10 +189,10 @@ def spread(ranks: int, letters: str) -> dict[str, int]:
 
 def _factors(number: int) -> list[int]:
     """Primes, the smallest first."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while number > 1:
         while number % factor:
             factor += 1
-        found.append(factor)
+        factors.append(factor)
         number //= factor
-    return found
+    return factors

@@ -263,14 +263,14 @@ class Trainer:
                     meter.update(output, batch)
                 if examples is not None:
                     examples.add(output, batch)
-        found = {"loss": total / max(1, count), **(meter.result() if meter is not None else {})}
+        metrics = {"loss": total / max(1, count), **(meter.result() if meter is not None else {})}
         if examples is not None and self.mesh.rank == 0:
             examples.write(self.folder)
         if self._log is not None:
-            self._log.write("validation", step=self.step, **found)
-        self._tell("validation", {"step": self.step, **found})
-        self._callbacks("on_validation", self, found)
-        return found
+            self._log.write("validation", step=self.step, **metrics)
+        self._tell("validation", {"step": self.step, **metrics})
+        self._callbacks("on_validation", self, metrics)
+        return metrics
 
     def _write_ranks(self) -> None:
         """Memory and tile of every rank, for the report."""
@@ -309,19 +309,19 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint in the folder, on whatever mesh it was written."""
-        found = self.checkpoints.load_latest(self._tensors())
-        if found is None:
+        checkpoint = self.checkpoints.load_latest(self._tensors())
+        if checkpoint is None:
             return
-        told = found.state.get("settings", self.settings.as_dict())  # those of older versions do not tell
+        told = checkpoint.state.get("settings", self.settings.as_dict())  # those of older versions do not tell
         check_optimizer(told, self.settings)
-        self.model.load_state_dict(found.tensors["model"])
-        load_optimizer(self.optimizer, found.tensors["optimizer"])
+        self.model.load_state_dict(checkpoint.tensors["model"])
+        load_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
         if self.settings.gradients.lag:
-            load_lagged_gradients(self.model, found.state.get("lagged", {}))
-        self.step = found.state["step"]
-        self.loader.load_state_dict(found.state["loader"])
-        random.set_state((found.state["random"][0], found.state["random"][1]))
-        self._precision.load_state_dict(found.state["scaler"])
+            load_lagged_gradients(self.model, checkpoint.state.get("lagged", {}))
+        self.step = checkpoint.state["step"]
+        self.loader.load_state_dict(checkpoint.state["loader"])
+        random.set_state((checkpoint.state["random"][0], checkpoint.state["random"][1]))
+        self._precision.load_state_dict(checkpoint.state["scaler"])
         self._tell("resumed", {"step": self.step})
         if words := changed(told, self.settings):
             self._note(f"other settings from step {self.step} on: {words}")

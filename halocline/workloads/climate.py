@@ -201,13 +201,13 @@ class Weather:
 
     def labels(self, sample: int, box: Box) -> Array:
         plane = (box[0], box[1])
-        found = np.full(shape_of(box), BACKGROUND)
+        classes = np.full(shape_of(box), BACKGROUND)
         storms, rivers = self.at(sample)
         for river in rivers:
-            found[river.distance(self.width, plane) < 1] = RIVER
+            classes[river.distance(self.width, plane) < 1] = RIVER
         for storm in storms:
-            found[storm.distance(self.width, plane) < 1] = STORM
-        return found
+            classes[storm.distance(self.width, plane) < 1] = STORM
+        return classes
 
     def channels(self, sample: int, box: Box) -> Array:
         plane = (box[1], box[2])

@@ -24,8 +24,8 @@ class Confusion:
         truth, guess = batch["y"].long(), output.argmax(1)
         pairs = torch.where((truth >= 0) & (truth < self._classes), truth * self._classes + guess, -1)
         number = self._classes**2
-        found = torch.histc(pairs.double(), number, -0.5, number - 0.5)  # one sum over ranks; -1 is out of range
-        self.counts += found.cpu().reshape(self._classes, self._classes)
+        sums = torch.histc(pairs.double(), number, -0.5, number - 0.5)  # one sum over ranks; -1 is out of range
+        self.counts += sums.cpu().reshape(self._classes, self._classes)
 
     def by_class(self) -> dict[str, Tensor]:
         """dice, iou and accuracy (the share of a class's elements that were found); NaN for a class that is absent."""
@@ -44,10 +44,10 @@ class Confusion:
         return float(self.counts.diagonal().sum() / total) if total else 0.0
 
     def result(self) -> dict[str, float]:
-        found = self.by_class()
+        by_class = self.by_class()
         return {
-            "mean_iou": float(found["iou"].nanmean()),
-            "mean_dice": float(found["dice"].nanmean()),
+            "mean_iou": float(by_class["iou"].nanmean()),
+            "mean_dice": float(by_class["dice"].nanmean()),
             "accuracy": self.accuracy,
         }
 
@@ -63,8 +63,8 @@ class Regression:
         truth = batch["y"].double()
         error = output.double() - truth
         count = torch.tensor(float(truth.numel()))
-        found = (count, error.square().sum(), error.abs().sum(), truth.sum(), truth.square().sum())
-        self._sums += torch.stack([part.detach().double().cpu().reshape(()) for part in found])
+        sums = (count, error.square().sum(), error.abs().sum(), truth.sum(), truth.square().sum())
+        self._sums += torch.stack([part.detach().double().cpu().reshape(()) for part in sums])
 
     def result(self) -> dict[str, float]:
         count, squares, absolute, total, total_squares = self._sums.tolist()

@@ -92,12 +92,12 @@ class Zoo:
 def find_zoo(name: str) -> Zoo:
     """One that comes with the library, or your own: ``package.module:zoo``."""
     try:
-        found = load(ZOOS.get(name, name))
+        zoo = load(ZOOS.get(name, name))
     except (ImportError, AttributeError, ValueError) as error:
         raise NoSuchNetwork(f"no zoo {name!r}; it is {', '.join(ZOOS)}, or package.module:zoo ({error})") from error
-    if not isinstance(found, Zoo):
-        raise NoSuchNetwork(f"{name} is a {type(found).__name__}; it must be a halocline.zoo.Zoo")
-    return found
+    if not isinstance(zoo, Zoo):
+        raise NoSuchNetwork(f"{name} is a {type(zoo).__name__}; it must be a halocline.zoo.Zoo")
+    return zoo
 
 
 def load(place: str) -> Any:

@@ -49,8 +49,8 @@ class Activated(nn.Module):
         self.activation, self.loss = activation, loss
 
     def forward(self, prediction: Tensor, *targets: Tensor) -> Tensor:
-        found: Tensor = self.loss(self.activation(prediction), *targets)
-        return found
+        value: Tensor = self.loss(self.activation(prediction), *targets)
+        return value
 
 
 class Metric(nn.Module):
@@ -61,8 +61,8 @@ class Metric(nn.Module):
         self.metric, self.read = metric, read
 
     def forward(self, prediction: Tensor, target: Tensor) -> dict[str, Any]:
-        found = self.metric(self.read(prediction.detach()), self.read_target(target))
-        return {"metric": found, "prediction": prediction}
+        value = self.metric(self.read(prediction.detach()), self.read_target(target))
+        return {"metric": value, "prediction": prediction}
 
     def read_target(self, target: Tensor) -> Tensor:
         return target

@@ -113,9 +113,9 @@ class CorrelationLoss(nn.Module):
     """One minus Matthews' correlation coefficient of a binary prediction."""
 
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        found, truth = prediction.sigmoid()[:, :1], (target.unsqueeze(1) == 1).to(prediction.dtype)
-        tp, tn = (found * truth).sum() + 1e-5, ((1 - found) * (1 - truth)).sum() + 1e-5
-        fp, fn = (found * (1 - truth)).sum() + 1e-5, ((1 - found) * truth).sum() + 1e-5
+        predicted, truth = prediction.sigmoid()[:, :1], (target.unsqueeze(1) == 1).to(prediction.dtype)
+        tp, tn = (predicted * truth).sum() + 1e-5, ((1 - predicted) * (1 - truth)).sum() + 1e-5
+        fp, fn = (predicted * (1 - truth)).sum() + 1e-5, ((1 - predicted) * truth).sum() + 1e-5
         return 1 - (tp * tn - fp * fn) / torch.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
 
 
@@ -127,6 +127,10 @@ class ConfusionScores(nn.Module):
         valid = target != IGNORED
         pairs = target[valid] * classes + prediction.argmax(1)[valid]
         matrix = torch.bincount(pairs, minlength=classes**2).reshape(classes, classes).double()
-        hits, truth, found = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
-        scores = {"iou": hits / (truth + found - hits), "dice": 2 * hits / (truth + found), "accuracy": hits / truth}
+        hits, truth, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+        scores = {
+            "iou": hits / (truth + predicted - hits),
+            "dice": 2 * hits / (truth + predicted),
+            "accuracy": hits / truth,
+        }
         return {**scores, "prediction": prediction}

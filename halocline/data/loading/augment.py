@@ -106,14 +106,14 @@ class Crop:
         return "".join(self._sizes)
 
     def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
-        found = []
+        turns = []
         for letter, size in self._sizes.items():
             room = sizes[letter] - size
             if room < 0 or size < 1:
                 raise DataError(f"Crop: {letter} has {sizes[letter]}, of which {size} cannot be cut out")
             start = room // 2 if self._centre else dice.below(room + 1)
-            found.append(ViewChange("crop", letter, (start, start + size)))
-        return found
+            turns.append(ViewChange("crop", letter, (start, start + size)))
+        return turns
 
 
 class Shift:

@@ -214,8 +214,8 @@ class Pipeline:
     def _judge(self, started: Started, errors: Mapping[int, BaseException]) -> None:
         """Raise, or leave the samples out from now on; the same on every rank."""
         step = started.step
-        found = agreed(self._world, errors, self._order.batch, started.tick)
-        for position, error in sorted(found.items()):
+        raised = agreed(self._world, errors, self._order.batch, started.tick)
+        for position, error in sorted(raised.items()):
             sample = step.samples[position]
             if self._policy == "raise" or not isinstance(error, BadSample):
                 raise error
@@ -273,7 +273,7 @@ class Pipeline:
 
 def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:
     """All are waited for, so that nobody writes into the buffer any more."""
-    found: dict[int, BaseException] = {}
+    errors: dict[int, BaseException] = {}
     end = time.monotonic() + deadline
     for position, future in reads:
         try:
@@ -281,5 +281,5 @@ def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int,
         except TimeoutError:
             error = DataError(f"a read has taken more than the {deadline:g} s that a rank may wait; is the disk there?")
         if error is not None:
-            found.setdefault(position, error)
-    return found
+            errors.setdefault(position, error)
+    return errors

@@ -48,17 +48,17 @@ class Prefetcher:
         """The batch of a step, or what went wrong with it; None where all its samples are bad."""
         self.allow(tick)
         began = time.perf_counter()
-        number, found = self._ready.get()
+        number, batch = self._ready.get()
         self.waited = time.perf_counter() - began
-        if isinstance(found, BaseException):
+        if isinstance(batch, BaseException):
             self.over = True
             try:
-                raise found
+                raise batch
             finally:
-                del found  # an error that holds its own frame holds all that is in it
+                del batch  # an error that holds its own frame holds all that is in it
         if number != tick:
             raise DataError(f"the batch of step {tick} was lost when the program was interrupted; iterate anew")
-        return found
+        return batch
 
     def end(self) -> None:
         """Nobody asks any more. Safe in finalizers: it takes no lock, and the thread looks every second."""

@@ -62,8 +62,8 @@ def list_source(source: Path, pattern: str, tick: Tick) -> Listing:
     if not root.exists():
         raise StageError(f"there is nothing at {source} to stage; give a file or folder that every node can read")
     if not root.is_dir():
-        found = root.stat()
-        return Listing(str(root.parent), (File(root.name, found.st_size, found.st_mtime_ns),), ())
+        status = root.stat()
+        return Listing(str(root.parent), (File(root.name, status.st_size, status.st_mtime_ns),), ())
     entries = sorted(_walk(str(root), "", (), matcher(pattern), tick))
     files = tuple(entry for entry in entries if entry.size >= 0)
     if not files:
@@ -91,20 +91,20 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: 
 
 def _file(entry: os.DirEntry[str], path: str) -> File:
     try:
-        found = entry.stat()
+        status = entry.stat()
     except OSError as error:
         why = "a link to nowhere" if entry.is_symlink() else error.strerror
         raise StageError(
             f"{entry.path!a} cannot be staged: {why}; take it away or leave it out by a pattern"
         ) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise StageError(f"{entry.path!a} is no plain file (a pipe, a device); leave it out by a pattern")
-    return File(path, found.st_size, found.st_mtime_ns)
+    return File(path, status.st_size, status.st_mtime_ns)
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    found = Path(folder).stat()
-    return found.st_dev, found.st_ino
+    status = Path(folder).stat()
+    return status.st_dev, status.st_ino
 
 
 # ---- patterns ----

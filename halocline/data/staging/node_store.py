@@ -111,11 +111,11 @@ class NodeStore:
 
     def _is_held(self, file: File) -> bool:
         try:
-            found = self.path(file).stat()
+            status = self.path(file).stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
         size, modified, crc = self._written.get(file.path, (file.size, file.modified, None))
-        whole = stat.S_ISREG(found.st_mode) and found.st_size == file.size == size and modified == file.modified
+        whole = stat.S_ISREG(status.st_mode) and status.st_size == file.size == size and modified == file.modified
         if whole and crc is not None:
             self.checksums[file.path] = crc
         return whole

@@ -131,16 +131,16 @@ class Streams:
         return blocks
 
     def _segments(self, giver: int, ready: int) -> tuple[Segment, ...]:
-        found, room = [], self.block_bytes
+        segments, room = [], self.block_bytes
         number, start = self._places[giver]
         while number < ready and room:
             job = self.jobs[giver][number]
             stop = min(job.length, start + room)
-            found.append(Segment(job, start, stop))
+            segments.append(Segment(job, start, stop))
             room -= stop - start
             number, start = (number + 1, 0) if stop == job.length else (number, stop)
         self._places[giver] = number, start
-        return tuple(found)
+        return tuple(segments)
 
 
 Stops = dict[int, dict[int, list[Segment]]]  # by step and peer
@@ -157,14 +157,14 @@ class Itinerary:
 
 def itinerary(blocks: Sequence[Block], node: int) -> Itinerary:
     """Where the k-th of a chain receives a block, and when it sends it on."""
-    found = Itinerary()
+    route = Itinerary()
     for block in blocks:
         for segment in block.segments:
             chain = segment.job.chain
-            found.steps = max(found.steps, block.begin + HOP * (len(chain) - 2) + 1)
+            route.steps = max(route.steps, block.begin + HOP * (len(chain) - 2) + 1)
             place = chain.index(node) if node in chain else -1
             if place > 0:
-                found.receives[block.begin + HOP * (place - 1)][chain[place - 1]].append(segment)
+                route.receives[block.begin + HOP * (place - 1)][chain[place - 1]].append(segment)
             if 0 <= place < len(chain) - 1:
-                found.sends[block.begin + HOP * place][chain[place + 1]].append(segment)
-    return found
+                route.sends[block.begin + HOP * place][chain[place + 1]].append(segment)
+    return route

@@ -156,8 +156,10 @@ class Staging:
         """Rank 0 walks over the source once, and tells the others."""
         self.source = source
         first = self.consensus.world.rank == 0
-        found = self.consensus.together(partial(list_source, source, pattern) if first else None, "listing the source")
-        self.listing = Listing.decoded(self.consensus.tell(found.encoded() if found else None))
+        listing = self.consensus.together(
+            partial(list_source, source, pattern) if first else None, "listing the source"
+        )
+        self.listing = Listing.decoded(self.consensus.tell(listing.encoded() if listing else None))
         files = self.listing.files
         if count is not None and count > len(files):
             raise StageError(f"count={count}: there are {len(files)} files under {source} that match {pattern!r}")

@@ -85,8 +85,8 @@ def letters(names: Sequence[str | None]) -> str | None:
     >>> letters(["sample", "C", "lat", "lon"]), letters(["a", "b"])
     ('NCHW', None)
     """
-    found = [_letter(name or "") for name in names]
-    return "".join(found) if all(found) and len(set(found)) == len(found) else None
+    letters = [_letter(name or "") for name in names]
+    return "".join(letters) if all(letters) and len(set(letters)) == len(letters) else None
 
 
 def _letter(name: str) -> str:
@@ -130,11 +130,11 @@ def _in_hdf5(path: Path) -> Iterator[Contents]:
 def _in_zarr(path: Path) -> Iterator[Contents]:
     import zarr
 
-    found = zarr.open(str(path), mode="r")
-    if isinstance(found, zarr.Array):
-        yield _zarr_array("", found)
+    node = zarr.open(str(path), mode="r")
+    if isinstance(node, zarr.Array):
+        yield _zarr_array("", node)
         return
-    for name, item in sorted(found.members(max_depth=None)):
+    for name, item in sorted(node.members(max_depth=None)):
         if isinstance(item, zarr.Array) and np.dtype(item.dtype).kind in "biufc":
             yield _zarr_array(name, item)
 

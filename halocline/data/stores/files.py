@@ -183,10 +183,10 @@ class FileStore(Store):
 def refuse_packed(place: str, attributes: Mapping[str, Any]) -> None:
     """Packed numbers, as netCDF has them, would be read as what they are not."""
     packing = {"scale_factor": 1, "add_offset": 0}
-    found = [name for name, harmless in packing.items() if name in attributes and attributes[name] != harmless]
-    if found:
+    packed = [name for name, harmless in packing.items() if name in attributes and attributes[name] != harmless]
+    if packed:
         raise DataError(
-            f"{place} holds packed numbers, which its attributes {' and '.join(found)} say how to unpack; "
+            f"{place} holds packed numbers, which its attributes {' and '.join(packed)} say how to unpack; "
             "write them unpacked first, for a store hands out numbers as they lie"
         )
 
@@ -199,16 +199,16 @@ def visible(folder: Path) -> list[Path]:
 def expand(paths: Paths, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
     """One file, a folder of them, a pattern or a list, in sorted order but for a list, which is taken as it is."""
     if not isinstance(paths, (str, Path)):
-        found = [Path(path) for path in paths]
+        files = [Path(path) for path in paths]
     elif Path(paths).is_dir() and Path(paths).suffix not in suffixes:
-        found = sorted(path for path in visible(Path(paths)) if path.suffix in suffixes)
+        files = sorted(path for path in visible(Path(paths)) if path.suffix in suffixes)
     elif glob.has_magic(str(paths)) and not Path(paths).exists():
-        found = sorted(Path(path) for path in glob.glob(str(paths), recursive=True))  # noqa: PTH207  absolute patterns too
+        files = sorted(Path(path) for path in glob.glob(str(paths), recursive=True))  # noqa: PTH207  absolute patterns too
     else:
-        found = [Path(paths)]
-    if not found:
+        files = [Path(paths)]
+    if not files:
         raise DataError(f"{os.fspath(paths) if isinstance(paths, (str, Path)) else paths!r} names no file")
-    missing = next((path for path in found if not path.exists()), None)
+    missing = next((path for path in files if not path.exists()), None)
     if missing is not None:
         raise DataError(f"{missing} does not exist")
-    return tuple(found)
+    return tuple(files)

@@ -77,14 +77,14 @@ def datasets(file: Any) -> list[str]:
 def _dataset(file: Any, name: str) -> Any:
     import h5py
 
-    found = file.get(name)
-    if not isinstance(found, h5py.Dataset):
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
         there = ", ".join(datasets(file)[:12]) or "none"
         raise DataError(f"{file.filename} has no dataset {name!r}; there: {there}")
-    if found.shape is None or found.dtype.kind not in "biufc":
-        raise DataError(f"dataset {name!r} of {file.filename} holds {found.dtype}, and not numbers")
-    refuse_packed(_named(found), found.attrs)
-    return found
+    if dataset.shape is None or dataset.dtype.kind not in "biufc":
+        raise DataError(f"dataset {name!r} of {file.filename} holds {dataset.dtype}, and not numbers")
+    refuse_packed(_named(dataset), dataset.attrs)
+    return dataset
 
 
 def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
@@ -136,10 +136,10 @@ def _look_at_sources(data: Any, complete: bool) -> None:
     for source in data.virtual_sources():
         mapped += source.vspace.get_select_npoints()
         places = [own] if source.file_name == "." else [own.parent / source.file_name, Path(source.file_name)]
-        found = next((place for place in places if place.exists()), None)
-        if found is None:
+        present = next((place for place in places if place.exists()), None)
+        if present is None:
             raise DataError(f"{_named(data)} is made of other files, of which {source.file_name} does not exist")
-        with h5py.File(found, "r") as file:
+        with h5py.File(present, "r") as file:
             _refuse_what_is_not_there(_dataset(file, source.dset_name), complete)
     if complete and mapped < data.size:
         raise DataError(

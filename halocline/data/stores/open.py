@@ -23,12 +23,12 @@ def open_store(
     """
     dataset = dataset.strip("/") if dataset is not None else None
     paths, kind = files_of(path)
-    found = _chosen(paths[0], dataset) if dims is None or (dataset is None and kind in (HDF5, Zarr)) else None
-    name = dataset if dataset is not None else (found.name if found is not None else "")
+    chosen = _chosen(paths[0], dataset) if dims is None or (dataset is None and kind in (HDF5, Zarr)) else None
+    name = dataset if dataset is not None else (chosen.name if chosen is not None else "")
     if dims is None:
-        dims = found.dims if found is not None else None
+        dims = chosen.dims if chosen is not None else None
     if dims is None:
-        shape = list(found.shape) if found is not None else []
+        shape = list(chosen.shape) if chosen is not None else []
         raise DataError(
             f"{paths[0]} does not say which of its dims {shape} is which; name them in the order in which they lie, "
             "such as --dims NCDHW (N: samples, C: channels, T: time, D, H, W: space)"
@@ -45,23 +45,23 @@ def open_store(
 def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
     """The files that a path names, all of one kind."""
     if Path(path).is_dir() and kind_of(Path(path)) is None:
-        found = [file for file in visible(Path(path)) if kind_of(file) is not None]
+        files = [file for file in visible(Path(path)) if kind_of(file) is not None]
     elif Path(path).exists() or not glob.has_magic(str(path)):
-        found = [Path(path)]
+        files = [Path(path)]
     else:
-        found = [file for file in expand(path, ()) if kind_of(file) is not None]
+        files = [file for file in expand(path, ()) if kind_of(file) is not None]
     if not Path(path).exists() and not glob.has_magic(str(path)):
         raise DataError(f"{path}: there is no such file or folder, seen from {Path.cwd()}")
-    if not found:
+    if not files:
         raise DataError(f"{path}: there is no .npy, .h5, .zarr or .nii here")
-    kinds = {kind_of(file) for file in found}
+    kinds = {kind_of(file) for file in files}
     kind = kinds.pop()
     if kinds or kind is None:
         what = (
             "holds files of several kinds" if kinds else "is none of the files that can be read: .npy, .h5, .zarr, .nii"
         )
         raise DataError(f"{path} {what}; name those that are meant, such as 'folder/*.h5'")
-    return tuple(found), kind
+    return tuple(files), kind
 
 
 def _chosen(path: Path, dataset: str | None) -> Contents:

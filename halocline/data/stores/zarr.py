@@ -51,17 +51,17 @@ class OpenedZarr:
     def __init__(self, path: Path, name: str, complete: bool | None) -> None:
         import zarr
 
-        found = zarr.open(str(path), path=name or None, mode="r")
-        if not isinstance(found, zarr.Array):
-            there = ", ".join(key for key, _ in found.arrays()) or "none"
+        node = zarr.open(str(path), path=name or None, mode="r")
+        if not isinstance(node, zarr.Array):
+            there = ", ".join(key for key, _ in node.arrays()) or "none"
             raise DataError(f"{path} is a group of arrays ({there}); name one with array=...")
-        if found.dtype.kind not in "biufc":
-            raise DataError(f"{path} holds {found.dtype}, and not numbers")
-        refuse_packed(f"array {name!r} of {path}" if name else str(path), found.attrs)
-        self._data: Any = found
+        if node.dtype.kind not in "biufc":
+            raise DataError(f"{path} holds {node.dtype}, and not numbers")
+        refuse_packed(f"array {name!r} of {path}" if name else str(path), node.attrs)
+        self._data: Any = node
         self._folder = path / name
-        self.shape, self.dtype, self.chunks = tuple(found.shape), np.dtype(found.dtype), tuple(found.chunks)
-        self._complete = bool(found.attrs.get(COMPLETE, False)) if complete is None else complete
+        self.shape, self.dtype, self.chunks = tuple(node.shape), np.dtype(node.dtype), tuple(node.chunks)
+        self._complete = bool(node.attrs.get(COMPLETE, False)) if complete is None else complete
 
     def read(self, index: Index, out: Array) -> None:
         box = tuple(Interval(i.start, i.stop) if isinstance(i, slice) else Interval(i, i + 1) for i in index)

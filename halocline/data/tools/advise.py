@@ -106,7 +106,7 @@ def _sizes(size: int, parts: int) -> list[int]:
         return [max(1, size)]
     common = [gcd(*Partition.even(size, parts * more).points[1:-1]) for more in _MORE_RANKS if parts * more <= size]
     tile = max(1, size // parts)
-    fitting = [found for found in common if 4 * found >= tile]
+    fitting = [divisor for divisor in common if 4 * divisor >= tile]
     return fitting or [-(-tile // 8)]
 
 

@@ -143,10 +143,10 @@ def class_counts(numbers: Array) -> dict[int, int]:
     if lowest > -(1 << 62) and highest < 1 << 62 and highest - lowest < 1 << 16:  # counted without being sorted
         counts = np.bincount(flat.astype(np.int64) - lowest)
         return {lowest + int(place): int(counts[place]) for place in np.flatnonzero(counts)}
-    values, found = np.unique(flat, return_counts=True)
+    values, occurrences = np.unique(flat, return_counts=True)
     if len(values) > MOST_CLASSES:
         raise too_many(len(values))
-    return dict(zip(values.tolist(), found.tolist(), strict=True))
+    return dict(zip(values.tolist(), occurrences.tolist(), strict=True))
 
 
 def refuse_many(classes: Counter[int]) -> None:

@@ -71,7 +71,7 @@ class Source:
     @classmethod
     def of(cls, store: Store) -> Source:
         seen = [_looked_at(path, dataset_of(store)) for path in getattr(store, "paths", ())]
-        sizes = "\n".join(f"{path.name} {found.st_size}" for path, found in seen)
+        sizes = "\n".join(f"{path.name} {status.st_size}" for path, status in seen)
         return cls(
             kind=type(store).__name__,
             dataset=dataset_of(store),
@@ -81,7 +81,7 @@ class Source:
             dtype=store.dtype.name,
             files=len(seen),
             sizes=sha256(sizes.encode()).hexdigest()[:16],
-            newest=max((found.st_mtime for _, found in seen), default=0.0),
+            newest=max((status.st_mtime for _, status in seen), default=0.0),
         )
 
     def compare(self, now: Source, place: Path) -> None:
@@ -200,11 +200,11 @@ class Statistics:
         if dataset_of(store) not in records:
             raise DataError(f"{path} has no statistics of {dataset_of(store)!r}; it has {', '.join(records)}")
         try:
-            found = cls._parsed(records[dataset_of(store)])
+            statistics = cls._parsed(records[dataset_of(store)])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: not a record of statistics ({error!r})") from error
-        found.source.compare(Source.of(store), path)
-        return found
+        statistics.source.compare(Source.of(store), path)
+        return statistics
 
     @classmethod
     def _parsed(cls, record: dict[str, Any]) -> Statistics:
@@ -240,12 +240,12 @@ def _looked_at(path: Path, dataset: str) -> tuple[Path, os.stat_result]:
 
 def _records(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        records = json.loads(path.read_text())
     except ValueError as error:
         raise DataError(f"{path} is no JSON file ({error}); delete it, and take the statistics again") from error
-    if not isinstance(found, dict):
+    if not isinstance(records, dict):
         raise DataError(f"{path} does not hold statistics; delete it, and take them again")
-    return found
+    return records
 
 
 def _tuple(column: Array) -> tuple[Any, ...]:
@@ -263,8 +263,8 @@ def _surveyed(survey: Survey, jobs: int, world: World | None, progress: Progress
     tables, counts = np.zeros((groups, survey.channels, COLUMNS)), Counter[int]()
     errors: dict[int, BaseException] = {}
     try:
-        for found in in_processes(survey.group, range(rank, groups, size), jobs):
-            _enter(found, tables, counts, progress)
+        for portion in in_processes(survey.group, range(rank, groups, size), jobs):
+            _enter(portion, tables, counts, progress)
     except Exception as error:
         if world is None:
             raise
@@ -274,12 +274,12 @@ def _surveyed(survey: Survey, jobs: int, world: World | None, progress: Progress
     return all_merged(tables, survey.channels), counts
 
 
-def _enter(found: PortionMoments, tables: Array, counts: Counter[int], progress: Progress | None) -> None:
-    tables[found.group] = found.table
-    counts.update(found.classes)
+def _enter(portion: PortionMoments, tables: Array, counts: Counter[int], progress: Progress | None) -> None:
+    tables[portion.group] = portion.table
+    counts.update(portion.classes)
     refuse_many(counts)
     if progress is not None:
-        progress(found.bytes)
+        progress(portion.bytes)
 
 
 def _over_ranks(

@@ -123,8 +123,8 @@ class Peers:
 
 def _spare(world: World) -> dict[tuple[float, int], Any]:
     """Groups that earlier checkpoints of these ranks have made."""
-    found: dict[tuple[float, int], Any] = world.__dict__.setdefault("_checkpoint_groups", {})
-    return found
+    groups: dict[tuple[float, int], Any] = world.__dict__.setdefault("_checkpoint_groups", {})
+    return groups
 
 
 def _world(world: World | Mesh) -> World:

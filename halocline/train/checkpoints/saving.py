@@ -260,9 +260,9 @@ class Checkpoints:
 
     def _verify(self, folder: Path, files: Mapping[str, Facts]) -> None:
         own = share(files, self._peers.rank, self._peers.size)
-        found = [words for each in self._peers.agree(lambda: problems(folder, own)) for words in each]
-        if found:
-            raise CheckpointError("; ".join(sorted(found)))
+        wrong = [words for each in self._peers.agree(lambda: problems(folder, own)) for words in each]
+        if wrong:
+            raise CheckpointError("; ".join(sorted(wrong)))
 
     def _read(self, folder: Path, files: Mapping[str, Facts], template: Mapping[str, Any] | None) -> dict[str, Any]:
         tree = json.loads((folder / STATE).read_bytes())["tree"]

@@ -123,12 +123,12 @@ def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 def leaves(tree: Tree) -> dict[str, list[int] | None]:
     """The name of every tensor in the tree, with its stride where that is not the usual one."""
-    found: dict[str, list[int] | None] = {}
+    names: dict[str, list[int] | None] = {}
     if isinstance(tree, dict) and "$tensor" in tree:
         return {tree["$tensor"]: tree.get("stride")}
     for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        found |= leaves(item)
-    return found
+        names |= leaves(item)
+    return names
 
 
 # ---- leaves ----

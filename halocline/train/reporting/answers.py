@@ -40,10 +40,10 @@ def answers(arrays: dict[str, Array]) -> str | None:
     planes = {name: _planes(array) for name, array in arrays.items() if name in ("x", "y", "p")}
     if any(plane is None for plane in planes.values()):
         return None
-    found = {name: plane for name, plane in planes.items() if plane is not None}
-    if found["y"].shape != found["p"].shape:
+    shown = {name: plane for name, plane in planes.items() if plane is not None}
+    if shown["y"].shape != shown["p"].shape:
         return None
-    return _classes(found) if _whole(found["y"], found["p"]) and _fits(found) else _fields(found)
+    return _classes(shown) if _whole(shown["y"], shown["p"]) and _fits(shown) else _fields(shown)
 
 
 def _planes(array: Array) -> Array | None:
@@ -58,8 +58,8 @@ def _whole(*arrays: Array) -> bool:
     return all(bool((array == np.round(array)).all()) for array in arrays) and max(a.max() for a in arrays) < 1000
 
 
-def _fits(found: dict[str, Array]) -> bool:
-    return "x" not in found or found["x"].shape == found["y"].shape
+def _fits(planes: dict[str, Array]) -> bool:
+    return "x" not in planes or planes["x"].shape == planes["y"].shape
 
 
 # -- a few numbers a sample
@@ -146,11 +146,11 @@ def _cell(table: Array, row: int, column: int, side: float) -> str:
 # -- slices
 
 
-def _classes(found: dict[str, Array]) -> str:
+def _classes(planes: dict[str, Array]) -> str:
     rows = []
-    for number in range(len(found["y"])):
-        y, p = found["y"][number], found["p"][number]
-        under = found["x"][number] if "x" in found else np.zeros_like(y)
+    for number in range(len(planes["y"])):
+        y, p = planes["y"][number], planes["p"][number]
+        under = planes["x"][number] if "x" in planes else np.zeros_like(y)
         known = y >= 0  # what lies below is a mark for pixels that nobody knows
         share = float((known & (y != p)).sum() / max(1, known.sum()))
         base = grey(thin(under))
@@ -163,11 +163,11 @@ def _classes(found: dict[str, Array]) -> str:
         }
         rows.append(_row(panels, f"sample {number + 1}"))
     words = "Slices of validation samples, with the classes laid over; class 0 is left grey."
-    return element("p", text(words)) + _legend(found) + "".join(rows)
+    return element("p", text(words)) + _legend(planes) + "".join(rows)
 
 
-def _legend(found: dict[str, Array]) -> str:
-    numbers = np.unique(np.concatenate([found["y"].ravel(), found["p"].ravel()])).astype(int).tolist()
+def _legend(planes: dict[str, Array]) -> str:
+    numbers = np.unique(np.concatenate([planes["y"].ravel(), planes["p"].ravel()])).astype(int).tolist()
     entries = [(f"class {number}", class_code(number)) for number in numbers if number > 0]
     swatches = [_swatch(words, code) for words, code in [*entries, ("wrong", WRONG)]]
     return element("p", *swatches, class_="legend")
@@ -185,15 +185,15 @@ def _row(panels: dict[str, Picture], sample: str) -> str:
     return element("div", *figures, class_="panels")
 
 
-def _fields(found: dict[str, Array]) -> str:
-    low, high = limits(found["y"], found["p"])
-    difference = found["p"] - found["y"]
+def _fields(planes: dict[str, Array]) -> str:
+    low, high = limits(planes["y"], planes["p"])
+    difference = planes["p"] - planes["y"]
     most = max(abs(end) for end in limits(difference)) or 1.0
     rows = []
-    for number in range(len(found["y"])):
-        panels = {"input": grey(thin(found["x"][number]))} if "x" in found else {}
-        panels["true"] = ramped(thin(found["y"][number]), low, high)
-        panels["predicted"] = ramped(thin(found["p"][number]), low, high)
+    for number in range(len(planes["y"])):
+        panels = {"input": grey(thin(planes["x"][number]))} if "x" in planes else {}
+        panels["true"] = ramped(thin(planes["y"][number]), low, high)
+        panels["predicted"] = ramped(thin(planes["p"][number]), low, high)
         off = _root_mean_square(difference[number])
         panels[f"difference: rms {short(off)}"] = ramped(thin(difference[number]), -most, most, BOTH_SIDES)
         rows.append(_row(panels, f"sample {number + 1}"))

@@ -60,8 +60,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten; with 2 and 5 of each where there are few; every other where there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
-    found = [float(f"{factor * 10.0**power:.6g}") for power in powers for factor in factors]
-    inside = [value for value in found if low * 0.999 <= value <= high * 1.001]
+    ticks = [float(f"{factor * 10.0**power:.6g}") for power in powers for factor in factors]
+    inside = [value for value in ticks if low * 0.999 <= value <= high * 1.001]
     return inside[:: max(1, math.ceil(len(inside) / 7))]
 
 

@@ -133,8 +133,8 @@ class DrawnBox:
         parts = [self._faces(tile) for tile in tiles]
         width = self._left + self._wide + self._back + 62
         height = self._top + self._high + 48
-        found = svg(self._title, *parts, *self._labels(), width=width, height=height, class_="box")
-        return found.replace("<svg ", f'<svg width="{width:.0f}" ', 1)
+        picture = svg(self._title, *parts, *self._labels(), width=width, height=height, class_="box")
+        return picture.replace("<svg ", f'<svg width="{width:.0f}" ', 1)
 
     def _x(self, value: int) -> float:
         return self._left + self._wide * value / self._columns[-1][1]
@@ -160,18 +160,18 @@ class DrawnBox:
     def _labels(self) -> list[str]:
         view, base = self._view, self._top + self._high
         middle = self._left + self._wide / 2
-        found = [element("text", text(_name(view.across)), x=middle, y=base + 38, class_="label mid")]
-        found += [_tick(value, self._x(value), base + 18, "mid") for value in _edges(self._columns)]
+        labels = [element("text", text(_name(view.across)), x=middle, y=base + 38, class_="label mid")]
+        labels += [_tick(value, self._x(value), base + 18, "mid") for value in _edges(self._columns)]
         if view.up:
             place = self._top + self._high / 2
             turned = {"transform": f"translate(14 {place:.1f}) rotate(-90)"}
-            found.append(element("text", text(_name(view.up)), class_="label mid", **turned))
-            found += [_tick(value, self._left - 8, self._y(value) + 4, "end") for value in _edges(self._rows)]
+            labels.append(element("text", text(_name(view.up)), class_="label mid", **turned))
+            labels += [_tick(value, self._left - 8, self._y(value) + 4, "end") for value in _edges(self._rows)]
         if view.back:
             x, y = self._left + self._wide + self._back / 2 + 8, base - self._back / 2 + 12
             words = f"{_name(view.back)} {self._deep}" if self._whole else _name(view.back)
-            found.append(element("text", text(words), x=x, y=y, class_="label"))
-        return found
+            labels.append(element("text", text(words), x=x, y=y, class_="label"))
+        return labels
 
 
 def _number(rank: int, x: float, y: float, room: float) -> str:
@@ -183,8 +183,8 @@ def _number(rank: int, x: float, y: float, room: float) -> str:
 
 def _edges(parts: Sequence[Pair]) -> list[int]:
     """Ends and cuts; of very many, some."""
-    found = sorted({end for part in parts for end in part})
-    return found if len(found) <= 9 else [found[0], found[-1]]
+    edges = sorted({end for part in parts for end in part})
+    return edges if len(edges) <= 9 else [edges[0], edges[-1]]
 
 
 def _tick(value: int, x: float, y: float, anchor: str) -> str:

@@ -57,18 +57,18 @@ def _fact(name: str, value: str) -> str:
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
-    found = [("steps", _steps(run))]
+    rows = [("steps", _steps(run))]
     if run.steps:
-        found.append(("last loss", short(float(run.column("loss")[-1]))))
+        rows.append(("last loss", short(float(run.column("loss")[-1]))))
     for name, value in run.metrics.items():
-        found.append((f"validation {name.replace('_', ' ')}", short(value)))
+        rows.append((f"validation {name.replace('_', ' ')}", short(value)))
     if run.ranks:
-        found.append(("ranks", _ranks(run)))
+        rows.append(("ranks", _ranks(run)))
     seconds = (run.result or {}).get("seconds")
     if is_number(seconds):
-        found.append(("time", duration(float(seconds or 0))))
+        rows.append(("time", duration(float(seconds or 0))))
     speed = float(np.median(run.column("samples_per_second"))) if run.steps else math.nan
-    return [*found, ("samples a second", short(speed))] if math.isfinite(speed) else found
+    return [*rows, ("samples a second", short(speed))] if math.isfinite(speed) else rows
 
 
 def _steps(run: RecordedRun) -> str:

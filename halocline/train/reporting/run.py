@@ -54,10 +54,10 @@ class RecordedRun:
     @property
     def metrics(self) -> dict[str, float]:
         """Those that the run ended with, or the last that it measured."""
-        found = (self.result or {}).get("metrics") or (self.validations[-1] if self.validations else {})
+        metrics = (self.result or {}).get("metrics") or (self.validations[-1] if self.validations else {})
         return {
             name: float(value)
-            for name, value in found.items()
+            for name, value in metrics.items()
             if name != "step" and "/" not in name and is_number(value)  # those by class have a table
         }
 
@@ -68,8 +68,8 @@ def is_number(value: object) -> bool:
 
 def column(entries: list[Entry], name: str) -> Array:
     values = [entry.get(name) for entry in entries]
-    found = np.array([value if is_number(value) else np.nan for value in values], dtype=np.float64)
-    return np.where(np.abs(found) > _HUGE, np.inf, found)
+    numbers = np.array([value if is_number(value) else np.nan for value in values], dtype=np.float64)
+    return np.where(np.abs(numbers) > _HUGE, np.inf, numbers)
 
 
 def read_run(folder: Path) -> RecordedRun:
@@ -120,8 +120,8 @@ def _entries(folder: Path, troubles: dict[str, str]) -> list[Entry]:
 
 
 def _by_step(entries: list[Entry], kind: str) -> list[Entry]:
-    found = [entry for entry in entries if entry.get("kind") == kind and _is_step(entry.get("step"))]
-    return sorted(found, key=lambda entry: entry["step"])
+    steps = [entry for entry in entries if entry.get("kind") == kind and _is_step(entry.get("step"))]
+    return sorted(steps, key=lambda entry: entry["step"])
 
 
 def _is_step(value: object) -> bool:
@@ -142,13 +142,13 @@ def _last_ranks(entries: list[Entry]) -> list[Entry]:
 
 def _result(folder: Path, troubles: dict[str, str]) -> Entry | None:
     try:
-        found = with_numbers(json.loads((folder / RESULT).read_text()))
+        result = with_numbers(json.loads((folder / RESULT).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         troubles["result"] = f"{RESULT} cannot be read: {error}"
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def _examples(folder: Path, troubles: dict[str, str]) -> dict[str, Array] | None:

@@ -58,9 +58,9 @@ def short(value: float) -> str:
     >>> short(0.0123456), short(1234567.0), short(2), short(1e-5), short(float("nan"))
     ('0.01235', '1.235e6', '2', '1e-5', 'nan')
     """
-    found = f"{value:.4g}"
-    mantissa, mark, exponent = found.partition("e")
-    return f"{mantissa}e{int(exponent)}" if mark else found
+    digits = f"{value:.4g}"
+    mantissa, mark, exponent = digits.partition("e")
+    return f"{mantissa}e{int(exponent)}" if mark else digits
 
 
 def duration(seconds: float) -> str:
