@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import mul
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..choices import Choices
@@ -143,7 +145,7 @@ class CallPlan:
     def hook(self, result: Tensor, tiles: list[Tensor]) -> None:
         """Put law 3 on the node that the call has made."""
         node, single_node = result.grad_fn, self.recipe.single_node
-        if node is None or single_node is None or node.name() != single_node.node:
+        if node is None or single_node is None or not isinstance(node, single_node.node):
             raise AssertionError(f"{self.name} was to make one {single_node}, and made {node}")
         others = [tiles[read.operand.index] for read in self.recipe.reads[1:]]
         node.register_hook(partial(_scale_gradients, self, others))
@@ -154,8 +156,9 @@ def _scale_gradients(plan: CallPlan, others: list[Tensor], gradients: Any, arriv
     if first is not None and first.requires_grad:  # a second derivative is to come
         entered = [scaled((1.0, factor), tensor) if tensor.requires_grad else tensor for tensor in others]
         first = single_node.again(plan.work, arriving[0], first.detach(), *entered)  # type: ignore[union-attr]
-    # The adjoint of the identity with adjoint R is R with the identity as its adjoint: not a plain product.
-    return first, *(None if gradient is None else scaled((factor, 1.0), gradient) for gradient in gradients[1:])
+    # Differentiated again, it is R with the identity as its adjoint: not a plain product.
+    times = partial(scaled, (factor, 1.0)) if torch.is_grad_enabled() else partial(mul, factor)
+    return first, *(None if gradient is None else times(gradient) for gradient in gradients[1:])
 
 
 def make_plan(

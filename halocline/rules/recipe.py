@@ -138,13 +138,13 @@ class LinearPart:
 
 @dataclass(frozen=True)
 class SingleNode:
-    """Local work that makes just one autograd node, of this name, whose inputs are the operands in order of reading.
+    """Local work that makes just one autograd node, of this class, whose inputs are the operands in order of reading.
 
     Law 3's factors can then be a hook on it. ``again(work, gradient, slope, *others)`` gives the gradient of the first
     operand once more, as a function of the others: only so do their factors show in a second derivative.
     """
 
-    node: str
+    node: type
     again: Callable[..., Tensor]
 
 

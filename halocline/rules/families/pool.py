@@ -44,34 +44,37 @@ def _recipe(
     )
 
 
-def _spatial_box(work: Work, spatial: int) -> tuple[Interval, ...]:
-    return work.box[len(work.box) - spatial :]
-
-
 def _overhang(window: Window, box: Interval, size: int) -> tuple[int, int]:
     """How far the windows of a box reach out of the sample, before and after."""
     (need,) = window.need(box)
     return max(0, -need.lo), max(0, need.hi - size)
 
 
+def padded_call(
+    work: Work, tile: Tensor, input: Operand, windows: list[Window], ceil_mode: bool
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """The tile, and torch's options, that give the maxima of this rank's windows, and perhaps of some past them.
+
+    Before the sample torch pads, which leaves the choice among equals to it; after it stands what loses every tie.
+    """
+    first = input.ndim - len(windows)
+    native = [work.native(input, first + i) for i in range(len(windows))]
+    spatial = zip(windows, work.box[first:], input.shape[first:], strict=True)
+    hangs = [_overhang(*each) for each in spatial]
+    before = [w.padding if n else hang[0] for w, n, hang in zip(windows, native, hangs, strict=True)]
+    after = [0 if n else max(0, hang[1] - hang[0]) for n, hang in zip(native, hangs, strict=True)]
+    if any(after):
+        tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=_lowest(tile.dtype))
+    steps = [w.stride for w in windows], before, [w.dilation for w in windows]
+    return tile, ([w.kernel for w in windows], *steps, ceil_mode)
+
+
 def _max_windows(
     pool: Pool, input: Operand, shape: tuple[int, ...], windows: list[Window], ceil_mode: bool = False
 ) -> Recipe:
-    """Before the sample torch pads, which leaves the choice among equals to it; after it, what loses every tie."""
-    first = input.ndim - len(windows)
-    sizes = input.shape[first:]
-
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        native = [work.native(input, first + i) for i in range(len(windows))]
-        box = _spatial_box(work, len(windows))
-        hangs = [_overhang(*each) for each in zip(windows, box, sizes, strict=True)]
-        before = [w.padding if n else hang[0] for w, n, hang in zip(windows, native, hangs, strict=True)]
-        after = [0 if n else max(0, hang[1] - hang[0]) for n, hang in zip(native, hangs, strict=True)]
-        if any(after):
-            tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=_lowest(tile.dtype))
-        steps = [w.stride for w in windows], before, [w.dilation for w in windows]
-        maxima = pool(tile, [w.kernel for w in windows], *steps, ceil_mode)
-        return _head(maxima, box)
+        tile, options = padded_call(work, tile, input, windows, ceil_mode)
+        return _head(pool(tile, *options), work.box[input.ndim - len(windows) :])
 
     return _recipe(input, shape, windows, local)
 
@@ -171,8 +174,7 @@ def _average_windows(
         padding = [w.padding if n else 0 for w, n in zip(windows, native, strict=True)]
         if all(native) or divisor is not None:
             return _average(tile, windows, padding, ceil_mode, include_pad, divisor)
-        box = _spatial_box(work, len(windows))
-        counts = [_counts(*each, include_pad) for each in zip(windows, box, sizes, strict=True)]
+        counts = [_counts(*each, include_pad) for each in zip(windows, work.box[first:], sizes, strict=True)]
         if all(min(count) == max(count) for count in counts):
             common = math.prod(count[0] for count in counts)
             return _average(tile, windows, padding, ceil_mode, include_pad, common)

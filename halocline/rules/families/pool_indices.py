@@ -22,12 +22,11 @@ from .pool import (
     _cut,
     _global,
     _head,
-    _lowest,
     _out_sizes,
-    _overhang,
     _pieces,
     _side_by_side,
     _windows,
+    padded_call,
 )
 from .view import shape
 from .window import _trim
@@ -71,15 +70,9 @@ def _max_pool(spatial: int, function: Any, shape_of: Any) -> Callable[..., Both]
         lead = input.ndim - spatial
 
         def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Both:
-            native = [work.native(input, lead + i) for i in range(spatial)]
+            tile, options = padded_call(work, tile, input, windows, ceil_mode)
+            values, flat = function(tile, *options)
             box = work.box[lead:]
-            hangs = [_overhang(*each) for each in zip(windows, box, input.shape[lead:], strict=True)]
-            before = [w.padding if n else hang[0] for w, n, hang in zip(windows, native, hangs, strict=True)]
-            after = [0 if n else max(0, hang[1] - hang[0]) for n, hang in zip(native, hangs, strict=True)]
-            if any(after):  # what loses every tie, as in a pool without indices
-                tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=_lowest(tile.dtype))
-            steps = [w.stride for w in windows], before, [w.dilation for w in windows]
-            values, flat = function(tile, [w.kernel for w in windows], *steps, ceil_mode)
             origin = [work.slots[input.index][lead + i].needs[0].lo for i in range(spatial)]
             places = _recounted(_head(flat, box), tile.shape[lead:], origin, input.shape[lead:])
             return _head(values, box), places

@@ -16,6 +16,9 @@ from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNo
 from ..table import rule
 from .convolve import Convolve
 
+#: The class of the node that torch makes for a convolution.
+_NODE = type(torch.conv1d(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, requires_grad=True)).grad_fn)
+
 
 def _batched(input: Operand, spatial: int, name: str) -> int:
     """How many dims stand before the channels: 1 with a batch, 0 without."""
@@ -87,7 +90,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             linear_part=Convolve(torch_function, kernel, strides, dilations, before, groups).linear_part
             if lead
             else None,
-            single_node=SingleNode("ConvolutionBackward0", again) if lead else None,
+            single_node=SingleNode(_NODE, again) if lead else None,
         )
 
     return describe
