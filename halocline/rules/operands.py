@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import prod
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, scaled
 from .plan import CallPlan
 
 _log = logging.getLogger("halocline")
-_WORTH_ADVICE = 1 << 20  # bytes
+_WORTH_WARNING = 1 << 12  # bytes of a gathered operand
+_WORTH_ADVICE = 1 << 20
 
 
 def check_whole_operands(plan: CallPlan, tiles: list[Tensor]) -> None:
@@ -92,14 +94,16 @@ def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
             continue
         size = fetch.transfer.received_elements * tile.element_size()
         if plan.mesh.world.redistributed("gather", label, size) == 1 and plan.mesh.rank == 0:
-            axes = ", ".join(sorted(fetch.axes - fetch.work_axes))
+            whole = prod(fetch.transfer.target_shape) * tile.element_size()
+            if whole < _WORTH_WARNING:
+                continue
             _log.warning(
                 "%s: every rank fetches the whole operand over %s, %s a call; the result is exact, but this operation "
                 "saves no memory by being cut%s",
                 label,
-                axes,
-                size_text(size),
-                "" if size < _WORTH_ADVICE else "; cut another dim if this costs too much",
+                ", ".join(sorted(fetch.axes - fetch.work_axes or fetch.axes)),
+                size_text(whole),
+                "" if whole < _WORTH_ADVICE else "; cut another dim if this costs too much",
             )
 
 
