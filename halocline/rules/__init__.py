@@ -5,7 +5,24 @@ from . import direct, families  # noqa: F401  each registers its rules when impo
 from .api import cut_like, from_tile, reshard, shard
 from .asking_torch import planning
 from .executor import dispatch
-from .recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, read_whole
+from .recipe import (
+    WHOLE,
+    Link,
+    Local,
+    Moments,
+    Operand,
+    Output,
+    Read,
+    Recipe,
+    Reduced,
+    Reduction,
+    RingSteps,
+    RingWork,
+    Tracking,
+    Work,
+    follow,
+    read_whole,
+)
 from .remedy import remedy
 from .table import composite, entries, forget_rule, rule
 from .tree import gather, shard_inputs
@@ -13,10 +30,17 @@ from .tree import gather, shard_inputs
 __all__ = [
     "WHOLE",
     "Link",
+    "Local",
+    "Moments",
     "Operand",
     "Output",
     "Read",
     "Recipe",
+    "Reduced",
+    "Reduction",
+    "RingSteps",
+    "RingWork",
+    "Tracking",
     "Work",
     "composite",
     "cut_like",

@@ -1,4 +1,10 @@
-"""Attention: queries and the dims before them keep their cuts, keys and values are brought to every query."""
+"""Attention: queries and the dims before them keep their cuts, keys and values are brought to every query.
+
+Each query needs all keys and values, and no other query. Where one axis cuts the tokens of all three, the plan chooses
+between a gather of keys and values, a shuffle that cuts heads instead of tokens for the call, and a ring in which keys
+and values go round (``blockwise_attention.py``). With a mask, with grouped heads or with dropout they are gathered;
+what is dropped is drawn by global index, so that the call is then written out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Products summed over shared dims: linear, matmul and its kin, einsum. A cut shared dim is summed over the ranks."""
+"""Products summed over shared dims: linear, matmul and its kin, einsum. A cut shared dim is summed over the ranks.
+
+Every product is an einsum: each label is a dim of the space, each operand's dims follow their labels, and labels that
+the result lacks are summed over the ranks that cut them. Autocast decides the dtype of a product before anything is
+summed over ranks, so that the sum of parts has the precision of one rank's sum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dropout inside composites: from the library's own numbers, whether what it meets is still cut or has become whole."""
+"""Dropout inside composites: from the library's own numbers, whether what it meets is still cut or has become whole.
+
+Composites (attention, recurrent networks) drop elements in their middle, where torch's kernel would draw by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch's functions of lists of tensors, as optimizers with ``foreach=True`` and gradient clipping call them."""
+"""torch's functions of lists of tensors, as optimizers with ``foreach=True`` and gradient clipping call them.
+
+Each is the function of one tensor, applied to one after another: lists may mix cut and plain tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Joining and splitting: cat, stack, repeat; split, chunk, unbind, made of slices."""
+"""Joining and splitting: cat, stack, repeat; split, chunk, unbind, made of slices.
+
+Along a dim that is not cut, a join is local. Along a cut one the result is cut evenly, since the tiles of the operands
+do not lie side by side in it, and each rank fetches its part of every operand. Splits are slices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Elements by positions held in a tensor. Any position may be asked for: the dims they point into are read whole."""
+"""Elements by positions held in a tensor. Any position may be asked for: the dims they point into are read whole.
+
+Which rank holds what is asked for depends on values, so the dim that positions point into is read whole; all other
+dims, and those of the positions themselves, keep their cuts.
+"""
 
 from __future__ import annotations
 

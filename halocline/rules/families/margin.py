@@ -1,4 +1,7 @@
-"""Losses with a margin, of pairs and of triplets; written as torch writes them, with sums over all ranks."""
+"""Losses with a margin, of pairs and of triplets; written as torch writes them, with sums over all ranks.
+
+Most are written out in torch functions on cut tensors. Those of many classes run torch's own kernel on whole rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Triangles and diagonals: which elements of a matrix, by their place in the whole."""
+"""Triangles and diagonals: which elements of a matrix, by their place in the whole.
+
+Which side of a diagonal an element lies on follows from its global place: each rank asks torch for the same triangle of
+its tile, with the diagonal shifted by where the tile begins.
+"""
 
 from __future__ import annotations
 

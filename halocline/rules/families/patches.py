@@ -1,4 +1,8 @@
-"""Patches laid out in a row, and put back: F.unfold and F.fold. Patches follow the pixels they begin at."""
+"""Patches laid out in a row, and put back: F.unfold and F.fold. Patches follow the pixels they begin at.
+
+The count of patches is one dim in torch's result, rows before columns. It is split into both for the work, and merged
+after it, so that rows and columns of patches can be cut as the pixels are.
+"""
 
 from __future__ import annotations
 

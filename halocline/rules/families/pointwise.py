@@ -1,4 +1,9 @@
-"""Functions of one element at a time, broadcast like torch's own: every operand is needed where the output is."""
+"""Functions of one element at a time, broadcast like torch's own: every operand is needed where the output is.
+
+Operands cut alike are used where they lie, and most calls go the executor's short way. Where two operands are cut
+otherwise the first decides, and the other's needed box is fetched. A plain operand is whole on every rank: its part is
+cut out locally, and its gradient is counted by law 3.
+"""
 
 from __future__ import annotations
 

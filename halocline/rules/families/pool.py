@@ -1,4 +1,10 @@
-"""Pools: windows whose divisor and whose choice among equals are those of the whole sample."""
+"""Pools: windows whose divisor and whose choice among equals are those of the whole sample.
+
+A window needs its neighbours' rows as a convolution does. What differs is the edge: an average divides by the elements
+of the whole sample that its window meets, and a maximum must choose among equals as torch does, which depends on where
+padding lies. Adaptive pools with even windows are ordinary ones; the others go a dim at a time. A pool of everything
+is a reduction over the ranks.
+"""
 
 from __future__ import annotations
 

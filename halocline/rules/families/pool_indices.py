@@ -1,4 +1,9 @@
-"""Maximum pools that say where each maximum lies, and the way back. Positions count through the whole sample."""
+"""Maximum pools that say where each maximum lies, and the way back. Positions count through the whole sample.
+
+torch counts positions through the tile it is given; they are recounted through the sample. On the way back a value goes
+to its own window, if a pool has made the indices: the ranks ask with one sum whether all do, and fetch their halo only.
+Else any value may go anywhere, and the input is read whole.
+"""
 
 from __future__ import annotations
 

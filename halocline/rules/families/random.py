@@ -1,4 +1,8 @@
-"""Random functions: each tile draws the numbers of its own box of the whole, so that every cut draws the same."""
+"""Random functions: each tile draws the numbers of its own box of the whole, so that every cut draws the same.
+
+The numbers of an element follow from seed, call and global place (``halocline/random``), so nothing has to agree but
+the count of calls, which is that of the program.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Reductions: each rank reduces its tile, the executor adds the parts up; the rest is composed from sums."""
+"""Reductions: each rank reduces its tile, the executor adds the parts up; the rest is composed from sums.
+
+Sums and extremes are rules with a ``combine``; means, variances, norms and the like are written with them. Parts of
+half precision are added up in float32 and rounded once, as torch does on one device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What stands between the brackets of ``x[...]``, read as torch reads it."""
+"""What stands between the brackets of ``x[...]``, read as torch reads it.
+
+An index becomes a list with one item for each dim of the tensor and for each new dim: a number, a slice, None, or a
+tensor of positions or of truth values, which covers as many dims as it has.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Views that only rename, reorder or stretch dims: every cut goes along. Also the tools that the view rules share."""
+"""Views that only rename, reorder or stretch dims: every cut goes along. Also the tools that the view rules share.
+
+A rule for a view says which dim of the space each dim of the operand is; torch itself is asked for shapes on tensors
+without data. Whether the result shares memory with its operand, and how it lies, is settled by ``rules/aliasing.py``.
+"""
 
 from __future__ import annotations
 

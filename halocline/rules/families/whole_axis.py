@@ -1,4 +1,7 @@
-"""Functions that need a dim whole: sorting, shuffling, look-ups. All other dims keep their cuts."""
+"""Functions that need a dim whole: sorting, shuffling, look-ups. All other dims keep their cuts.
+
+Where the dim is cut it is gathered, or the cut is moved to another dim for the call and back: whichever moves less.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Convolutions and transposed convolutions: windows that reach past a tile's edge into its neighbours'."""
+"""Convolutions and transposed convolutions: windows that reach past a tile's edge into its neighbours'.
+
+The rule says which window each output needs; the executor decides whether the halo is glued to the tile or, for large
+tiles, added by linearity (``convolve.py``). Along a dim that is not cut torch pads by itself, as on one rank. Channels
+are never cut: an input whose channels are is gathered there.
+"""
 
 from __future__ import annotations
 
