@@ -2,7 +2,7 @@
 
 Which inputs an output reads, and with which weights, is asked of torch itself (``positions.py``). In nearest modes
 torch's kernel runs on the tile where it would read the same there; else rows are selected. In blending modes cut dims
-are summed tap by tap with torch's own weights, and the rest is torch's call. A few cases in which torch's answer depends
+are summed tap by tap with torch's own weights, and the rest is torch's call. Some cases in which its answer depends
 on the memory format of the whole are gathered or refused.
 """
 
