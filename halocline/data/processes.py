@@ -39,6 +39,7 @@ class Helper:
 
     @property
     def pid(self) -> int:
+        """The number of the process."""
         return self._process.pid
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -62,6 +63,7 @@ class Helper:
         return None
 
     def close(self, *, kill: bool = False) -> None:
+        """End the process: when it has done its call, or at once."""
         if kill:
             self._process.kill()
         self._forgotten.detach()
@@ -80,6 +82,7 @@ class Helpers:
 
     @property
     def pids(self) -> list[int]:
+        """The numbers of the processes."""
         return [helper.pid for helper in self._all]
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -91,6 +94,7 @@ class Helpers:
             self._free.put(helper)
 
     def close(self, *, kill: bool = False) -> None:
+        """End all processes, then the threads that waited for them."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         for helper in self._all:
             helper.close(kill=kill)  # one that hangs does not keep this process waiting

@@ -149,6 +149,7 @@ class RankResult:
 
 
 def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
+    """In a rank process: run the network cut, and compare with the tensors saved at ``path``."""
     count_every_thread()  # first: whatever is taken before it is not counted when it goes
     init(deadline)
     with _quiet():

@@ -109,6 +109,7 @@ class MpiProcess:
         os.close(self.sentinel)
 
     def is_alive(self) -> bool:
+        """Does the rank still run?"""
         return not _ended(self.sentinel, 0.0)
 
     def kill(self) -> None:
@@ -118,6 +119,7 @@ class MpiProcess:
             signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
 
     def join(self, timeout: float) -> None:
+        """Wait until it has ended."""
         _ended(self.sentinel, timeout)
         if self._launcher.poll() is None and not self.is_alive():
             with suppress(subprocess.TimeoutExpired):  # it may have other ranks to look after

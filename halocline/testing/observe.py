@@ -40,15 +40,19 @@ class Side:
         return dict(named(self.model(*map(self.place, range(len(leaves)), leaves), **self.keywords)))
 
     def place(self, index: int, leaf: Tensor) -> Tensor:
+        """An input as this side computes with it."""
         return leaf
 
     def paused(self) -> AbstractContextManager[None]:
+        """A context in which memory is not counted."""
         return nullcontext()
 
     def whole(self, output: Tensor) -> Tensor:
+        """An output as a whole tensor."""
         return output
 
     def whole_gradient(self, index: int, gradient: Tensor) -> Tensor:
+        """An input's gradient as a whole tensor."""
         return gradient
 
 

@@ -69,6 +69,7 @@ class RankPlace:
             parent.join()
 
     def manner_of_death(self, process: Any) -> str:
+        """How a rank process ended, in words."""
         code: int | None = process.exitcode
         if code is None:
             return "closed its pipe and did not exit"
@@ -82,6 +83,7 @@ class RankPlace:
         return make()
 
     def serve_store(self) -> Any:
+        """The store where ranks meet, kept by the parent."""
         return self.inside(self._serve_store)
 
     def _serve_store(self) -> Any:
@@ -89,6 +91,7 @@ class RankPlace:
         return self.store(listener.getsockname()[1], is_master=True, master_listen_fd=listener.detach())
 
     def store(self, port: int, **options: Any) -> Any:
+        """A client of that store."""
         store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
         return store(self.address, port, wait_for_workers=False, timeout=timedelta(seconds=START_DEADLINE), **options)
 

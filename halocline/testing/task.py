@@ -41,6 +41,7 @@ class NetworkTask:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks that the cut takes."""
         return math.prod(self.cut.values())
 
     def dims(self, index: int) -> dict[int, str]:

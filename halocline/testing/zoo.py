@@ -43,6 +43,7 @@ class ZooReport:
         return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
     def as_json(self) -> dict[str, Any]:
+        """The report of each network, and counts by verdict."""
         shown = {name: report.as_json() for name, report in self.networks.items()}
         networks = {name: {key: one[key] for key in SHOWN} for name, one in shown.items()}
         return {**self.counts, "zoo": self.zoo, "ranks": self.ranks, "cut": dict(self.cut), "networks": networks}

@@ -38,6 +38,7 @@ def make_settings(
     defaults: Mapping[str, Any] | None = None,
     where: str = "the settings",
 ) -> Settings:
+    """Settings from a dict, with ``changes`` such as ``optimizer.lr=1e-3``; raises ConfigError."""
     return _checked(merge(defaults or {}, with_changes(told, changes)), where)
 
 
@@ -99,6 +100,7 @@ def _value(text: str) -> Any:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One nested dict over another."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)

@@ -49,6 +49,7 @@ def explain(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -45,6 +45,7 @@ class Forecast:
 
     @property
     def total(self) -> int:
+        """Bytes of a rank in all."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.data
 
     def __str__(self) -> str:
@@ -55,6 +56,7 @@ class Forecast:
 def forecast(
     settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str], precision: Precision
 ) -> Forecast:
+    """The memory that one rank needs for a step, from a dry run on meta tensors."""
     with dry(mesh.rank, mesh.size), torch.device("meta"):
         here = Mesh(**mesh.sizes)
         model = task.make_model().to(precision.dtype)

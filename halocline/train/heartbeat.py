@@ -40,6 +40,7 @@ class Pulse:
         os.close(self.writer)
 
     def look(self, process: int) -> None:
+        """Read the heartbeats that have come from a process."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _AWAKE), now
         beats = self._beats()
@@ -58,6 +59,7 @@ class Pulse:
             return False
 
     def close(self) -> None:
+        """Close the pipe."""
         os.close(self._reader)
 
 
@@ -76,6 +78,7 @@ def _state_of(process: int) -> tuple[str, int]:
 
 
 def told_to_rank(pulse: Pulse, lock: int | None) -> str:
+    """The variable that tells a rank its pipe, and the lock on the run's folder."""
     return f"{os.getpid()} {pulse.writer} {-1 if lock is None else lock}"
 
 

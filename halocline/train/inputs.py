@@ -36,6 +36,7 @@ class Input:
     def of(
         cls, field: Field, letters: str, added: bool = False, stored: str | None = None, dataset: str | None = None
     ) -> Input:
+        """Describe the network's input as training saw it."""
         store, normal = field.store, next((each for each in field.values if isinstance(each, Normalize)), None)
         return cls(
             dims=store.dims,
@@ -50,12 +51,14 @@ class Input:
         )
 
     def write(self, folder: Path) -> None:
+        """Save it in the run's folder."""
         part = folder / f".{INPUT}.part"
         part.write_text(json.dumps(asdict(self), indent=1) + "\n")
         part.replace(folder / INPUT)
 
     @classmethod
     def read(cls, folder: Path) -> Input:
+        """The description that training saved."""
         try:
             told: dict[str, Any] = json.loads((folder / INPUT).read_text())
             return cls(**{**told, "mean": tuple(told["mean"]), "std": tuple(told["std"])})

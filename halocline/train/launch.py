@@ -173,11 +173,13 @@ class LocalRanks:
         return f": {lines[-1].strip()}" if lines else ""
 
     def signal(self, number: int) -> None:
+        """Send a signal to every rank that still runs."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def end(self) -> None:
+        """Kill all ranks and wait for them."""
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
@@ -228,6 +230,7 @@ srun halocline train {config} --out {folder}
 
 
 def slurm_script(config: str, folder: str, nodes: int, per_node: int, gpus: int, cpus: int, hours: int) -> str:
+    """The text of a batch file that starts the run, and resumes it when submitted again."""
     line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
     name = re.sub(r"[^\w.-]", "-", Path(config).stem)
     config, folder = shlex.quote(config), shlex.quote(folder)

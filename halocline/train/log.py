@@ -26,6 +26,7 @@ class RunLog:
         self._board, self.no_board = _board(folder)
 
     def write(self, kind: str, **values: Any) -> None:
+        """Append one entry; numbers of steps go to TensorBoard too."""
         self._file.write(json_line({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
         if self._board is not None and "step" in values:
             for name, value in values.items():
@@ -33,6 +34,7 @@ class RunLog:
                     self._board.add_scalar(f"{kind}/{name}", value, values["step"])
 
     def close(self) -> None:
+        """Close the file, and TensorBoard's."""
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -51,6 +51,7 @@ class Metrics:
         self._begun = False
 
     def update(self, output: Any, batch: Batch) -> None:
+        """Add a batch; both may be cut tensors. Called by all ranks."""
         if not self._begun:
             self._begin(output, batch["y"])
         if self._confusion is not None:
@@ -86,6 +87,7 @@ class Metrics:
             )
 
     def result(self) -> dict[str, float]:
+        """Each metric's value over all batches, the same on every rank."""
         values: dict[str, float] = {}
         if self._regression is not None:
             values |= {name: value for name, value in self._regression.result().items() if name in self._shown}

@@ -53,6 +53,7 @@ class LARC:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Scale each gradient by its layer's rate, then step the base optimizer."""
         for group in self.base.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if weights:
@@ -72,6 +73,7 @@ Optimizer = torch.optim.Optimizer | LARC
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
+    """The optimizer that the settings name, over the parameters that are trained."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     makers: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

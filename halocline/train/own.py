@@ -25,6 +25,8 @@ _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 @dataclass(frozen=True)
 class OwnData:
+    """The user's data: fields for training and validation, and a description of the network's input."""
+
     training: dict[str, Field]
     validation: dict[str, Field] | None
     input: Input

@@ -24,6 +24,7 @@ class Examples:
         self._count = 0
 
     def add(self, output: Tensor, batch: Batch) -> None:
+        """Keep planes of the first samples, or all samples that are a few numbers. Called by all ranks."""
         if not _is_shown(output, batch):
             return
         answers = output.argmax(1) if output.ndim > 2 and not batch["y"].is_floating_point() else output
@@ -42,6 +43,7 @@ class Examples:
         self._kept[name].append(tensor.detach().float().cpu().numpy().copy())  # the batch goes back
 
     def write(self, folder: Path) -> None:
+        """Write what was kept into the run's folder, for the report."""
         arrays = {name: np.concatenate(parts) for name, parts in self._kept.items() if parts}
         if "x" in arrays:
             arrays = {name: array[:_MOST] for name, array in arrays.items()}

@@ -37,10 +37,12 @@ class Precision:
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which forward and loss run."""
         narrow = _NARROW.get(self.name)
         return nullcontext() if narrow is None else torch.autocast(self._device.type, narrow)
 
     def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as backward should see it: times the scale of fp16."""
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Any) -> None:

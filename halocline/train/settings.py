@@ -220,4 +220,5 @@ class Settings:
         return self.data.path is not None or (self.data.x.path is not None and self.data.y.path is not None)
 
     def as_dict(self) -> dict[str, Any]:
+        """Nested dicts, as config.toml has them."""
         return asdict(self)

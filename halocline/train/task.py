@@ -29,6 +29,8 @@ START = Label("start", "the training loop", "control")
 
 @dataclass(frozen=True)
 class TrainingTask:
+    """What is trained: the model's maker, loss and metrics, and the fields of both data sets."""
+
     make_model: Callable[[], nn.Module]
     loss: Loss
     make_meter: Callable[[], Meter] | None
@@ -45,6 +47,7 @@ class TrainingTask:
 
 
 def make_task(settings: Settings, dtype: torch.dtype) -> TrainingTask:
+    """The task that the settings describe. Raises ConfigError or DataError."""
     return _of_workload(settings, dtype) if settings.workload is not None else _of_user(settings, dtype)
 
 
@@ -142,11 +145,13 @@ def model_maker(settings: Settings) -> Callable[[], nn.Module]:
 
 
 def known_workload(name: str) -> Workload:
+    """A workload by name, or an error that lists them."""
     _known("workload", name, WORKLOADS)
     return WORKLOADS[name]
 
 
 def augmentations(data: DataSettings) -> list[Any]:
+    """The augmentations that the settings ask for."""
     moves: list[Any] = []
     if data.flip:
         moves.append(Flip(*data.flip))

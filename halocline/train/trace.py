@@ -128,10 +128,12 @@ def _wait_name(wait: Waited) -> str:
 
 
 def step_name(number: int) -> str:
+    """How the trace names a step."""
     return f"step {number}"
 
 
 def rank_file(folder: Path, rank: int) -> Path:
+    """The trace file of one rank."""
     return folder / FOLDER / f"rank-{rank}.json"
 
 

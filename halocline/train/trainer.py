@@ -126,6 +126,7 @@ class Trainer:
     # -- the loop
 
     def train(self) -> Result:
+        """Train to the end, or until asked to stop; called by all ranks."""
         try:
             with _calling(self._ask_to_stop), ExitStack() as opened:
                 # They close in their own way after an error: nobody waits for a lost rank.
@@ -367,6 +368,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def this_device() -> torch.device:
+    """This rank's GPU, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

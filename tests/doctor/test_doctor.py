@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from halocline._torch_private import default_store
 from halocline.cli.app import app
 from halocline.doctor import checks, links, machine, ranks
-from halocline.doctor.finding import Finding, problems, ranks_text
+from halocline.doctor.finding import Finding, problems
 from halocline.doctor.machine import Interface, LaunchedRun
 from halocline.doctor.ranks import About, about_this_rank, compare
 from halocline.testing.pool import Outcome, RankError, shared_pool
@@ -396,8 +396,3 @@ def test_damaged_messages_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     world = SimpleNamespace(rank=0, size=2, begin=damaged)
     assert links._exchange(world, links.torch.device("cpu")) == ["rank 0 got wrong numbers from rank 1"]
-
-
-def test_ranks_as_text() -> None:
-    assert ranks_text([4, 0, 1, 2, 7]) == "ranks 0-2, 4, 7"
-    assert ranks_text([3]) == "rank 3"

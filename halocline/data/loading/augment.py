@@ -29,6 +29,7 @@ class Dice:
         return keys(self._key, self._sample, self._thrown)[1] * count >> 64
 
     def chance(self, probability: float) -> bool:
+        """True with that probability."""
         return self.below(1 << 53) < probability * (1 << 53)
 
 
@@ -51,6 +52,8 @@ class ViewChange(NamedTuple):
 
 
 class Augmentation(Protocol):
+    """A random change of which box is read. All fields of a sample change alike, on every rank."""
+
     def letters(self) -> str:
         """The dims that it moves."""
         ...

@@ -52,6 +52,7 @@ class Memory:
 
     @property
     def address(self) -> int:
+        """Where the bytes begin, in this process."""
         return int(self.bytes.ctypes.data)
 
 
@@ -66,9 +67,11 @@ class Target:
 
     @classmethod
     def of(cls, array: Array, memory: Memory) -> Target:
+        """Describe an array that lies on ``memory``."""
         return cls(array.ctypes.data - memory.address, array.shape, array.strides, array.dtype.str)
 
     def on(self, memory: Array) -> Array:
+        """The array again, in a process that has mapped the memory."""
         return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
 
 
@@ -83,6 +86,7 @@ class Buffer:
         self.memory = Memory(at, **kind)
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """The field's array, cut to ``shape``."""
         start, size = self._starts[name], prod(shape) * dtype.itemsize
         return self.memory.bytes[start : start + size].view(dtype).reshape(shape)
 
@@ -94,6 +98,7 @@ class Arena:
         self._kind, self._blocks, self._used = kind, list[Memory](), 0
 
     def take(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Memory, Array]:
+        """A new array; its memory stays taken as long as the arena lives."""
         size = prod(shape) * dtype.itemsize
         if not self._blocks or self._used + size > self._blocks[-1].bytes.nbytes:
             self._blocks.append(Memory(max(size, _BLOCK), **self._kind))
@@ -123,9 +128,11 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buffers, those in use included."""
         return self.made * sum(prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
 
     def take(self) -> Buffer:
+        """A free buffer: waits for one where all that may be made are in use."""
         while self._maker.is_alive():
             with suppress(queue.Empty):
                 return self._free.get(timeout=0.05)

@@ -68,9 +68,11 @@ class SampleCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that this rank holds now."""
         return sum(tile.nbytes for tile in list(self._tiles.values()))  # which grow in another thread
 
     def keeps(self, sample: int) -> bool:
+        """Does any rank keep this sample?"""
         return sample in self._homes
 
     def home(self, sample: int) -> int:
@@ -112,9 +114,11 @@ class SampleCache:
             self._tiles.pop((sample, name), None)
 
     def group(self, where: Coordinates) -> int:
+        """Which part of the batch the rank at these coordinates works on."""
         return where[self._axis] if self._axis else 0
 
     def home_box(self, each: Field, where: Coordinates) -> Box:
+        """The box of a field that the rank at these coordinates keeps, as it lies on disk."""
         return self._grid.box(each.dims, each.source.shape, where)
 
     def ranks(self, each: Field, group: int) -> Iterator[dict[str, int]]:

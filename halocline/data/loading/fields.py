@@ -56,10 +56,12 @@ class Field:
 
     @property
     def dims(self) -> str:
+        """Letters of the dims of a sample, as they are delivered."""
         return self.store.dims
 
     @cached_property
     def tensor_dtype(self) -> torch.dtype:
+        """The dtype of the batch's tensor."""
         if self.dtype is not None:
             return self.dtype
         if self.store.dtype.kind in "iu" and "C" not in self.store.dims:
@@ -69,6 +71,7 @@ class Field:
 
     @property
     def is_integer(self) -> bool:
+        """Are the delivered numbers integers?"""
         return not (self.tensor_dtype.is_floating_point or self.tensor_dtype.is_complex)
 
     @cached_property
@@ -103,6 +106,7 @@ Fields = Mapping[str, Field]
 
 
 def as_fields(given: Mapping[str, Store | Field]) -> dict[str, Field]:
+    """Fields by name; a store alone becomes a field with defaults. Raises where sample counts differ."""
     fields = {name: each if isinstance(each, Field) else Field(each) for name, each in given.items()}
     if not fields:
         raise DataError("a batch needs a field, such as {'x': store}")
@@ -146,6 +150,7 @@ class Grid:
         multiple: int = 1,
         points: Mapping[str, Sequence[int]] | None = None,
     ) -> Grid:
+        """Cut every letter in ``cut`` along its axis, evenly at multiples, or at the given points."""
         cuts: dict[str, Cut] = {}
         for letter, axis in cut.items():
             mesh.check_axis(axis)
@@ -156,9 +161,11 @@ class Grid:
         return cls(mesh, cuts)
 
     def box(self, dims: str, shape: Sequence[int], coordinates: Mapping[str, int]) -> Box:
+        """The box of the rank at these coordinates, in a tensor with these dims."""
         return tuple(self.piece(letter, size, coordinates) for letter, size in zip(dims, shape, strict=True))
 
     def piece(self, letter: str, size: int, coordinates: Mapping[str, int]) -> Interval:
+        """The interval of one dim that belongs to these coordinates."""
         cut = self.cuts.get(letter)
         return whole(size) if cut is None else cut.partition.piece(coordinates[cut.axis])
 
@@ -167,6 +174,7 @@ class Grid:
         return tuple(self.cuts[letter].axis for letter in dims if letter in self.cuts)
 
     def sharding(self, dims: str, shape: Sequence[int]) -> Sharding:
+        """How a tensor with these dims is cut over the mesh, without the batch dim."""
         return Sharding(self.mesh, shape, [self.cuts.get(letter) for letter in dims])
 
 

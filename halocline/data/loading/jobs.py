@@ -32,6 +32,7 @@ class TileJob:
     into: np.dtype[Any] | None = None  # what the numbers will be converted to, where that is done later
 
     def run(self) -> None:
+        """Read all parts, check the values, transform them. Runs in a reader's thread or process."""
         if self.fill is not None:
             self.tile.fill(self.fill)
         for source, target in self.parts:
@@ -48,6 +49,7 @@ class TileJob:
         return replace(self, tile=Target.of(self.tile, memory), parts=parts)
 
     def received(self, memory: Array) -> TileJob:
+        """The same job in a reader process, whose tile lies on the shared memory."""
         parts = [(source, target.on(memory)) for source, target in self.parts]
         return replace(self, tile=self.tile.on(memory), parts=parts)
 
@@ -80,6 +82,7 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def transform(tile: Array, values: Sequence[Value], at: At) -> None:
+    """Apply each value transformation to the tile, in place."""
     if not values or not tile.size:
         return
     before = torch.from_numpy(tile)

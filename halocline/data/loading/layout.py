@@ -59,6 +59,7 @@ class BatchLayout:
         return self._shapes[name]
 
     def views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
+        """Which box of the source each field of a sample shows, after the augmentation of that epoch."""
         return self._views(epoch if self._augment else 0, sample if self._augment else 0)
 
     def _new_views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
@@ -77,9 +78,11 @@ class BatchLayout:
         return with_rim(self.tile(name, where), each.dims, self.shape(name), each.rim)
 
     def batch(self, samples: int) -> Partition:
+        """How a batch of so many samples is cut over the batch axis."""
         return Partition.even(samples, self.groups)
 
     def group(self, where: Coordinates) -> int:
+        """Which part of the batch the rank at these coordinates works on."""
         return where[self.batch_axis] if self.batch_axis else 0
 
     def positions(self, samples: int, where: Coordinates) -> Interval:
@@ -87,6 +90,7 @@ class BatchLayout:
         return self.batch(samples).piece(self.group(where))
 
     def at(self, name: str, sample: int, epoch: int, box: Box) -> At:
+        """The place of a box, for transformations that depend on global indices."""
         return At(self.fields[name].dims, self.shape(name), box, sample, epoch, self.seed)
 
     def sharding(self, name: str, batch: Partition) -> Sharding:

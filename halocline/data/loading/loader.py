@@ -290,6 +290,7 @@ class Loader:
 
     @property
     def report(self) -> LoaderReport:
+        """What this rank has read, moved and waited for until now."""
         counts, cache = self._pipeline.counts, self._cache
         return LoaderReport(
             steps=self._clock.steps,

@@ -26,6 +26,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
+    """Which samples each step of a run has: a function of the seed and the epoch, the same for every mesh."""
+
     samples: int
     batch: int
     seed: int = 0
@@ -51,6 +53,7 @@ class Order:
         return Step(epoch, number, order[number * self.batch : (number + 1) * self.batch])
 
     def permutation(self, epoch: int) -> tuple[int, ...]:
+        """The samples of an epoch, in order."""
         return _permutation(self.samples, self.seed, epoch) if self.shuffle else tuple(range(self.samples))
 
 

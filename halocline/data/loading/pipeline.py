@@ -79,6 +79,8 @@ class Started:
 
 
 class Pipeline:
+    """Makes batches: ``start`` begins the reads of a step, ``finish`` gives its batch. Only one thread uses it."""
+
     def __init__(
         self,
         layout: BatchLayout,

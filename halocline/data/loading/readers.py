@@ -23,15 +23,21 @@ from .jobs import TileJob
 
 
 class Readers(Protocol):
+    """Who reads boxes: threads of this process, or processes that write into shared memory."""
+
     #: Do they write into memory of other processes?
     shared: bool
 
-    def submit(self, job: TileJob, memory: Memory) -> Future[None]: ...
+    def submit(self, job: TileJob, memory: Memory) -> Future[None]:
+        """Run the job in the background; ``memory`` is where its tile lies."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the threads or processes; reads that have not begun are dropped."""
 
 
 class ThreadReaders:
+    """For formats whose libraries let several threads read at once."""
+
     shared = False
 
     def __init__(self, count: int) -> None:
@@ -48,6 +54,8 @@ Place = tuple[str, int, int]  # a file that only the kernel knows, its size, and
 
 
 class ProcessReaders:
+    """For HDF5 and NIfTI, whose libraries admit one thread at a time."""
+
     shared = True
 
     def __init__(self, count: int) -> None:
@@ -55,6 +63,7 @@ class ProcessReaders:
 
     @property
     def pids(self) -> list[int]:
+        """Process numbers, for tests that kill them."""
         return self._helpers.pids
 
     def submit(self, job: TileJob, memory: Memory) -> Future[None]:
@@ -87,6 +96,7 @@ def _mapped(path: str, size: int, number: int) -> Array:
 
 
 def make_readers(count: int, stores: Sequence[Store], processes: bool | None) -> Readers:
+    """Threads, or processes where a store locks its library; ``processes`` overrides that."""
     if count < 1:
         raise DataError(f"readers={count}: one at least reads")
     if processes is None:

@@ -44,14 +44,17 @@ class Listing:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
     def encoded(self) -> bytes:
+        """As bytes that another rank can decode."""
         # JSON's escapes carry names that are not UTF-8 too.
         return zlib.compress(json.dumps([self.root, self.files, self.folders]).encode(), 1)
 
     @staticmethod
     def decoded(told: bytes) -> Listing:
+        """The listing that was encoded."""
         root, files, folders = json.loads(zlib.decompress(told))
         return Listing(root, tuple(File(*file) for file in files), tuple(folders))
 

@@ -47,6 +47,7 @@ class NodeStore:
     # ---- beginning and end ----
 
     def open(self) -> None:
+        """Lock the folder, read the journal, and remove what a killed staging left."""
         self.root.mkdir(parents=True, exist_ok=True)
         journal = os.open(self.root / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -92,6 +93,7 @@ class NodeStore:
     # ---- what is there ----
 
     def path(self, file: File) -> Path:
+        """Where a file lies when it is complete."""
         return self.root / file.path
 
     def holdings(self, files: Sequence[File], verify: bool, threads: int, tick: Tick) -> NDArray[np.bool_]:
@@ -128,6 +130,7 @@ class NodeStore:
         return False
 
     def check_space(self, need: int) -> None:
+        """Raise unless ``need`` more bytes fit."""
         has = free_bytes(self.root)
         if need > has:
             raise StageError(
@@ -138,10 +141,12 @@ class NodeStore:
     # ---- what comes ----
 
     def make_folders(self, listing: Listing) -> None:
+        """Make the folders of the source that hold nothing."""
         for folder in listing.folders:
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
     def part(self, file: File) -> PartialFile:
+        """A new file to be written, under a temporary name."""
         return PartialFile(self, file, self.parts / f"{next(self._numbers)}.part")
 
     def put(self, part: Path, file: File, crc: int) -> None:
@@ -164,6 +169,7 @@ class PartialFile:
         self._target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: memoryview) -> None:
+        """Append bytes, and add them to the checksum."""
         write_all(self._target, data)
         self.crc = zlib.crc32(data, self.crc)
         self.written += data.nbytes
@@ -179,6 +185,7 @@ class PartialFile:
         self.store.put(self.path, self.file, crc)
 
     def discard(self) -> None:
+        """Close and remove it; does nothing once it is finished."""
         self._close()
         self.path.unlink(missing_ok=True)
 
@@ -189,15 +196,18 @@ class PartialFile:
 
 
 def write_all(target: int, data: memoryview) -> None:
+    """Write to a file descriptor until nothing is left."""
     while data.nbytes:
         data = data[os.write(target, data) :]
 
 
 def free_bytes(folder: Path) -> int:
+    """Free bytes of the folder's file system."""
     return shutil.disk_usage(folder).free
 
 
 def checksum(path: Path, tick: Tick) -> int:
+    """CRC-32 of a file's content."""
     crc, room = 0, memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as source:
         while count := source.readinto(room):

@@ -39,6 +39,7 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Bytes of the segment."""
         return self.stop - self.start
 
 
@@ -97,6 +98,7 @@ def _assign(plan: StagingPlan, file: int, giver: int, size: int, lacking: NDArra
 
 
 def job_of(file: int, size: int, giver: int, receivers: Sequence[int], nodes: int) -> RelayJob:
+    """The job that passes a file along the ring of nodes, beginning at the giver."""
     return RelayJob(file, size + TRAILER, (giver, *sorted(receivers, key=lambda node: (node - giver) % nodes)))
 
 

@@ -29,6 +29,7 @@ class Effort:
     patience: float  # seconds without a byte after which a read has failed
 
     def backoff(self, attempt: int) -> float:
+        """Seconds to wait before the next attempt."""
         return min(LONGEST, BACKOFF * 2.0**attempt)
 
 
@@ -58,15 +59,18 @@ class StagingProgress:
         self.news.set()
 
     def count(self, what: str, size: int) -> None:
+        """Count a file and its bytes."""
         with self._lock:
             self.counts[f"{what}_files"] += 1
             self.counts[f"{what}_bytes"] += size
 
     def tally(self, what: str, amount: int = 1) -> None:
+        """Add to one counter."""
         with self._lock:
             self.counts[what] += amount
 
     def stray(self, file: int) -> None:
+        """A file did not arrive whole: ask for it once more."""
         self.tally("retried")
         self.astray.append(file)
         self.news.set()
@@ -78,6 +82,7 @@ class StagingProgress:
         self.news.set()
 
     def full(self, store: NodeStore, file: File, error: OSError) -> None:
+        """Give up, since the node's storage is full."""
         self.give_up(
             f"{store.root} is full: {reason(error)} while writing {file}; {self.lacking_bytes:,} bytes are still to "
             f"come and {free_bytes(store.root):,} are free; make room and stage again: what is finished stays"
@@ -95,6 +100,7 @@ class SourceReaders:
         self._threads = [in_background(self._work, "halocline staging reader") for _ in range(effort.threads)]
 
     def join(self) -> None:
+        """Wait a second for each thread to end."""
         for thread in self._threads:
             wait([thread], 1.0)  # one that hangs in a read is left behind
 

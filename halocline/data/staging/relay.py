@@ -32,6 +32,7 @@ SMALLEST, LARGEST = 64 << 10, 2 << 20  # bytes of a block
 
 
 def block_bytes(nodes: int) -> int:
+    """Size of a block, such that the blocks of all nodes fit in memory."""
     return min(LARGEST, max(SMALLEST, IN_FLIGHT // nodes))
 
 
@@ -75,6 +76,7 @@ class FileSender:
         return filled
 
     def close(self) -> None:
+        """Close the file that was read last."""
         if self._source is not None:
             self._source.close()
             self._source = None
@@ -117,6 +119,7 @@ class FileReceiver:
             self.progress.give_up(f"nothing could be written to {self.store.root} for {self.effort.patience:g} s")
 
     def join(self) -> None:
+        """End the threads, and remove files that are not complete."""
         for thread, each in zip(self._threads, self._queues, strict=True):
             try:
                 each.put(None, timeout=1.0)
@@ -173,6 +176,7 @@ class Relay:
         self._carried: dict[tuple[int, int], Tensor] = {}  # to be sent on at the next step
 
     def close(self) -> None:
+        """End the threads and close all files."""
         self.giver.close()
         self.arrivals.join()
 

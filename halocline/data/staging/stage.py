@@ -79,6 +79,7 @@ class StageReport:
         return (self.total("read_bytes") + self.total("received_bytes")) / max(self.seconds, 1e-9) / 1e9
 
     def as_dict(self) -> dict[str, Any]:
+        """As JSON has it: all fields, and totals over the nodes."""
         totals = {field.name: self.total(field.name) for field in fields(NodeReport)}
         return {
             **asdict(self),
@@ -168,6 +169,7 @@ class Staging:
         self.total_bytes = int((self.wanted @ np.array(self.sizes, dtype=np.int64)).sum())
 
     def run(self, verify: bool, progress: ProgressCallback, cleaning: ExitStack) -> Table:
+        """Bring all wanted files to all nodes; returns what each node counted. Called by all ranks."""
         self.consensus.seats = self.workers  # from here on, the others listen
         cleaning.callback(self.store.close)
         held = self._take_stock(verify)
@@ -207,9 +209,11 @@ class Staging:
                 return self.consensus.hear([0] * len(fields(NodeReport)))
 
     def tell(self, progress: ProgressCallback, table: Table) -> None:
+        """Call the user's progress function with bytes done and bytes wanted."""
         progress(self.total_bytes - int(table[:, MISSING].sum()), self.total_bytes)
 
     def report(self, counts: Table, begun: float) -> StageReport:
+        """The report, with the time of the slowest rank."""
         nodes = tuple(NodeReport(*map(int, row)) for row in counts)
         # The slowest rank's time, in microseconds as tables hold whole numbers.
         self.consensus.seats = self.consensus.ranks
@@ -236,11 +240,13 @@ class Worker:
         self._last: tuple[bytes, float] = (b"", time.monotonic())
 
     def close(self) -> None:
+        """Stop all threads of this node."""
         self.progress.stopping.set()
         self.readers.join()
         self.passing.close()
 
     def run(self, progress: ProgressCallback) -> Table:
+        """Rounds of blocks until no node lacks a file; returns what each node counted."""
         while True:
             table = self.consensus.hear(self._row(), self.progress.error)
             self.staging.tell(progress, table)

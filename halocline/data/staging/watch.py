@@ -32,6 +32,7 @@ class Watched(Generic[T]):
         return self._future.exception() if self._future.done() else None
 
     def tick(self) -> None:
+        """Called by the work whenever something has moved."""
         if self._abandoned:
             raise Abandoned
         self._last = time.monotonic()

@@ -33,7 +33,8 @@ class Opened(Protocol):
     """An array in an open file."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Of the array in the file, all dims."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...

@@ -41,6 +41,8 @@ class HDF5(FileStore):
 
 
 class OpenedHDF5:
+    """A dataset of an open file, checked for what HDF5 would silently fill in."""
+
     def __init__(self, path: Path, dataset: str, complete: bool) -> None:
         import h5py
 

@@ -50,6 +50,8 @@ class Nifti(FileStore):
 
 
 class OpenedNifti:
+    """A volume of an open file; scaled ones are float64."""
+
     chunks = None
 
     def __init__(self, path: Path) -> None:

@@ -24,6 +24,8 @@ class Npy(FileStore):
 
 
 class OpenedNpy:
+    """A mapped file."""
+
     chunks = None
 
     def __init__(self, path: Path) -> None:

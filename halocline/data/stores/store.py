@@ -54,6 +54,7 @@ class Store(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of a sample's dims, in the order of ``dims``."""
         return tuple(self.stored_shape[dim] for dim in self._turned)
 
     @property
@@ -73,14 +74,17 @@ class Store(ABC):
 
     @property
     def chunks(self) -> tuple[int, ...] | None:
+        """The chunk's sizes, in the order of ``dims``; None where there are no chunks."""
         stored = self.stored_chunks
         return None if stored is None else tuple(stored[dim] for dim in self._turned)
 
     @property
     def sample_bytes(self) -> int:
+        """Bytes of one sample in the store's dtype."""
         return prod(self.shape) * self.dtype.itemsize
 
     def size(self, letter: str) -> int:
+        """The size of a dim by its letter."""
         return self.shape[self.dims.index(letter)]
 
     @abstractmethod
@@ -244,6 +248,7 @@ def box_text(dims: str, box: Box) -> str:
 
 
 def reason(error: BaseException) -> str:
+    """The first line of an error, with its type where the error is not one of ours."""
     lines = str(error).strip().splitlines()
     if isinstance(error, HaloclineError) and lines:
         return lines[0]

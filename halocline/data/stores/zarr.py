@@ -48,6 +48,8 @@ class Zarr(FileStore):
 
 
 class OpenedZarr:
+    """An array of an open group, checked for shards and chunks that are missing."""
+
     def __init__(self, path: Path, name: str, complete: bool | None) -> None:
         import zarr
 

@@ -35,10 +35,12 @@ class Reading:
 
     @property
     def amplification(self) -> tuple[float, ...]:
+        """By rank: bytes of all chunks touched over bytes of the own tile."""
         return tuple(read / own if own else 1.0 for own, read in zip(self.own, self.read, strict=True))
 
     @property
     def worst(self) -> float:
+        """The largest amplification of any rank."""
         return max(self.amplification)
 
 
@@ -53,6 +55,7 @@ def tiles(dims: str, shape: Sequence[int], cut: Cut) -> list[Box]:
 
 
 def reading(store: Store, cut: Cut) -> Reading:
+    """What ranks that cut a sample so would read of it."""
     boxes = tiles(store.stored, store.stored_shape, cut)
     own = tuple(prod(shape_of(box)) * store.dtype.itemsize for box in boxes)
     chunks = store.stored_chunks

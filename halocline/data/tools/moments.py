@@ -25,6 +25,7 @@ _MOST_GROUPS = 1024
 
 
 def no_moments(channels: int) -> Array:
+    """The table of no numbers at all."""
     table = np.zeros((channels, COLUMNS))
     table[:, MIN], table[:, MAX] = np.inf, -np.inf
     return table
@@ -93,6 +94,7 @@ class Survey:
 
     @property
     def channels(self) -> int:
+        """Rows of the table: one for each channel, or a single one."""
         return self.store.size("C") if "C" in self.store.dims else 1
 
     @cached_property
@@ -103,10 +105,12 @@ class Survey:
 
     @cached_property
     def groups(self) -> Partition:
+        """How the portions of all samples are divided into groups."""
         total = len(self.parts) * len(self.store)
         return Partition.even(total, max(1, min(total, _MOST_GROUPS)))
 
     def group(self, number: int) -> PortionMoments:
+        """Read the portions of one group and compute their moments."""
         table, classes, size = no_moments(self.channels), Counter[int](), 0
         for item in range(*self.groups.piece(number)):
             sample, part = divmod(item, len(self.parts))
@@ -150,11 +154,13 @@ def class_counts(numbers: Array) -> dict[int, int]:
 
 
 def refuse_many(classes: Counter[int]) -> None:
+    """Raise where there are more values than classes can be."""
     if len(classes) > MOST_CLASSES:
         raise too_many(len(classes))
 
 
 def too_many(count: int) -> DataError:
+    """The error for values that are no classes."""
     return DataError(
         f"there are {count} values or more, which are no classes (at most {MOST_CLASSES} are counted); "
         "take the statistics without classes"

@@ -70,6 +70,7 @@ class Source:
 
     @classmethod
     def of(cls, store: Store) -> Source:
+        """Describe the files of a store as they are now."""
         seen = [_looked_at(path, dataset_of(store)) for path in getattr(store, "paths", ())]
         sizes = "\n".join(f"{path.name} {status.st_size}" for path, status in seen)
         return cls(
@@ -186,6 +187,7 @@ class Statistics:
         spare.replace(path)
 
     def as_json(self) -> dict[str, Any]:
+        """The entries of the saved file."""
         classes = None if self.classes is None else {str(value): count for value, count in self.classes.items()}
         columns = {name: [_or_none(x) for x in getattr(self, name)] for name in ("mean", "std", "min", "max")}
         return {**asdict(self), **columns, "classes": classes}

@@ -33,7 +33,10 @@ class ArraySpec:
 
 
 class ArrayWriter(Protocol):
-    def write(self, index: Index, numbers: Array) -> None: ...
+    """Writes one new array, box by box, and opens it again."""
+
+    def write(self, index: Index, numbers: Array) -> None:
+        """Write the part of the array that ``index`` names."""
 
     def close(self) -> None:
         """All is written."""
@@ -43,6 +46,8 @@ class ArrayWriter(Protocol):
 
 
 class NpyWriter:
+    """A mapped file, its room on the disk reserved at once."""
+
     def __init__(self, path: Path, plan: ArraySpec) -> None:
         self._path, self._plan = path, plan
         np.lib.format.open_memmap(path, "w+", plan.dtype, plan.shape)
@@ -125,6 +130,7 @@ WRITERS: dict[str, type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]] = {
 
 
 def writer_of(path: Path) -> type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]:
+    """The writer for a path, by the end of its name."""
     if path.suffix not in WRITERS:
         raise DataError(f"{path}: its name must end with one of {', '.join(WRITERS)}, which says what to write")
     return WRITERS[path.suffix]

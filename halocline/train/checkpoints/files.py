@@ -48,9 +48,11 @@ class Folder:
         return self._lock
 
     def path(self, step: int) -> Path:
+        """The folder of a finished checkpoint."""
         return self.root / f"step-{step:08d}"
 
     def part(self, step: int) -> Path:
+        """The folder of a checkpoint that is being written."""
         return self._hidden(step, "part")
 
     def _hidden(self, step: int, kind: str) -> Path:
@@ -108,6 +110,7 @@ class Folder:
             return True
 
     def release(self) -> None:
+        """Let go of the lock."""
         if self._unlock is not None:
             self._unlock()
         self._lock, self._unlock = -1, None
@@ -123,6 +126,7 @@ class Folder:
     # ---- coming and going ----
 
     def begin(self, step: int, damaged: Collection[int]) -> None:
+        """Make the folder for a new checkpoint. Raises where a later one lies there that is not damaged."""
         self.claim()
         later = [other for other in self.steps() if other > step and other not in damaged]
         if later:
@@ -145,6 +149,7 @@ class Folder:
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self, step: int) -> None:
+        """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.part(step), ignore_errors=True)
 
     def retain(self, step: int, keep: int, damaged: Collection[int]) -> None:
@@ -162,6 +167,7 @@ class Folder:
 
 
 def sync(path: Path) -> None:
+    """Force a file or folder to storage."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -170,6 +176,7 @@ def sync(path: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> Facts:
+    """Write a file to storage; returns its size and checksum."""
     with path.open("wb") as target:
         target.write(data)
     return facts(path, durable=True)
@@ -188,6 +195,7 @@ def _hash() -> Any:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest, which makes the checkpoint valid."""
     write(folder / MANIFEST, _manifest(content))
 
 

@@ -57,6 +57,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
+        """Is this rank 0, which writes and decides?"""
         return self.rank == 0
 
     def agree(self, own: Callable[[], T]) -> list[T]:

@@ -168,6 +168,7 @@ class Stored:
         return torch.empty_strided(stored.size, stride, dtype=stored.properties.dtype)
 
     def read(self, targets: dict[str, Tensor], is_first: bool) -> None:
+        """Read the tensors into ``targets``; each rank reads what it needs, and none communicates."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, self._metadata, is_first)
         self._reader.set_up_storage_reader(self._metadata, is_first)

@@ -78,6 +78,7 @@ def _numbers(y: Array, p: Array) -> str | None:
 
 
 def correlation(y: Array, p: Array) -> float:
+    """Pearson's correlation of truth and prediction."""
     good = np.isfinite(y) & np.isfinite(p)
     y, p = y[good], p[good]
     if len(y) < 2 or y.std() == 0 or p.std() == 0:
@@ -86,6 +87,7 @@ def correlation(y: Array, p: Array) -> float:
 
 
 def scatter(y: Array, p: Array, index: int) -> str:
+    """A chart of predictions over truth, for one output."""
     both = np.concatenate([y, p])
     finite = both[np.isfinite(both)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)

@@ -38,6 +38,7 @@ class ChartScale:
         return float(self.start + share * (self.end - self.start))
 
     def ticks(self) -> list[float]:
+        """Values at which the edge is labelled."""
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
 
 
@@ -79,6 +80,7 @@ def value_scale(values: Array, zero: bool = False, log: bool | None = None) -> C
 
 
 def step_scale(steps: Array) -> ChartScale:
+    """The horizontal scale of a chart over steps."""
     low, high = (float(steps.min()), float(steps.max())) if steps.size else (0.0, 1.0)
     return (
         ChartScale(low, high, LEFT, WIDTH - RIGHT) if high > low else ChartScale(low - 1, low + 1, LEFT, WIDTH - RIGHT)
@@ -105,11 +107,14 @@ def frame(across: ChartScale | None, up: ChartScale, x_label: str, words: Words 
 
 
 def svg(title: str, *parts: str, width: float = WIDTH, height: float = HEIGHT, class_: str = "chart") -> str:
+    """A whole chart from its parts."""
     return element("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=title, class_=class_)
 
 
 @dataclass(frozen=True)
 class Series:
+    """One line of a chart, with its name and colour."""
+
     name: str
     steps: Array
     values: Array

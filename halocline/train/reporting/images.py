@@ -39,15 +39,18 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def image(picture: Picture, words: str) -> str:
+    """A picture as an inline PNG, with its text for readers that show none."""
     source = "data:image/png;base64," + base64.b64encode(png(picture)).decode()
     return element("img", src=source, alt=words, width=picture.shape[1], height=picture.shape[0])
 
 
 def colour(code: str) -> Array:
+    """Red, green and blue of a colour written as #rrggbb."""
     return np.array([int(code[index : index + 2], 16) for index in (1, 3, 5)], dtype=np.float64)
 
 
 def class_code(number: int) -> str:
+    """The colour of a class."""
     return CLASSES[(number - 1) % len(CLASSES)]
 
 
@@ -71,6 +74,7 @@ def _shares(plane: Array, low: float, high: float) -> Array:
 
 
 def grey(plane: Array) -> Picture:
+    """A plane of numbers as a grey picture."""
     shares = _shares(plane, *limits(plane))
     return (np.repeat(shares[..., None], 3, axis=-1) * 255).astype(np.uint8)
 
@@ -89,6 +93,7 @@ def painted(under: Picture, where: NDArray[Any], code: str, strength: float) -> 
 
 
 def overlaid(under: Picture, classes: Array) -> Picture:
+    """Classes in colour over a grey picture."""
     for number in np.unique(classes[np.isfinite(classes)]).astype(int).tolist():
         if number > 0:
             under = painted(under, classes == number, class_code(number), 0.65)

@@ -20,6 +20,8 @@ Copy = tuple[tuple[str, int], ...]  # places along axes that are not drawn
 
 @dataclass(frozen=True)
 class Tile:
+    """One rank's part of the drawn sample."""
+
     rank: int
     box: dict[str, Pair]
     words: str
@@ -130,6 +132,7 @@ class DrawnBox:
         self._left, self._top = 62.0, 16.0 + self._back
 
     def drawing(self, tiles: Sequence[Tile]) -> str:
+        """The box with its tiles, as SVG."""
         parts = [self._faces(tile) for tile in tiles]
         width = self._left + self._wide + self._back + 62
         height = self._top + self._high + 48

@@ -19,6 +19,7 @@ _SEALED = (
 
 
 def page(run: RecordedRun, parts: list[Part]) -> str:
+    """The whole report as HTML."""
     shown = [part for part in parts if isinstance(part, Section)]
     body = element("header", _head(run), _facts(run), _links(shown))
     body += element("main", *(_section(part) for part in shown), _absent([p for p in parts if isinstance(p, Missing)]))
@@ -57,6 +58,7 @@ def _fact(name: str, value: str) -> str:
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
+    """The key figures at the top of the page."""
     rows = [("steps", _steps(run))]
     if run.steps:
         rows.append(("last loss", short(float(run.column("loss")[-1]))))

@@ -16,6 +16,8 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class RunReport:
+    """Where the report was written, and which sections it has."""
+
     path: Path
     bytes: int
     sections: list[str]  # those that the run had something for

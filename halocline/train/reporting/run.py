@@ -30,6 +30,8 @@ class NoRun(HaloclineError, ValueError):
 
 @dataclass(frozen=True)
 class RecordedRun:
+    """A run's folder as the report reads it; parts that are missing say why."""
+
     name: str
     config: str = ""  # as written
     settings: Entry = field(default_factory=dict)
@@ -63,16 +65,19 @@ class RecordedRun:
 
 
 def is_number(value: object) -> bool:
+    """A number (NaN and infinities too), not a truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def column(entries: list[Entry], name: str) -> Array:
+    """One value of each entry; NaN where it is missing."""
     values = [entry.get(name) for entry in entries]
     numbers = np.array([value if is_number(value) else np.nan for value in values], dtype=np.float64)
     return np.where(np.abs(numbers) > _HUGE, np.inf, numbers)
 
 
 def read_run(folder: Path) -> RecordedRun:
+    """Read what there is of a run."""
     if not (folder / CONFIG).is_file() and not (folder / LOG).is_file():
         there = "holds neither" if folder.is_dir() else "is no folder, and so has no"
         raise NoRun(f"{folder} {there} {CONFIG} nor {LOG}; give the folder of a run, as `halocline train` makes one")

@@ -27,6 +27,8 @@ UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 @dataclass(frozen=True)
 class Section:
+    """A part of the page."""
+
     name: str  # in links and JSON
     title: str
     body: str
@@ -34,6 +36,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Missing:
+    """A part that cannot be shown, and why."""
+
     name: str
     why: str
 
@@ -42,6 +46,7 @@ Part = Section | Missing
 
 
 def parts_of(run: RecordedRun) -> list[Part]:
+    """All parts of the page, in order."""
     return [make(run) for make in _MAKERS]
 
 
@@ -61,6 +66,7 @@ def _note(words: str) -> str:
 
 
 def loss(run: RecordedRun) -> Part:
+    """The loss by step."""
     if not run.steps:
         return Missing("loss", run.troubles.get("log", "the log has no steps"))
     steps, values = run.column("step"), run.column("loss")
@@ -108,6 +114,7 @@ def _keys(entries: list[tuple[str, str]]) -> str:
 
 
 def validation(run: RecordedRun) -> Part:
+    """The metrics by step."""
     entries = run.validations
     if not entries:
         data = run.settings.get("data")
@@ -194,6 +201,7 @@ def median_split(run: RecordedRun) -> dict[str, float]:
 
 
 def time(run: RecordedRun) -> Part:
+    """Where the time of a step goes."""
     timed = np.isfinite(run.column("seconds"))
     if not timed.any():
         return Missing("time", "the log tells of no step how long it took")
@@ -248,6 +256,7 @@ def _over_time(run: RecordedRun, seconds: Array) -> str:
 
 
 def memory(run: RecordedRun) -> Part:
+    """The memory of each rank."""
     told = [entry for entry in run.ranks if is_number(entry.get("memory")) and np.isfinite(entry["memory"])]
     if not told:
         return Missing("memory", _no_ranks(run))
@@ -261,6 +270,7 @@ def memory(run: RecordedRun) -> Part:
 
 
 def mesh(run: RecordedRun) -> Part:
+    """How samples are cut over ranks."""
     told = [entry for entry in run.ranks if entry.get("tile")]
     if not told:
         return Missing("mesh", _no_ranks(run))
@@ -280,6 +290,7 @@ def _no_ranks(run: RecordedRun) -> str:
 
 
 def examples(run: RecordedRun) -> Part:
+    """Predictions beside the truth."""
     if "examples" in run.troubles:
         return Missing("examples", run.troubles["examples"])
     if run.examples is None:
@@ -292,6 +303,7 @@ def examples(run: RecordedRun) -> Part:
 
 
 def settings(run: RecordedRun) -> Part:
+    """Every setting of the run."""
     if not run.config:
         return Missing("settings", run.troubles.get("settings", "config.toml is empty"))
     trouble = [element("p", text(run.troubles["settings"]), class_="bad")] if "settings" in run.troubles else []

@@ -30,10 +30,12 @@ def _value(value: object) -> str:
 
 
 def text(words: object) -> str:
+    """Words with the characters of HTML escaped."""
     return html.escape(str(words))
 
 
 def tooltip(words: object) -> str:
+    """What the pointer shows."""
     return element("title", text(words))
 
 
@@ -50,6 +52,7 @@ def path_of(points: Iterable[tuple[float, float]]) -> str:
 
 
 def polygon(points: Iterable[tuple[float, float]], class_: str, *content: str) -> str:
+    """A filled shape."""
     return element("polygon", *content, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
 
 
