@@ -7,16 +7,19 @@ from .memory import PeakMemory, peak_bytes
 from .mpi_place import MpiPlace
 from .pool import Outcome, RankError, RankPool, shared_pool
 from .store import StoreTests
+from .world import CudaWorldTests, WorldTests
 
 __all__ = [
     "EXACT",
     "Comparison",
+    "CudaWorldTests",
     "MpiPlace",
     "Outcome",
     "PeakMemory",
     "RankError",
     "RankPool",
     "StoreTests",
+    "WorldTests",
     "check_adjoint",
     "check_rule",
     "peak_bytes",

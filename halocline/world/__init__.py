@@ -31,6 +31,7 @@ from .mpi import MpiWorld
 from .placement import place_parameter, placement_of, ranks_with_same
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
+from .tensor_bytes import in_host_memory, memory_of
 from .text import broadcast_text
 
 __all__ = [
@@ -74,9 +75,11 @@ __all__ = [
     "broadcast_text",
     "exchange_messages",
     "forget",
+    "in_host_memory",
     "init",
     "is_movement",
     "joined_world",
+    "memory_of",
     "new_group",
     "pack",
     "place_parameter",

@@ -104,6 +104,9 @@ class LocalWorld(World):
             self._woken = False
         return None
 
+    def leave(self) -> None:
+        self._board.fail(f"rank {self.rank} has left")
+
     def wake(self) -> None:
         with self._board.changed:
             self._woken = True

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Event
 from typing import Any
@@ -69,7 +69,7 @@ class _Posted:
 class MpiWorld(JoinedWorld):
     """A communicator for each channel, and one more on which ranks say that they leave."""
 
-    capabilities = Capabilities("mpi", detects_divergence=True, waits_for_any=True)
+    capabilities = Capabilities("mpi", waits_for_any=True)
 
     def __init__(self, deadline: float = DEFAULT_DEADLINE, comm: Any = None) -> None:
         self._mpi = started_library(deadline)
@@ -95,6 +95,11 @@ class MpiWorld(JoinedWorld):
                 f"{self.deadline:g} s. Look at the other ranks' own output first"
             )
         return made
+
+    def compare_launches(self) -> None:
+        super().compare_launches()
+        # In the world that all joined, ranks compare in the store where they wait.
+        self.capabilities = replace(self.capabilities, detects_divergence=True)
 
     # ---- messages ----
 

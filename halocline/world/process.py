@@ -21,7 +21,7 @@ from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment
 from .nccl import NcclGroups, nccl_groups
-from .rendezvous import gloo_group, init_process_group, meeting_point, world_number
+from .rendezvous import gloo_group, init_process_group, meeting_point, own_store, world_number
 from .tags import folded
 from .tcp import LARGEST, PendingReceive, TcpTransport
 from .tcp_priority import POSSIBLE, PriorityTransport, TransportError
@@ -49,6 +49,8 @@ class ProcessWorld(JoinedWorld):
     def __init__(self, deadline: float = DEFAULT_DEADLINE, wide: bool = False) -> None:
         self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups
         self._nccl: NcclGroups | None = None
+        self._tcp: TcpTransport | None = None
+        self._priority: PriorityTransport | None = None
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
         own_sockets = self.size > 1 and os.environ.get("HALOCLINE_WIRE") != "0"
         on_devices = "nccl" in str(dist.get_backend_config())
@@ -62,11 +64,13 @@ class ProcessWorld(JoinedWorld):
         )
         self._wide, self._everyone = wide, tuple(range(self.size))
         self._name = f"halocline/world {world_number(self.rank, deadline)}"
+        self._store = own_store(deadline)
         by_priority = wide and self.capabilities.priorities
         if not by_priority:  # each group of gloo's has threads, which wake up a hundred times a second
             self._group(_MESSAGES, self._everyone)
-        self._priority = PriorityTransport(self.rank, deadline) if by_priority else None
-        self._tcp = TcpTransport(self.rank, deadline) if own_sockets and not by_priority else None
+        addresses = self.rank, deadline, self._store, f"{self._name}/sockets"
+        self._priority = PriorityTransport(*addresses) if by_priority else None
+        self._tcp = TcpTransport(*addresses) if own_sockets and not by_priority else None
         if on_devices:  # flags and shapes travel as CPU tensors, so that NCCL alone would not do
             self._nccl = nccl_groups(self.size, deadline)
 
@@ -74,15 +78,16 @@ class ProcessWorld(JoinedWorld):
         super().set_deadline(seconds)
         for group in self._gloo.values():
             set_group_timeout(group, self._wait)
-        if self._nccl is not None:
-            self._nccl.set_deadline(seconds)
+        for transport in (self._nccl, self._tcp, self._priority):
+            if transport is not None:
+                transport.set_deadline(seconds)
 
     def _group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
         """Of these ranks, made when first needed by its members alone."""
         key = (purpose, ranks)
         if key not in self._gloo:
             name = f"{self._name}/{purpose}/{'-'.join(map(str, ranks))}"
-            self._gloo[key] = gloo_group(name, ranks.index(self.rank), len(ranks), self.deadline)
+            self._gloo[key] = gloo_group(self._store, name, ranks.index(self.rank), len(ranks), self.deadline)
         return self._gloo[key]
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:

@@ -90,14 +90,23 @@ def new_group(deadline: float, ranks: list[int] | None = None, **options: Any) -
     return _on_this_device(deadline, lambda: dist.new_group(ranks, timeout=wait, **options))
 
 
-def gloo_group(name: str, rank: int, size: int, deadline: float) -> Any:
+def gloo_group(store: Any, name: str, rank: int, size: int, deadline: float) -> Any:
     """A group of gloo's under a name that no other has had. By its ranks together.
 
     Unlike those of ``dist.new_group`` it ends, with its threads and sockets, with its last reference.
     """
     prefixed, wait = dist.PrefixStore, timedelta(seconds=deadline)  # type: ignore[attr-defined]  # public all the same
-    store = prefixed(name, default_store())
-    return _on_this_device(deadline, lambda: dist.ProcessGroupGloo(store, rank, size, wait))
+    return _on_this_device(deadline, lambda: dist.ProcessGroupGloo(prefixed(name, store), rank, size, wait))
+
+
+def own_store(deadline: float) -> Any:
+    """A connection of one's own to the store that the ranks met at.
+
+    A wait on a connection holds it: two worlds that make groups in two threads, and share one, wait for each other.
+    """
+    store = default_store()
+    assert store is not None, "ranks make worlds when they have met"
+    return within(deadline, store.clone)
 
 
 def world_number(rank: int, deadline: float) -> int:

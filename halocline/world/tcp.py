@@ -15,17 +15,18 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from .listener import HELLO, Listener
-from .rendezvous import BoundedStore, joined_store
+from .rendezvous import BoundedStore
 from .tags import diverged
 
 LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
 HEADER = struct.Struct("<qq")  # tag, bytes
 _BUFFER = 1 << 13  # bytes
+_PROBE = 1.0  # seconds of waiting for a call after which, and again, a rank sees whether the caller still listens
 _KNOCK = 0.02  # seconds at the door before looking after those who are in
 _SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
 
@@ -216,19 +217,16 @@ class Connection:
 class TcpTransport:
     """This rank's connections, each made when first needed: the lower rank calls, the higher one answers."""
 
-    def __init__(self, rank: int, deadline: float, card: str = "") -> None:
-        store = self._store(deadline)
-        turn = store.add(f"halocline/wires/{rank}", 1)  # every rank's first at this meeting, its second, ...
-        self.rank, self.deadline, self._name = rank, deadline, f"halocline/wire/{turn}"
+    def __init__(self, rank: int, deadline: float, store: Any, name: str, card: str = "") -> None:
+        """``store`` is where the ranks tell their addresses, under a ``name`` that no other transport has had."""
+        self.rank, self._name, self._raw_store = rank, name, store
+        self.set_deadline(deadline)
         self.connections: dict[int, Connection] = {}
         self._listener = Listener(_own_address(card))
-        store.set(f"{self._name}/{rank}", self._listener.address)
+        self._store.set(f"{name}/{rank}", self._listener.address)
 
-    @staticmethod
-    def _store(deadline: float) -> BoundedStore:
-        store = joined_store(deadline)
-        assert store is not None, "sockets of our own are for ranks that have met"
-        return store
+    def set_deadline(self, seconds: float) -> None:
+        self.deadline, self._store = seconds, BoundedStore(self._raw_store, seconds)
 
     def close(self) -> None:
         for connection in self.connections.values():
@@ -246,20 +244,37 @@ class TcpTransport:
         return self.connections[peer]
 
     def _call(self, peer: int) -> socket.socket:
-        host, port, token = self._store(self.deadline).get(f"{self._name}/{peer}").split()
+        host, port, token = self._store.get(f"{self._name}/{peer}").split()
         connection = socket.create_connection((host, int(port)), timeout=self.deadline)
         connection.sendall(HELLO.pack(bytes.fromhex(token), self.rank))
         return connection
 
     def _answer(self, peer: int) -> socket.socket:
         """Whoever else calls meanwhile is kept for later."""
-        end = time.monotonic() + self.deadline
+        now = time.monotonic()
+        end, probe = now + self.deadline, now + _PROBE
         while (connection := self._listener.callers.pop(peer, None)) is None:
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 raise TimeoutError(f"rank {peer} has not called within {self.deadline:g} s")
+            if now > probe:
+                self._check_listening(peer)
+                probe = now + _PROBE
             self._listener.look(_KNOCK)
             self.progress()
         return connection
+
+    def _check_listening(self, peer: int) -> None:
+        """Raise if a rank that has not called yet has left, or died."""
+        name = f"{self._name}/{peer}"
+        if self._store.check(name):
+            host, port, _ = self._store.get(name).split()
+            try:
+                socket.create_connection((host, int(port)), timeout=_PROBE).close()
+            except ConnectionRefusedError:
+                raise ConnectionError(f"connection closed: rank {peer} no longer listens") from None
+            except OSError:  # it may still call
+                pass
 
     def progress(self) -> None:
         """Hand over and read what can be."""

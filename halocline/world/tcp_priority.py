@@ -220,8 +220,8 @@ class PriorityConnection(Connection):
 class _CardTransport(TcpTransport):
     """The lanes over one network card."""
 
-    def __init__(self, bulk: PriorityTransport, rank: int, deadline: float, card: str) -> None:
-        super().__init__(rank, deadline, card)
+    def __init__(self, bulk: PriorityTransport, rank: int, deadline: float, store: Any, name: str, card: str) -> None:
+        super().__init__(rank, deadline, store, name, card)
         self._priority = weakref.proxy(bulk)  # no circle: sockets close when the last who uses them is gone
 
     def connection(self, peer: int) -> PriorityConnection:
@@ -245,7 +245,7 @@ POSSIBLE = all(hasattr(os, name) for name in ("eventfd", "memfd_create")) and ha
 class PriorityTransport:
     """Lanes over every card; a message takes the card that its tag says."""
 
-    def __init__(self, rank: int, deadline: float) -> None:
+    def __init__(self, rank: int, deadline: float, store: Any, name: str) -> None:
         self._deadline = deadline
         self._poll = select.epoll()
         self._lanes: dict[int, PriorityConnection] = {}
@@ -254,8 +254,18 @@ class PriorityTransport:
         self._gone: set[int] = set()  # peers
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll.register(self._bell, select.EPOLLIN)
-        self._wires = [_CardTransport(self, rank, deadline, card) for card in cards() or [""]]
-        self._express = [_CardTransport(self, rank, deadline, card) for card in cards() or [""]]
+        self._wires, self._express = (
+            [
+                _CardTransport(self, rank, deadline, store, f"{name}/{kind} {number}", card)
+                for number, card in enumerate(cards() or [""])
+            ]
+            for kind in ("bulk", "express")
+        )
+
+    def set_deadline(self, seconds: float) -> None:
+        self._deadline = seconds
+        for wire in (*self._wires, *self._express):
+            wire.set_deadline(seconds)
 
     def lane(self, peer: int, tag: int, size: int) -> PriorityConnection:
         """Small messages have lanes of their own: they wait for none that is half sent."""

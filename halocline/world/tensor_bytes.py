@@ -29,6 +29,7 @@ def sendable(tensor: Tensor) -> Tensor:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)  # lazy conjugates are not in memory
+    flat = flat.as_strided(flat.shape, (1,))  # one element is contiguous with any stride, and then no view
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 

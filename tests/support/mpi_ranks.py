@@ -1,7 +1,6 @@
 """What the ranks of test_mpi_world.py run: found by name, since they are processes of their own."""
 
 import importlib
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,10 +17,6 @@ from halocline.world.mpi import MpiWorld
 from halocline.world.mpi_library import library
 
 WORLDS: dict[int, MpiWorld] = {}
-EVERY_DTYPE = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-]  # fmt: skip
 SIZES = (1, 7, 1000, 65537, 300001)
 
 
@@ -128,34 +123,14 @@ def looks_until_done() -> int:
     return looks
 
 
-def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, whose sums are exact in every dtype."""
-    whole = (torch.arange(size) * 7 + rank) % 5
-    return torch.complex(whole.double(), whole.double() + 1).to(dtype) if dtype.is_complex else whole.to(dtype)
-
-
-def every_dtype() -> tuple[list[str], list[str], str]:
-    world, size = everyone(), dist.get_world_size()
-    ranks, bad_moves, bad_sums = tuple(range(size)), [], []
-    after, before = (world.rank + 1) % size, (world.rank - 1) % size
-    for dtype in EVERY_DTYPE:
-        for length in (0, 1, 33, 70001):
-            mine, theirs = values_of(world.rank, length, dtype), values_of(before, length, dtype)
-            sends, receives = [Send(after, mine.conj() if dtype.is_complex else mine)], [Receive(before, length)]
-            (came,) = world.begin(sends, receives, mine, ranks, Label("pass on", "test")).wait()
-            bad_moves += [] if torch.equal(came, theirs.conj()) else [f"{dtype} {length}"]
-            true = values_of(0, length, dtype)
-            for rank in ranks[1:]:
-                true = true + values_of(rank, length, dtype)
-            begun = mine.clone()
-            world.begin_sum(begun, ranks, Label("sum", "test", "gradients")).wait()
-            whole = world.sum(mine, ranks, Label("sum", "test"))
-            bad_sums += [] if torch.equal(begun, true) and torch.equal(whole, true) else [f"{dtype} {length}"]
+def sum_float8() -> str:
     try:
-        world.begin_sum(torch.zeros(3).to(torch.float8_e5m2), ranks, Label("sum", "test", "gradients")).wait()
+        everyone().begin_sum(
+            torch.zeros(3).to(torch.float8_e5m2), (0, 1, 2, 3), Label("sum", "test", "gradients")
+        ).wait()
     except hc.Refused as error:
-        return bad_moves, bad_sums, str(error)
-    return bad_moves, bad_sums, ""
+        return str(error)
+    return ""
 
 
 def sums_of_many_sizes() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
@@ -183,12 +158,6 @@ def swap(world: MpiWorld, peer: int, operation: str, place: str, send: bool = Tr
     return ""
 
 
-def wait_in_vain() -> str:
-    joined._GRACE = 0.2
-    world = fresh(0.3)
-    return swap(world, 1, "fetch", "encoder.conv", send=False) if world.rank == 0 else ""
-
-
 def diverge() -> str:
     """Pairs whose partners run another operation each."""
     joined._GRACE = 0.2
@@ -211,31 +180,6 @@ def wait_for_one_that_leaves() -> str:
         except hc.RankFailure as error:
             text = str(error)
     return text
-
-
-def talk_in_two_threads() -> bool:
-    """Both ask for the same tags; one is closed, and another made."""
-    world, right = everyone(), []
-    beside = world.duplicate()
-
-    def talk(which: MpiWorld, value: float, dtype: torch.dtype) -> None:
-        ranks, label = tuple(range(which.size)), Label("sum", "test")
-        sums = [which.sum(torch.full((n,), value, dtype=dtype), ranks, label) for n in (1, 100, 200_000) * 5]
-        right.append(all((total == value * which.size).all() for total in sums))
-
-    threads = [
-        threading.Thread(target=talk, args=pair)
-        for pair in ((world, 1.0, torch.bfloat16), (beside, 2.0, torch.float64))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    beside.close()
-    again = world.duplicate()
-    talk(again, 3.0, torch.float32)
-    again.close()
-    return right == [True] * 3
 
 
 def print_a_mean_on_rank_0() -> tuple[str, float]:

@@ -128,10 +128,8 @@ def test_a_sum_goes_on_while_nobody_waits(pool: RankPool) -> None:
     assert all(looks < 200 for looks in pool.run(mpi_ranks.looks_until_done))
 
 
-def test_every_dtype_travels_and_sums(pool: RankPool) -> None:
-    for moved, summed, refused in pool.run(mpi_ranks.every_dtype):
-        assert moved == [] and summed == []
-        assert "float8" in refused and "convert" in refused
+def test_a_dtype_that_mpi_cannot_sum_is_refused(pool: RankPool) -> None:
+    assert all("float8" in refused and "convert" in refused for refused in pool.run(mpi_ranks.sum_float8))
 
 
 def check_same_bits(found: list[dict[Any, tuple[torch.Tensor, torch.Tensor]]], ranks: int) -> None:
@@ -154,13 +152,6 @@ def test_sums_have_the_same_bits_on_eight_ranks() -> None:
         check_same_bits(eight.run(mpi_ranks.sums_of_many_sizes, deadline=120.0), 8)
 
 
-def test_at_the_deadline_peer_operation_and_place_are_named(pool: RankPool) -> None:
-    first, *others = pool.run(mpi_ranks.wait_in_vain)
-    assert "rank 0, fetch in encoder.conv, called at " in first
-    assert "(swap)" in first and "nothing came from rank 1 within the deadline of 0.3 s" in first
-    assert others == [""] * 3
-
-
 def test_ranks_that_take_different_paths_raise(pool: RankPool) -> None:
     for text in pool.run(mpi_ranks.diverge):
         assert "conv2d" in text and "nothing came from rank" in text
@@ -171,10 +162,6 @@ def test_a_rank_that_leaves_is_heard_at_once(pool: RankPool) -> None:
     first, _, third, fourth = pool.run(mpi_ranks.wait_for_one_that_leaves, deadline=30.0)
     assert "the connection to rank 1 closed" in first and "a reduction did not complete" in third
     assert "an earlier exchange failed" in fourth
-
-
-def test_worlds_beside_each_other_do_not_mix(pool: RankPool) -> None:
-    assert pool.run(mpi_ranks.talk_in_two_threads) == [True] * RANKS
 
 
 def test_the_doctor_names_the_library_and_its_threads() -> None:

@@ -98,25 +98,6 @@ def test_silence_ends_at_the_deadline() -> None:
         alone(there).wait(1, there.receive(1, memoryview(bytearray(1))), time.monotonic() + 0.05)
 
 
-def exchange_sizes() -> list[bool]:
-    """Below and above the size from which gloo carries a message, in both directions at once."""
-    import halocline as hc
-    from halocline.world import Label, Receive, Send
-
-    world = hc.Mesh(a=-1).world
-    peer, found = world.size - 1 - world.rank, []
-    for elements in (0, 1, LARGEST // 8, LARGEST // 8 + 1, LARGEST):
-        mine = torch.full((elements,), float(world.rank), dtype=torch.float64)
-        ranks = tuple(range(world.size))
-        (theirs,) = world.begin([Send(peer, mine)], [Receive(peer, elements)], mine, ranks, Label("t", "t")).wait()
-        found.append(bool((theirs == peer).all()))
-    return found
-
-
-def test_both_ways_of_travelling_give_the_same() -> None:
-    assert shared_pool(2).run(exchange_sizes) == [[True] * 5] * 2
-
-
 def stranger(address: str, kind: str) -> socket.socket:
     """Calls at a rank's port without knowing its token."""
     host, port, _ = address.split()
