@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+import ring_counts
 import torch
+from ring_counts import best_factors, factorizations
 from torch import Tensor
 
 import halocline as hc
@@ -18,8 +20,6 @@ from halocline.reduction.transport.algorithms import Algorithm, Round, Span, gat
 from halocline.reduction.transport.costs import (
     Costs,
     best_chunk,
-    best_factors,
-    factorizations,
     level_seconds,
     measured_links,
     piped_seconds,
@@ -101,8 +101,8 @@ def test_messages_and_bytes_are_those_of_the_formulas() -> None:
         for factors in factorizations(count):
             size = 4 * count  # divides by all
             rounds = Algorithm("levels", tuple(range(count)), 3, factors).rounds(size)
-            assert algorithms.messages(rounds) == algorithms.level_messages(factors)
-            assert algorithms.elements_sent(rounds) == sum(algorithms.level_bytes(factors, size))
+            assert ring_counts.messages(rounds) == ring_counts.level_messages(factors)
+            assert ring_counts.elements_sent(rounds) == sum(ring_counts.level_bytes(factors, size))
 
 
 def test_leaders_send_their_share_to_other_nodes() -> None:
@@ -111,7 +111,7 @@ def test_leaders_send_their_share_to_other_nodes() -> None:
         for place in range(on_node * nodes):
             rounds = Algorithm("leaders", tuple(range(12)), place, (on_node, nodes), leaders).rounds(size)
             away = sum(each.sent.size for each in rounds if each.to is not None and each.to // 4 != place // 4)
-            assert away == (algorithms.leader_bytes(nodes, leaders, size) if place % 4 < leaders else 0)
+            assert away == (ring_counts.leader_bytes(nodes, leaders, size) if place % 4 < leaders else 0)
 
 
 def test_factors_that_do_not_multiply_to_the_ranks_are_refused() -> None:
@@ -130,7 +130,7 @@ def test_steps_of_256_ranks_in_the_dry_world(factors: tuple[int, ...], steps: in
     Rings(world, factors).begin(torch.empty(size, device="meta"), LABEL).wait()
     assert world.traffic.messages == steps
     assert sum(isinstance(event, Begun) for event in events) == steps
-    assert world.traffic.transport_bytes == sum(algorithms.level_bytes(factors, 4 * size))
+    assert world.traffic.transport_bytes == sum(ring_counts.level_bytes(factors, 4 * size))
 
 
 # ---- ranks as threads ----

@@ -17,7 +17,7 @@ import numpy as np
 
 _CLOSE = 1.02  # what a message costs is known no better
 _MESSAGES, _FEWEST = 16, 4  # of moderate size, where the wire is busy all the time and where it hardly is
-_LEAST = 3 << 20  # bytes
+_LEAST = 3_900_000  # bytes
 _SMALL = 1 << 18  # bytes of the smallest message, where each is needed at a time of its own
 _OF_WHAT_IS_LEFT = 2 / 3
 

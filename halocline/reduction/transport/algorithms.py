@@ -8,7 +8,7 @@ Either way all ranks end with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -250,38 +250,3 @@ def check_factors(factors: Sequence[int], ranks: int) -> None:
     if prod(factors) != ranks or any(factor < 1 for factor in factors):
         shown = " x ".join(str(factor) for factor in factors)
         raise MeshError(f"levels of {shown} are {prod(factors)} ranks, and there are {ranks}; give factors of {ranks}")
-
-
-# ---- counting ----
-
-
-def messages(rounds: Iterable[Round]) -> int:
-    """That the rank sends."""
-    return sum(each.to is not None for each in rounds)
-
-
-def elements_sent(rounds: Iterable[Round]) -> int:
-    return sum(each.sent.size for each in rounds)
-
-
-def level_messages(factors: Sequence[int]) -> int:
-    """A rank's, in one chunk.
-
-    >>> [level_messages(factors) for factors in ((256,), (4, 64), (4, 8, 8))]
-    [510, 132, 34]
-    """
-    return sum(2 * (factor - 1) for factor in factors)
-
-
-def level_bytes(factors: Sequence[int], size: int) -> list[float]:
-    """That a rank sends on each level, of a sum of so many bytes.
-
-    >>> level_bytes((4, 64), 1024)
-    [1536.0, 504.0]
-    """
-    return [2 * (factor - 1) * size / prod(factors[: level + 1]) for level, factor in enumerate(factors)]
-
-
-def leader_bytes(nodes: int, leaders: int, size: int) -> float:
-    """That a leader sends to other nodes."""
-    return 2 * (nodes - 1) / nodes * size / leaders

@@ -79,24 +79,6 @@ def best_chunk(factors: Sequence[int], links: Sequence[LinkCost], size: int) -> 
     return min(few, key=lambda chunk: piped_seconds(factors, links, size, chunk))
 
 
-def best_factors(ranks: int, links: Callable[[tuple[int, ...]], Sequence[LinkCost]], size: int) -> tuple[int, ...]:
-    """The cheapest factorization; ``links`` says what its levels cost."""
-    return min(factorizations(ranks), key=lambda factors: sum(level_seconds(factors, links(factors), size)))
-
-
-def factorizations(ranks: int) -> list[tuple[int, ...]]:
-    """In all orders.
-
-    >>> factorizations(8)
-    [(8,), (2, 4), (2, 2, 2), (4, 2)]
-    """
-    found: list[tuple[int, ...]] = [(ranks,)]
-    for first in range(2, ranks // 2 + 1):
-        if ranks % first == 0:
-            found += [(first, *rest) for rest in factorizations(ranks // first)]
-    return found
-
-
 # ---- measuring ----
 
 
