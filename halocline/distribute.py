@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,13 +57,14 @@ def distribute(
     *,
     batch_statistics: str = "global",
     averaging: str = "own",
-    groups: Sequence[Sequence[str]] | None = None,
+    buckets: Sequence[Sequence[str]] | None = None,
     overlap: str = "backward",
     optimizer: Any = None,
     lag: int = 0,
     wire: str | None = None,
     rings: str | Sequence[int] = "usual",
     deterministic: bool | None = None,
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -81,8 +83,8 @@ def distribute(
     over all ranks. ``batch_statistics``: batch norm over the whole global batch ("global"), or over each data
     replica's batch as DDP has it ("replica").
 
-    Gradients travel while backward runs, in groups that follow from when they are ready and what a message costs.
-    ``groups`` (lists of parameter names) replaces those.
+    Gradients travel while backward runs, in buckets that follow from when they are ready and what a message costs.
+    ``buckets`` (lists of parameter names) replaces those; ``groups`` is its deprecated name.
 
     What is not there when backward ends is waited for, unless ``overlap="next-forward"``: then it goes on into the next
     forward, and each layer waits for its own. ``optimizer`` (or several) is to be handed in for it, since its step is
@@ -135,7 +137,7 @@ def distribute(
     averaged, placed = parameters_to_average(model, mesh, averaging)
     if placed and lag:
         raise MeshError("lag=1 takes parameters that are whole on all axes; hc.place_parameter has placed others")
-    indices = _as_indices(groups, [name for name, _ in averaged])
+    indices = _as_indices(_renamed(buckets, groups), [name for name, _ in averaged])
     ahead = overlap == "next-forward"
     tensors = [parameter for _, parameter in averaged]
     fixed = all(t.dtype == torch.float64 for t in tensors) if deterministic is None else deterministic
@@ -243,13 +245,22 @@ def _check_alone() -> None:
         )
 
 
-def _as_indices(groups: Sequence[Sequence[str]] | None, names: list[str]) -> list[list[int]] | None:
-    if groups is None:
+Buckets = Sequence[Sequence[str]]
+
+
+def _renamed(buckets: Buckets | None, groups: Buckets | None) -> Buckets | None:
+    if groups is not None:
+        warnings.warn("hc.distribute(groups=...) is called buckets=... now", DeprecationWarning, stacklevel=3)
+    return groups if buckets is None else buckets
+
+
+def _as_indices(buckets: Buckets | None, names: list[str]) -> list[list[int]] | None:
+    if buckets is None:
         return None
-    unknown = [name for group in groups for name in group if name not in names]
+    unknown = [name for bucket in buckets for name in bucket if name not in names]
     if unknown:
-        raise MeshError(f"groups: no averaged parameter is called {unknown[0]!r}; they are {', '.join(names)}")
-    return [[names.index(name) for name in group] for group in groups]
+        raise MeshError(f"buckets: no averaged parameter is called {unknown[0]!r}; they are {', '.join(names)}")
+    return [[names.index(name) for name in bucket] for bucket in buckets]
 
 
 class _NewParameters:

@@ -1,9 +1,9 @@
-"""Parameter gradients averaged over all ranks while backward runs: law 3's last step, behind one small interface.
+"""Parameter gradients averaged over ranks while backward runs: law 3's last step, behind one small interface.
 
 The first backward is watched: which gradients come, in which order, and when. In one exchange the ranks agree on that
-and on what a sum costs, and each makes the same plan of it. From then on gradients lie in their bucket's memory, and a
-bucket's sum begins when its last gradient is there, in the planned order: no rank is special, and nothing but the sums
-is sent. Where ranks take different ways, buckets go by agreement (``negotiate``).
+and on what a sum costs, and each makes the same plan of it (``buckets``). From then on gradients lie in their bucket's
+memory, and a bucket's sum begins when its last gradient is there, in the planned order: no rank is special, and nothing
+but the sums is sent. Where ranks take different paths, they agree which buckets may go (``schedule.negotiation``).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_gradients_are_late_and_parameters_due_until_somebody_looks() -> None:
         optimizer = sgd(model)
         names = [name for name, _ in model.named_parameters()]
         groups = [names[4:], names[2:4], names[:2]]
-        hc.distribute(model, mesh, overlap="next-forward", optimizer=optimizer, groups=groups)
+        hc.distribute(model, mesh, overlap="next-forward", optimizer=optimizer, buckets=groups)
         plain(model, optimizer, lambda x: part(x, mesh))
         seen: list[Any] = []
         layers = [model[0], model[2], model[4]]

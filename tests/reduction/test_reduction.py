@@ -66,7 +66,7 @@ def test_gradients_are_views_of_their_group_and_are_left_to_whoever_keeps_them()
     def run() -> tuple[bool, bool, bool]:
         mesh = Mesh(data=2)
         names = [["4.weight", "4.bias"], ["2.weight", "2.bias", "0.weight", "0.bias"]]  # not planned anew in between
-        model = hc.distribute(small_model(), mesh, groups=names)
+        model = hc.distribute(small_model(), mesh, buckets=names)
         engine = engine_of(model)
         assert engine is not None
         kept: list[Tensor] = []
@@ -244,7 +244,7 @@ def test_an_explicit_grouping_is_kept() -> None:
     def run() -> list[list[str]]:
         mesh = Mesh(data=2)
         model = small_model()
-        hc.distribute(model, mesh, groups=[["4.weight", "4.bias"], ["2.weight", "2.bias", "0.weight", "0.bias"]])
+        hc.distribute(model, mesh, buckets=[["4.weight", "4.bias"], ["2.weight", "2.bias", "0.weight", "0.bias"]])
         for step in range(3):
             loss_of(model, part(batch(step), mesh), step).backward()
         engine = engine_of(model)
@@ -254,7 +254,7 @@ def test_an_explicit_grouping_is_kept() -> None:
     for found in run_local(2, run):
         assert found == [["4.weight", "4.bias"], ["2.weight", "2.bias", "0.weight", "0.bias"]]
     with pytest.raises(hc.MeshError, match="nothing"):
-        run_local(1, lambda: hc.distribute(small_model(), Mesh(data=1), groups=[["nothing"]]))
+        run_local(1, lambda: hc.distribute(small_model(), Mesh(data=1), buckets=[["nothing"]]))
 
 
 def test_a_penalty_on_gradients_and_then_an_ordinary_step() -> None:
@@ -346,7 +346,7 @@ def test_images_with_channels_last_keep_their_layout() -> None:
 def test_control_messages_are_counted() -> None:
     def run() -> list[int]:
         mesh = Mesh(data=4)
-        model = hc.distribute(small_model(), mesh, groups=[["0.weight"]])  # given ones are never planned anew
+        model = hc.distribute(small_model(), mesh, buckets=[["0.weight"]])  # given ones are never planned anew
         engine, found = engine_of(model), []
         assert engine is not None
         for step in range(3):

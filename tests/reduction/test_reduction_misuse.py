@@ -67,7 +67,7 @@ def test_gradients_that_were_handled(between: Between) -> None:
 def test_memory_is_kept_where_nobody_else_looks_into_it() -> None:
     def run() -> int:
         mesh = Mesh(data=2)
-        model = hc.distribute(small_model(), mesh, groups=[["4.weight", "4.bias"]])
+        model = hc.distribute(small_model(), mesh, buckets=[["4.weight", "4.bias"]])
         places = set()
         for step in range(6):
             loss_of(model, part(batch(step), mesh), step).backward()

@@ -290,7 +290,7 @@ def distributed(
     }[mode.when]
     if algorithm.rings is not None:
         own["rings"] = algorithm.rings
-    hc.distribute(model, mesh, wire=mode.wire, groups=groups, **own)
+    hc.distribute(model, mesh, wire=mode.wire, buckets=groups, **own)
     engine = engine_of(model)
     assert engine is not None
     engine.clock.link = LinkCost(1e-5, 1e-9)
