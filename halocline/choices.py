@@ -30,8 +30,8 @@ class Choices:
     cut_target: int = 1 << 15
     #: Ranks up to which statistics are combined in one sum of one row a rank; more take two smaller sums.
     one_sum_ranks: int = 8
-    #: How results are cut, as ``hc.reshard`` would: ``{0: "data", 2: "depth"}``; ``{}`` gathers. None leaves them as they
-    #: come. Dims that a result has not, or that are too short, are left whole; views and work in place are as ever.
+    #: How results are cut, as ``hc.reshard`` would: ``{0: "data", 2: "depth"}``; ``{}`` gathers, None changes nothing.
+    #: Dims that a result has not, or that are too short, are left whole; views and work in place are as ever.
     cut: Mapping[int, str] | None = None
     at: Mapping[str, Choices] = field(default_factory=dict)
 
