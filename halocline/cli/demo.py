@@ -80,9 +80,7 @@ def play(steps: int, out: Path) -> dict[str, Any]:
 def check_ours(out: Path) -> None:
     """What is there is removed: only if an earlier demo made it."""
     if out.is_dir() and any(out.iterdir()) and not (out / "universes.h5").is_file():
-        raise ConfigError(
-            f"--out {out}: this folder holds other things than a demo, and would be made anew; name a new one"
-        )
+        raise ConfigError(f"--out {out}: this folder holds other files, and the demo would replace it; give a new one")
 
 
 def make_data(path: Path) -> None:

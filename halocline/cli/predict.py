@@ -91,7 +91,7 @@ def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
         with Stop() as stop:
             ending = stop.follow(lambda: LocalRanks(command, ranks, folder))
         if ending is not None and stop.asked:
-            raise LaunchError("stopped, as asked, before all was written")
+            raise LaunchError("stopped on request before everything was written")
         if ending is not None:
             raise LaunchError(f"rank {ending.rank}: {ending.words.partition(' (traceback in ')[0]}")
         return {**json.loads((folder / RESULT).read_text()), "ranks": ranks}

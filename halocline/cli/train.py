@@ -100,7 +100,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
     path = Path(target)
     if (path / CONFIG).exists():
         if full:
-            raise ConfigError("--full: this run is resumed, and its own settings say its size; leave --full out")
+            raise ConfigError("--full: a resumed run keeps its size; leave --full out")
         return load_settings(path / CONFIG, changes), out or path
     if path.suffix != ".toml" and target not in WORKLOADS:
         if path.exists():
@@ -113,7 +113,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
     told = with_changes(_told(path), changes) if path.suffix == ".toml" else with_changes({"workload": target}, changes)
     if told.get("workload") is None:
         if full:
-            raise ConfigError(f"--full: {target} names no workload, which alone have a full size")
+            raise ConfigError(f"--full: {target} is not a workload, and only workloads have a full size")
         return load_settings(path, changes), out or _new_folder(path.stem)
     if full:
         changes = [*changes, "scale=full"]
@@ -163,7 +163,7 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
             return {**with_numbers(json.loads((folder / RESULT).read_text())), "restarts": attempt}
         words = f"rank {ending.rank}: {ending.words}"
         if stop.asked:
-            raise LaunchError(f"stopped, as asked, before the ranks could write a checkpoint ({words})")
+            raise LaunchError(f"stopped on request before the ranks could write a checkpoint ({words})")
         if attempt == restarts or ending.is_final:
             raise LaunchError(words)
         say(stderr(), f"{escape(words)}; starting again from the last checkpoint")

@@ -278,6 +278,6 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     except kind as error:
         said = str(error)
     else:
-        raise AssertionError(f"nothing was raised, where {kind.__name__} should be")
+        raise AssertionError(f"{kind.__name__} was not raised")
     missing = [word for word in words if word not in said]
     assert not missing, f"{missing} should be in: {said}"

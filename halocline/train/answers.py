@@ -107,7 +107,7 @@ class NiftiFiles(AnswerFile):
         self._folder = out.with_name(f".{out.name}.{names[0]}.part")
         space = [letter for letter in store.dims if letter in "DHW"]
         if len(space) not in (2, 3) or "T" in store.dims:
-            raise DataError(f"{out}: samples with dims {store.dims} are no volumes; write the answers to .h5 or .zarr")
+            raise DataError(f"{out}: samples with dims {store.dims} are not volumes; write to .h5 or .zarr")
         self._space = "".join(space)
         stored = store.stored if isinstance(store, Nifti) else store.dims
         self._nifti = "".join(letter for letter in reversed(stored) if letter in "DHW")  # as nibabel shows them

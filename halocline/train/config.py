@@ -28,7 +28,7 @@ def load_settings(path: Path, changes: Sequence[str] = (), defaults: Mapping[str
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # TOML's, or that of a file that is no text
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return make_settings(told, changes, defaults, str(path))
 
 
@@ -176,7 +176,7 @@ def read_settings(folder: Path) -> Settings:
     try:
         return _checked(tomllib.loads(path.read_text("utf-8")), str(path), extra="ignore")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no folder of a run: {error}; give one that `halocline train` made") from error
+        raise ConfigError(f"{folder} is not the folder of a run: {error}; give one of `halocline train`") from error
 
 
 def write_settings(settings: Settings, path: Path) -> None:

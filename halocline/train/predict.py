@@ -75,7 +75,7 @@ class Predictor:
     def _as_written(self, answer: Any) -> Tensor:
         """Numbers as wide as the run's own; half precision is for computing alone."""
         if not isinstance(answer, Tensor):
-            raise DataError(f"the network gives a {type(answer).__name__}, and a tensor is all that can be written")
+            raise DataError(f"the network gives a {type(answer).__name__}, and only a tensor can be written")
         return answer.to(self._precision.dtype) if answer.is_floating_point() else answer
 
     def _loader(self, field: Field) -> Loader:
@@ -185,12 +185,12 @@ def _names(store: Store, out: Path) -> list[str]:
 
 def _check(out: Path, force: bool, store: Store) -> None:
     if out.suffix and not out.is_dir() and not out.name.endswith((".h5", ".hdf5", ".zarr", *NIFTI)):
-        raise DataError(f"{out}: answers are written to .h5, .zarr, .nii, .nii.gz, or a folder of .nii.gz files")
+        raise DataError(f"{out}: predictions go to .h5, .zarr, .nii, .nii.gz, or a folder of .nii.gz files")
     if not out.resolve().parent.is_dir():
         raise DataError(f"{out}: there is no folder {out.resolve().parent}; make it first")
     sources = {path.resolve() for path in getattr(store, "paths", ())}
     if out.resolve() in sources or any(path.parent == out.resolve() for path in sources):
-        raise DataError(f"{out} holds the samples themselves; give the answers another name")
+        raise DataError(f"{out} holds the samples; give the predictions another name")
     is_folder = out.is_dir() and out.suffix != ".zarr"
     if not force and (any(out.iterdir()) if is_folder else out.exists()):
-        raise DataError(f"{out} exists; give another name, or --force to write over it")
+        raise DataError(f"{out} exists; give another name, or --force to overwrite it")

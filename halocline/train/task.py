@@ -174,7 +174,7 @@ def make_mesh(settings: Settings, letters: str, ranks: int) -> tuple[Mesh, dict[
         count *= number
     if count != ranks:
         told = ", ".join(f"{letter} = {number}" for letter, number in parts.items())
-        raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; let them multiply to that")
+        raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; give sizes that multiply to that")
     mesh = Mesh(**{AXES[letter]: number for letter, number in (parts or {"N": 1}).items()})
     return mesh, {letter: AXES[letter] for letter in parts}
 

@@ -183,7 +183,7 @@ class Trainer:
                 yield batch
                 del batch  # its memory goes back to the loader
             if not given:
-                raise TrainingError("an epoch had no sample that could be read; look at the data")
+                raise TrainingError("no sample of an epoch could be read; check the data")
 
     def _one_step(self, batches: list[Batch]) -> float:
         settings, traffic = self.settings, self.mesh.world.traffic

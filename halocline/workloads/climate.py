@@ -180,7 +180,7 @@ class Weather:
 
     def __post_init__(self) -> None:
         if min(self.storms, self.rivers) < 1:
-            raise ValueError(f"{self.storms} storms and {self.rivers} rivers: there must be one of each at least")
+            raise ValueError(f"{self.storms} storms and {self.rivers} rivers: there must be at least one of each")
 
     def at(self, sample: int) -> tuple[list[Storm], list[River]]:
         return (

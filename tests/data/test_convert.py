@@ -190,7 +190,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, source: Store, name: st
 def test_what_was_written_wrongly_is_found(tmp_path: Path, source: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     written = HDF5Writer.write
     monkeypatch.setattr(HDF5Writer, "write", lambda self, index, numbers: written(self, index, numbers + 1))
-    with pytest.raises(DataError, match="read back"):
+    with pytest.raises(DataError, match="reads back differently"):
         convert(source, tmp_path / "a.h5")
     assert not (tmp_path / "a.h5").exists()
 

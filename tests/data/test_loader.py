@@ -273,8 +273,8 @@ def test_channels_that_are_not_asked_for_are_not_read():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": 0}, "1 sample at least"),
-        ({"augment": [Crop(D=99)]}, "D has 9"),
+        ({"batch": 0}, "at least 1 sample"),
+        ({"augment": [Crop(D=99)]}, "D has size 9"),
         ({"augment": [Rotate90("D", "H")]}, "quarter turn would change the shape"),
         ({"augment": [Flip("C")]}, "not space"),
         ({"augment": [Flip("T")]}, "no field has a dim T"),

@@ -197,7 +197,7 @@ def test_where_they_are_kept(tmp_path: Path) -> None:
     assert beside(HDF5(tmp_path / "f", "group/x", "W")) == tmp_path / "f/group.x.stats.json"
     assert beside(Npy(tmp_path / "f/*.npy", "W")) == tmp_path / "f/npy.stats.json"
     assert beside(Zarr(tmp_path / "x.zarr", "NW")) == tmp_path / "x.zarr.stats.json"
-    with pytest.raises(DataError, match="path of their own"):
+    with pytest.raises(DataError, match="need a path"):
         beside(labels({0: 1}))
 
 
@@ -230,5 +230,5 @@ def test_of_other_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a record"):
         Statistics.load(store)
     beside(store).write_text("{")
-    with pytest.raises(DataError, match="no JSON"):
+    with pytest.raises(DataError, match="not a JSON file"):
         Statistics.load(store)

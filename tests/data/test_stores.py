@@ -192,7 +192,7 @@ def test_dims_are_handed_out_in_one_order_or_in_that_asked_for(tmp_path: Path) -
     assert Npy(path, "WHDNC").chunks is None and Npy(path, "WHDNC").size("C") == 6
     for dims, order, words in (
         ("WHD", None, "names 3"),
-        ("WWDNC", None, "letter of its own"),
+        ("WWDNC", None, "by a different letter"),
         ("XYZNC", None, "order="),
         ("WHDNC", "WHDX", "each once"),
     ):

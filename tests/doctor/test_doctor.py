@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from halocline._torch_private import default_store
 from halocline.cli.app import app
 from halocline.doctor import checks, links, machine, ranks
-from halocline.doctor.finding import Finding, problems
+from halocline.doctor.finding import Finding, problems, ranks_text
 from halocline.doctor.machine import Interface, LaunchedRun
 from halocline.doctor.ranks import About, about_this_rank, compare
 from halocline.testing.pool import Outcome, RankError, shared_pool
@@ -302,6 +302,7 @@ def test_what_other_ranks_found_is_told_once() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     met = ranks.lead(dist.HashStore(), 4, ABOUT, 0.1, print)
     (absent,) = problems(met.findings)
+    assert (ranks_text([4, 0, 1, 2, 7]), ranks_text([3])) == ("ranks 0-2, 4, 7", "rank 3")
     assert "ranks 1-3 did not come" in absent.found and "--deadline" in absent.remedy
 
 

@@ -158,9 +158,9 @@ def test_predict_refuses_ranks_of_its_own_under_a_launcher(tmp_path, monkeypatch
 
 
 def test_what_is_missing_for_a_prediction_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is no folder of a run.*give one that `halocline train` made"):
+    with pytest.raises(ConfigError, match=r"nowhere is not the folder of a run.*give one of `halocline train`"):
         predict(tmp_path / "nowhere", "in.h5", tmp_path / "out.h5")
-    with pytest.raises(DataError, match=r"in\.h5: there is no such file or folder, seen from /"):
+    with pytest.raises(DataError, match=r"in\.h5: no such file or folder in /"):
         open_store(tmp_path / "in.h5")
 
 

@@ -47,11 +47,11 @@ def test_mistakes_are_told(told, changes, text):
 
 def test_a_file_that_is_no_toml_or_not_there(tmp_path):
     (tmp_path / "a.toml").write_text("steps = = 3")
-    with pytest.raises(ConfigError, match=r"a\.toml is no TOML"):
+    with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML"):
         load_settings(tmp_path / "a.toml")
     with pytest.raises(ConfigError, match=r"b\.toml cannot be read"):
         load_settings(tmp_path / "b.toml")
-    with pytest.raises(ConfigError, match="no folder of a run"):
+    with pytest.raises(ConfigError, match="not the folder of a run"):
         read_settings(tmp_path)
 
 

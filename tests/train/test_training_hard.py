@@ -339,7 +339,7 @@ def test_samples_that_do_not_fit_are_refused_before_anything_is_written(place, t
     for name, dims, out, text in (
         ("volume.npy", "NCDHW", "out.h5", "has dims CDHW, and the network was trained on CHW"),
         ("colours.npy", "NCHW", "out.h5", "has 3 channels, and the network was trained on 1"),
-        ("maps.h5", "NCHW", "maps.h5", "holds the samples themselves"),
+        ("maps.h5", "NCHW", "maps.h5", "holds the samples; give"),
         ("maps.h5", "NCHW", "nowhere/out.h5", "there is no folder .*nowhere"),
     ):
         with pytest.raises(DataError, match=text):

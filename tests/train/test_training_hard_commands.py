@@ -127,7 +127,7 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, monkeypatch):
     assert "did you mean cosmoflow?" in told("train", "cosmoflo")
     assert "scale = 'huge'" in told("train", "odd.toml")
     assert "neither a TOML file nor the folder of a run" in told("train", "folder")
-    assert "names no workload" in told("train", "own.toml", "--full")
+    assert "is not a workload" in told("train", "own.toml", "--full")
     assert "workload = 'unet': did you mean unet3d" in told("train", "cosmoflow", "--set", "workload=unet")
     monkeypatch.setenv("RANK", "0")
     assert "here a launcher did" in told("train", "cosmoflow", "--ranks", "2", "--out", "a")
@@ -148,7 +148,7 @@ def test_a_run_whose_settings_were_spoiled_by_hand_does_not_go_on(tmp_path, monk
 
 def test_the_demo_removes_nothing_but_demos(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert "holds other things than a demo" in told("demo", "--out", str(tmp_path))
+    assert "holds other files" in told("demo", "--out", str(tmp_path))
     assert (tmp_path / "thesis.tex").exists()
 
 

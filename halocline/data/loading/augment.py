@@ -46,7 +46,7 @@ class ViewChange(NamedTuple):
         if not there:
             return view
         if len(there) < len(self.letters):
-            raise DataError(f"{self.what} of {self.letters} cannot be done to data with dims {dims}: both are needed")
+            raise DataError(f"{self.what} of {self.letters} needs both dims, and the data have dims {dims}")
         moved: SampleView = getattr(view, self.what)(*(dims.index(letter) for letter in self.letters), *self.numbers)
         return moved
 
@@ -69,7 +69,7 @@ class Flip:
     def __init__(self, *letters: str, chance: float = 0.5) -> None:
         self._letters, self._chance = letters, chance
         if not 0 <= chance <= 1:
-            raise DataError(f"Flip: a chance lies between 0 and 1, not {chance}")
+            raise DataError(f"Flip: chance={chance} must lie between 0 and 1")
         if any(len(letter) != 1 for letter in letters):
             raise DataError(f"Flip: dims are given one by one, as Flip('D', 'H'), not {letters}")
 
@@ -86,7 +86,7 @@ class Rotate90:
     def __init__(self, first: str, second: str, half: bool = False) -> None:
         self._plane, self._half = first + second, half
         if len(first) != 1 or len(second) != 1 or first == second:
-            raise DataError(f"Rotate90: a plane has two dims, a letter each, not {first!r} and {second!r}")
+            raise DataError(f"Rotate90: give the two dims of a plane, one letter each, not {first!r} and {second!r}")
 
     def letters(self) -> str:
         return self._plane
@@ -113,7 +113,7 @@ class Crop:
         for letter, size in self._sizes.items():
             room = sizes[letter] - size
             if room < 0 or size < 1:
-                raise DataError(f"Crop: {letter} has {sizes[letter]}, of which {size} cannot be cut out")
+                raise DataError(f"Crop: {letter} has size {sizes[letter]}; a crop of {size} does not fit")
             start = room // 2 if self._centre else dice.below(room + 1)
             turns.append(ViewChange("crop", letter, (start, start + size)))
         return turns
@@ -125,7 +125,7 @@ class Shift:
     def __init__(self, *, wrap: bool = False, **most: int) -> None:
         self._most, self._what = most, "roll" if wrap else "shift"
         if any(number < 0 for number in most.values()):
-            raise DataError(f"Shift: by how much at most, in either direction, not {most}")
+            raise DataError(f"Shift: give the largest shift of each dim, 0 or more, not {most}")
 
     def letters(self) -> str:
         return "".join(self._most)

@@ -43,16 +43,16 @@ class Field:
         if not can_hold(self.store.dtype, self.array_dtype):
             remedy = "; for labels that are stored as floats use hc.data.Labels(store)" if self.is_integer else ""
             raise DataError(
-                f"{self.store.name}: {self.store.dtype} would lose what it says in {self.tensor_dtype}{remedy}"
+                f"{self.store.name}: {self.store.dtype} does not fit {self.tensor_dtype} without loss{remedy}"
             )
         for letter, width in self.rim.items():
             if letter not in self.dims or width < 0 or width != int(width):
                 raise DataError(
-                    f"{self.store.name}: rim={dict(self.rim)} gives {letter!r} {width}; it names dims of {self.dims}, "
-                    "and how many planes beside the tile are read"
+                    f"{self.store.name}: rim={dict(self.rim)} gives {letter!r} {width}; give dims of {self.dims}, "
+                    "and the width of the halo to read"
                 )
         if self.array_dtype.type(np.nan_to_num(self.fill)) != self.fill or not np.isfinite(self.fill):
-            raise DataError(f"{self.store.name}: fill={self.fill} is no number of {self.tensor_dtype}")
+            raise DataError(f"{self.store.name}: fill={self.fill} is not a number that {self.tensor_dtype} can hold")
 
     @property
     def dims(self) -> str:

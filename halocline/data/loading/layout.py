@@ -106,7 +106,7 @@ def _check_letters(cut: Mapping[str, str], augment: Sequence[Augmentation]) -> N
             raise DataError(f"{type(each).__name__} moves {each.letters()}: channels and samples are not space")
     axes = list(cut.values())
     if len(set(axes)) != len(axes):
-        raise DataError(f"an axis of the mesh cuts one dim only; got {dict(cut)}")
+        raise DataError(f"an axis of the mesh can cut only one dim; got {dict(cut)}")
 
 
 def _check_planes(fields: Fields, augment: Sequence[Augmentation]) -> None:

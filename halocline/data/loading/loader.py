@@ -106,7 +106,7 @@ class Loader:
         if on_bad_sample not in _POLICIES:
             raise DataError(f"on_bad_sample={on_bad_sample!r}: it is one of {', '.join(_POLICIES)}")
         if prefetch < 1:
-            raise DataError(f"prefetch={prefetch}: one batch at least is prepared ahead")
+            raise DataError(f"prefetch={prefetch}: at least one batch must be prepared ahead")
         samples = len(next(iter(self.fields.values())).store)
         self.order = Order(samples, batch, seed, shuffle, drop_last)
         self.layout = BatchLayout(self.fields, mesh, cut, augment, seed, multiple, points)
@@ -163,7 +163,7 @@ class Loader:
         if least != most:
             raise DataError(
                 f"the ranks describe their data differently: rank {mesh.rank} has {_summary(self.fields)}; "
-                "do all see the same files in the same order, with the same arguments?"
+                "check that all see the same files in the same order, with the same arguments"
             )
 
     # -- batches

@@ -36,7 +36,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise DataError(f"a batch has 1 sample at least, not {self.batch}")
+            raise DataError(f"a batch needs at least 1 sample, not {self.batch}")
         if not self.steps:
             why = f"{self.samples} samples make no batch of {self.batch}"
             raise DataError(f"{why}; give more data, a smaller batch, or drop_last=False")

@@ -57,7 +57,7 @@ class Prefetcher:
             finally:
                 del batch  # an error that holds its own frame holds all that is in it
         if number != tick:
-            raise DataError(f"the batch of step {tick} was lost when the program was interrupted; iterate anew")
+            raise DataError(f"the batch of step {tick} was lost in an interruption; start a new iteration")
         return batch
 
     def end(self) -> None:

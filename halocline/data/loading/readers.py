@@ -98,7 +98,7 @@ def _mapped(path: str, size: int, number: int) -> Array:
 def make_readers(count: int, stores: Sequence[Store], processes: bool | None) -> Readers:
     """Threads, or processes where a store locks its library; ``processes`` overrides that."""
     if count < 1:
-        raise DataError(f"readers={count}: one at least reads")
+        raise DataError(f"readers={count}: give 1 or more")
     if processes is None:
         processes = count > 1 and any(store.locks for store in stores)
     made: Any = ProcessReaders if processes else ThreadReaders

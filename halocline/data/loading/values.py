@@ -41,13 +41,11 @@ class At:
         """``numbers``, one for each index of a dim, as a tensor that broadcasts against the tile."""
         if letter not in self.dims:
             if len(numbers) != 1:
-                raise DataError(
-                    f"{len(numbers)} numbers were given for {letter}, which data with dims {self.dims} lack"
-                )
+                raise DataError(f"{len(numbers)} numbers were given for {letter}, and the data have dims {self.dims}")
             return torch.tensor(numbers, dtype=like.dtype)
         dim = self.dims.index(letter)
         if len(numbers) not in (1, self.shape[dim]):
-            raise DataError(f"{len(numbers)} numbers were given for the {self.shape[dim]} of {letter}")
+            raise DataError(f"{len(numbers)} numbers were given, and {letter} has size {self.shape[dim]}")
         own = numbers if len(numbers) == 1 else numbers[slice(*self.box[dim])]
         return torch.tensor(own, dtype=like.dtype).reshape(-1, *(1,) * (len(self.dims) - dim - 1))
 
@@ -81,7 +79,7 @@ class Normalize:
 
     def __post_init__(self) -> None:
         if not all(map(math.isfinite, (*self.mean, *self.std))) or not all(self.std):
-            raise DataError(f"Normalize: mean {self.mean} and std {self.std} would make numbers that are none")
+            raise DataError(f"Normalize: mean {self.mean} and std {self.std} would make values that are not finite")
 
     @classmethod
     def standard(cls, statistics: Any) -> Normalize:

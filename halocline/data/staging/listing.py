@@ -82,7 +82,7 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: 
         yield File(prefix[:-1], -1, 0)
     here = _identity(folder)
     if here in above:
-        raise StageError(f"{folder!a} leads back to a folder above it; take away that link or stage without it")
+        raise StageError(f"{folder!a} is a link to a folder above it; remove the link or exclude it by a pattern")
     for entry in entries:
         tick()
         path = prefix + entry.name
@@ -97,11 +97,9 @@ def _file(entry: os.DirEntry[str], path: str) -> File:
         status = entry.stat()
     except OSError as error:
         why = "a link to nowhere" if entry.is_symlink() else error.strerror
-        raise StageError(
-            f"{entry.path!a} cannot be staged: {why}; take it away or leave it out by a pattern"
-        ) from error
+        raise StageError(f"{entry.path!a} cannot be staged: {why}; remove it or exclude it by a pattern") from error
     if not stat.S_ISREG(status.st_mode):
-        raise StageError(f"{entry.path!a} is no plain file (a pipe, a device); leave it out by a pattern")
+        raise StageError(f"{entry.path!a} is not a plain file (a pipe, a device); exclude it by a pattern")
     return File(path, status.st_size, status.st_mtime_ns)
 
 
@@ -126,7 +124,7 @@ def matcher(pattern: str) -> Matcher:
     try:
         return re.compile("".join(map(_meaning, _WILD.split(pattern))), re.DOTALL).fullmatch
     except re.error as error:
-        raise StageError(f"the pattern {pattern!r} makes no sense: {error}") from error
+        raise StageError(f"the pattern {pattern!r} is not valid: {error}") from error
 
 
 def _meaning(part: str) -> str:

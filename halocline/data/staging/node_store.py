@@ -68,8 +68,8 @@ class NodeStore:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StageError(
-                f"somebody else stages to {self.root} now: another run, or another node of this one that sees the same "
-                "storage; wait for the run, or put {node} into the destination"
+                f"another run, or another node of this run that sees the same storage, is staging to {self.root}; "
+                "wait for that run, or put {node} into the destination"
             ) from error
         except OSError:
             pass  # a file system without locks
@@ -177,7 +177,7 @@ class PartialFile:
     def finish(self, crc: int) -> None:
         """Give it its name, if it is what was read from the source: that many bytes with that checksum."""
         if self.written != self.file.size:
-            raise Damaged(f"{self.written:,} bytes came of {self.file.size:,}")
+            raise Damaged(f"{self.written:,} bytes arrived of {self.file.size:,}")
         if self.crc != crc:
             raise Damaged(f"its checksum is {self.crc:08x} here and was {crc:08x} when it was read")
         os.fsync(self._target)

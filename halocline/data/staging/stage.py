@@ -138,9 +138,9 @@ def _check(readers: int, count: int | None, retries: int, timeout: float) -> Non
     least = {"readers": (readers, 1), "count": (1 if count is None else count, 1), "retries": (retries, 0)}
     for name, (value, minimum) in least.items():
         if value < minimum:
-            raise StageError(f"{name}={value} makes no sense; give {minimum} or more")
+            raise StageError(f"{name}={value}: give {minimum} or more")
     if timeout <= 0:
-        raise StageError(f"timeout={timeout:g} makes no sense; give seconds")
+        raise StageError(f"timeout={timeout:g}: give a positive number of seconds")
 
 
 class Staging:

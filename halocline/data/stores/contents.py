@@ -69,7 +69,7 @@ def contents(path: Path) -> list[Contents]:
         raise DataError(f"{path} does not exist")
     kind = kind_of(path)
     if kind is None:
-        raise DataError(f"{path} is none of the files that can be read: .npy, .h5, .zarr, .nii")
+        raise DataError(f"{path} cannot be read: give a .npy, .h5, .zarr or .nii file")
     readers = {HDF5: _in_hdf5, Zarr: _in_zarr, Npy: _in_npy, Nifti: _in_nifti}
     try:
         return list(readers[kind](path))

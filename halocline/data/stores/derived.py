@@ -62,7 +62,7 @@ class SampleRange(DerivedStore):
 
     def __init__(self, store: Store, samples: Interval) -> None:
         if samples.lo < 0 or samples.hi > len(store) or samples.empty:
-            raise DataError(f"{store.name}: samples {samples.lo} to {samples.hi} of {len(store)} are none")
+            raise DataError(f"{store.name}: there are no samples {samples.lo} to {samples.hi}; it has {len(store)}")
         self._samples = samples
         super().__init__(store)
 
@@ -112,7 +112,7 @@ class OneChannel(DerivedStore):
 
     def __init__(self, store: Store) -> None:
         if "C" in store.dims:
-            raise DataError(f"{store.name}: its dims {store.dims} have channels already; leave OneChannel out")
+            raise DataError(f"{store.name}: its dims {store.dims} already have channels; remove OneChannel")
         super().__init__(store, "C" + store.dims, (1, *store.shape))
 
     @property

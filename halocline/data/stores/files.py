@@ -187,8 +187,8 @@ def refuse_packed(place: str, attributes: Mapping[str, Any]) -> None:
     packed = [name for name, harmless in packing.items() if name in attributes and attributes[name] != harmless]
     if packed:
         raise DataError(
-            f"{place} holds packed numbers, which its attributes {' and '.join(packed)} say how to unpack; "
-            "write them unpacked first, for a store hands out numbers as they lie"
+            f"{place} holds packed numbers (attributes {' and '.join(packed)}); write them unpacked first, since a "
+            "store delivers numbers as they are stored"
         )
 
 
@@ -208,7 +208,7 @@ def expand(paths: Paths, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
     else:
         files = [Path(paths)]
     if not files:
-        raise DataError(f"{os.fspath(paths) if isinstance(paths, (str, Path)) else paths!r} names no file")
+        raise DataError(f"{os.fspath(paths) if isinstance(paths, (str, Path)) else paths!r} matches no file")
     missing = next((path for path in files if not path.exists()), None)
     if missing is not None:
         raise DataError(f"{missing} does not exist")

@@ -92,8 +92,8 @@ def _dataset(file: Any, name: str) -> Any:
 def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
     if data.external:
         raise DataError(
-            f"{_named(data)} keeps its numbers in another file ({data.external[0][0]}), of which HDF5 reads what is "
-            "missing as zeros; copy them into the file with h5repack"
+            f"{_named(data)} keeps its numbers in another file ({data.external[0][0]}), and HDF5 reads "
+            "what is missing there as zeros; copy them into the file with h5repack"
         )
     if data.is_virtual:
         _look_at_sources(data, complete)
@@ -102,7 +102,7 @@ def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
         if missing:
             raise DataError(
                 f"{_named(data)} was never written in full ({missing}), and would read as {data.fillvalue} there; "
-                "write it again, or say complete=False if that is meant"
+                "write it again, or give complete=False if that is intended"
             )
 
 
@@ -146,7 +146,7 @@ def _look_at_sources(data: Any, complete: bool) -> None:
     if complete and mapped < data.size:
         raise DataError(
             f"{_named(data)} is made of other files, which hold {mapped} of its {data.size} numbers; the others would "
-            f"read as {data.fillvalue}: say complete=False if that is meant"
+            f"read as {data.fillvalue}: give complete=False if that is intended"
         )
 
 

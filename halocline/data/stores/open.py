@@ -30,7 +30,7 @@ def open_store(
     if dims is None:
         shape = list(chosen.shape) if chosen is not None else []
         raise DataError(
-            f"{paths[0]} does not say which of its dims {shape} is which; name them in the order in which they lie, "
+            f"{paths[0]} does not name its dims {shape}; name them in the order in which they are stored, "
             "such as --dims NCDHW (N: samples, C: channels, T: time, D, H, W: space)"
         )
     if kind is HDF5:
@@ -51,16 +51,14 @@ def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
     else:
         files = [file for file in expand(path, ()) if kind_of(file) is not None]
     if not Path(path).exists() and not glob.has_magic(str(path)):
-        raise DataError(f"{path}: there is no such file or folder, seen from {Path.cwd()}")
+        raise DataError(f"{path}: no such file or folder in {Path.cwd()}")
     if not files:
         raise DataError(f"{path}: there is no .npy, .h5, .zarr or .nii here")
     kinds = {kind_of(file) for file in files}
     kind = kinds.pop()
     if kinds or kind is None:
-        what = (
-            "holds files of several kinds" if kinds else "is none of the files that can be read: .npy, .h5, .zarr, .nii"
-        )
-        raise DataError(f"{path} {what}; name those that are meant, such as 'folder/*.h5'")
+        what = "holds files of several kinds" if kinds else "cannot be read: give a .npy, .h5, .zarr or .nii file"
+        raise DataError(f"{path} {what}; name the files you want, such as 'folder/*.h5'")
     return tuple(files), kind
 
 

@@ -129,12 +129,12 @@ class Store(ABC):
         if not 0 <= sample < len(self):
             raise DataError(f"{self.name}: there is no sample {sample}; it has {len(self)}")
         if len(box) != len(self.shape) or not all(whole(n).contains(i) for n, i in zip(self.shape, box, strict=True)):
-            raise DataError(f"{self.name}: box {box_text(self.dims, box)} leaves a sample of {list(self.shape)}")
+            raise DataError(f"{self.name}: box {box_text(self.dims, box)} lies outside a sample of {list(self.shape)}")
         if out.shape != shape_of(box):
             raise DataError(f"{self.name}: an array of {list(out.shape)} was given for a box of {list(shape_of(box))}")
         if not can_hold(self.dtype, out.dtype):
             raise DataError(
-                f"{self.name}: {self.dtype.name} would lose what it says in {out.dtype.name}; ask for another dtype"
+                f"{self.name}: {self.dtype.name} does not fit {out.dtype.name} without loss; ask for another dtype"
             )
 
     def _read(self, sample: int, box: Box, target: Array) -> None:
@@ -160,11 +160,11 @@ class Store(ABC):
 def _delivered(stored: str, order: str | None) -> str:
     unknown = sorted(set(stored) - set(ORDER)) if order is None else []
     if len(set(stored)) != len(stored) or SAMPLES in stored:
-        raise DataError(f"dims {stored!r} must name each dim of a sample by a letter of its own")
+        raise DataError(f"dims {stored!r} must name each dim of a sample by a different letter")
     if unknown:
         raise DataError(
-            f"dims {stored!r}: it is known how to order {', '.join(ORDER)}, not {', '.join(unknown)}; "
-            "say in which order the dims are wanted, with order=..."
+            f"dims {stored!r}: only {', '.join(ORDER)} have a known order, not {', '.join(unknown)}; "
+            "give the order of the dims with order=..."
         )
     wanted = order if order is not None else "".join(letter for letter in ORDER if letter in stored)
     if sorted(wanted) != sorted(stored):

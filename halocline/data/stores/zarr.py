@@ -92,13 +92,13 @@ class OpenedZarr:
             file = self._folder / key
             if not file.exists():
                 if self._complete:
-                    raise DataError(f"chunk {key} is missing, and the array says that all were written")
+                    raise DataError(f"chunk {key} is missing, although the array was written completely")
             elif self._data.shards:
                 self._look_into_shard(file, number, box)
 
     def _look_into_shard(self, file: Path, number: tuple[int, ...], box: Box) -> None:
         if not file.stat().st_size:
-            raise DataError(f"shard {file.relative_to(self._folder)} has no bytes: it was not written to its end")
+            raise DataError(f"shard {file.relative_to(self._folder)} is empty: it was not written completely")
         index = self._index_of(file) if self._complete else None
         if index is None:
             return

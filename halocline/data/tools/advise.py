@@ -49,7 +49,7 @@ def tiles(dims: str, shape: Sequence[int], cut: Cut) -> list[Box]:
     unknown = [letter for letter in cut if letter not in dims]
     if unknown or any(parts < 1 for parts in cut.values()):
         what = f"there is no dim {unknown[0]}" if unknown else "parts are counted from 1"
-        raise DataError(f"a cut {dict(cut)} of dims {dims}: {what}; give letters and parts, such as D=2,H=2")
+        raise DataError(f"cut {dict(cut)} of dims {dims}: {what}; give letters and numbers of parts, such as D=2,H=2")
     lines = [Partition.even(size, cut.get(letter, 1)).pieces() for letter, size in zip(dims, shape, strict=True)]
     return list(product(*lines))
 

@@ -76,7 +76,7 @@ def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Arr
     """``samples``: how many go along N; None where each has a file of its own."""
     writer = writer_of(target)
     if not 0 <= wish.level <= 9:
-        raise DataError(f"compression goes from 0 (none) to 9, and {wish.level} was asked for")
+        raise DataError(f"compression={wish.level}: give a level from 0 (none) to 9")
     one = samples is None or (samples == 1 and getattr(source, "_at", -1) < 0)
     dims = wish.dims or (source.dims if one else SAMPLES + source.dims)
     if sorted(dims.replace(SAMPLES, "", 1)) != sorted(source.dims) or (SAMPLES in dims and samples is None):
@@ -97,9 +97,9 @@ def _dtype(source: Store, wanted: str | None) -> np.dtype[Any]:
     try:
         dtype = np.dtype(wanted or source.dtype).newbyteorder("=")
     except TypeError:
-        raise DataError(f"dtype {wanted!r} is none that numpy knows; try float32 or int16") from None
+        raise DataError(f"dtype {wanted!r} is unknown to numpy; try float32 or int16") from None
     if not can_hold(source.dtype, dtype):
-        raise DataError(f"{source.name} holds {source.dtype.name}, which would lose what it says in {dtype.name}")
+        raise DataError(f"{source.name} holds {source.dtype.name}, which does not fit {dtype.name} without loss")
     return dtype
 
 
@@ -117,7 +117,7 @@ def _chunks(dims: str, shape: tuple[int, ...], itemsize: int, wish: Wish) -> tup
 def _shards(plan: ArraySpec, writer: type, wanted: Mapping[str, int]) -> tuple[int, ...]:
     """Whole numbers of chunks, so that none is cut: the dims that are not named hold as many chunks as they need."""
     if writer is not ZarrWriter:
-        raise DataError("shards are Zarr's: name a target that ends with .zarr")
+        raise DataError("only Zarr has shards: give a target that ends with .zarr")
     chunks = dict(zip(plan.dims, plan.chunks, strict=True))
     rounded = {
         letter: -(-size // chunks[letter]) * chunks[letter] for letter, size in zip(plan.dims, plan.shape, strict=True)
@@ -210,16 +210,14 @@ def _compare(
     for (sample, box), wanted in zip(parts, sums, strict=True):
         numbers = back.read_new(sample, box)
         if zlib.crc32(numbers.data) != wanted:
-            raise DataError(
-                f"{target}: what was read back is not what was written (sample {sample}); is the disk sound?"
-            )
+            raise DataError(f"{target}: sample {sample} reads back differently from what was written; check the disk")
         if progress is not None:
             progress(numbers.size * itemsize)
 
 
 def _refuse_existing(target: Path, source: Store, force: bool) -> None:
     if target.exists() and not force:
-        raise DataError(f"{target} exists; say --force to write over it")
+        raise DataError(f"{target} exists; give --force to overwrite it")
     if any(target.absolute() == path.absolute() for path in getattr(source, "paths", ())):
         raise DataError(f"{target} is the source itself; write to another name")
 

@@ -92,7 +92,7 @@ class Source:
             if was != is_now:
                 raise DataError(
                     f"{place}: statistics of other data: {name} was {was} and is {is_now}; "
-                    "take them again with `halocline data stats`"
+                    "compute them again with `halocline data stats`"
                 )
         if now.newest > self.newest:
             warnings.warn(
@@ -156,7 +156,7 @@ class Statistics:
     def frequencies(self) -> dict[int, float]:
         """The share of each class."""
         if self.classes is None:
-            raise DataError("no classes were counted; take the statistics with classes=True (--classes)")
+            raise DataError("no classes were counted; compute the statistics with classes=True (--classes)")
         total = sum(self.classes.values())
         return {value: count / total for value, count in self.classes.items()}
 
@@ -197,7 +197,7 @@ class Statistics:
         """Those of the store, from beside it. Refused if they are of other data; a warning if the files are newer."""
         path = path or beside(store)
         if not path.exists():
-            raise DataError(f"{path} does not exist; take the statistics with `halocline data stats`")
+            raise DataError(f"{path} does not exist; compute the statistics with `halocline data stats`")
         records = _records(path)
         if dataset_of(store) not in records:
             raise DataError(f"{path} has no statistics of {dataset_of(store)!r}; it has {', '.join(records)}")
@@ -223,7 +223,7 @@ class Statistics:
 def beside(store: Store) -> Path:
     """Where the statistics of a store are kept."""
     if not isinstance(store, FileStore):
-        raise DataError(f"{store.name}: statistics of what is in no file need a path of their own")
+        raise DataError(f"{store.name}: statistics of data without a file need a path")
     if len(store.paths) == 1:
         return store.paths[0].with_name(store.paths[0].name + ".stats.json")
     folder = Path(os.path.commonpath([path.parent.absolute() for path in store.paths]))
@@ -244,9 +244,9 @@ def _records(path: Path) -> dict[str, Any]:
     try:
         records = json.loads(path.read_text())
     except ValueError as error:
-        raise DataError(f"{path} is no JSON file ({error}); delete it, and take the statistics again") from error
+        raise DataError(f"{path} is not a JSON file ({error}); delete it and compute the statistics again") from error
     if not isinstance(records, dict):
-        raise DataError(f"{path} does not hold statistics; delete it, and take them again")
+        raise DataError(f"{path} does not hold statistics; delete it and compute them again")
     return records
 
 

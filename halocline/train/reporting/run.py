@@ -110,7 +110,7 @@ def _config(folder: Path, troubles: dict[str, str]) -> tuple[str, Entry]:
     try:
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        troubles["settings"] = f"{CONFIG} is no TOML: {error}"
+        troubles["settings"] = f"{CONFIG} is not valid TOML: {error}"
         return text, {}
 
 
