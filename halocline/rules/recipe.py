@@ -241,47 +241,58 @@ class RingSteps:
 
 @dataclass(frozen=True)
 class Recipe:
-    """``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
-    it, and returns the local part of each output. ``uncut`` are dims of the space that may not be cut. ``combine``
-    says how the parts of dims that no output has become one: added up, or the largest (without gradient). With ``view``
-    torch's result shares memory with the first operand read; with ``either`` too, it copies where the strides do not
-    allow a view. With ``fresh`` torch's result is new memory even where ``local`` gives its operand back. ``index`` is
-    what an index takes of the first operand, so that a copy of it can be written back. With ``positions`` integers
-    among the operands point into the sample, so that an idle rank cannot make them up.
-    ``linear_part(out, piece, main)`` is given where the operation is linear in its first operand: what a piece of it
-    adds to the box ``out``, both in global indices. The ``main`` piece is the own tile, which reaches all of the box.
-    ``box_local`` says that ``local`` may be called for any box of the space, with one operand, whose dims are the
-    space's: the output is then computed box by box where that spares gluing a halo to the tile.
-    With ``reduces``, ``local`` returns a :class:`Reduced`, whose statistics run over these dims, and its ``tracking``
-    over the dims ``tracks``. With ``keeps_cut`` results are cut as the first operand is, whatever the work needed.
-    ``ring`` offers another way to bring operands that are read whole.
-    """
+    """What a rule says about one call. A rule never communicates: where ranks must, a field here says what about."""
 
+    #: The sizes of the dims that the work runs over.
     space: tuple[int, ...]
+    #: The operands, in the order of the call's tensors as far as the work reads them.
     reads: tuple[Read, ...]
-    outputs: tuple[Output, ...]
+    #: ``local(work, *args, **kwargs)`` gets the call's own arguments with each tensor replaced by what was needed of
+    #: it, and returns the local part of each output.
     local: Callable[..., Any]
+    #: Without any there is one result, which is the space.
+    outputs: tuple[Output, ...] = ()
+    #: Dims of the space that may not be cut: they are gathered, or their cut is moved to another dim for the call.
     uncut: frozenset[int] = frozenset()
+    #: The first operand is written to, and is the result.
     inplace: bool = False
+    #: How the parts of dims that no output has become one: added up, or the largest, which has no gradient.
     combine: Literal["sum", "max"] | None = None
+    #: ``local`` runs on empty tiles too. Else a rank without work computes one element that is thrown away.
     runs_empty: bool = False
+    #: torch's result shares memory with the first operand.
     view: bool = False
+    #: torch's result is new memory, even where ``local`` gives its operand back.
     fresh: bool = False
+    #: Integers among the operands point into the sample, so that an idle rank cannot make them up.
     positions: bool = False
+    #: With ``view``: torch copies where the strides do not allow a view.
     either: bool = False
+    #: What an index takes of the first operand, so that a copy of it can be written back.
     index: tuple[Any, ...] | None = None
+    #: Of work that is linear in its first operand: ``linear_part(out, piece, main)`` is what a piece of it adds to the
+    #: box ``out``, both in global indices. The ``main`` piece is the own tile, which reaches all of the box.
     linear_part: Callable[[Box, Box, bool], LinearPart] | None = None
+    #: ``local`` may be called for any box of the space, with one operand, whose dims are the space's: the output is
+    #: then computed box by box where that spares gluing a halo to the tile.
     box_local: bool = False
+    #: The work makes one autograd node, on which law 3 can be a hook.
     single_node: SingleNode | None = None
+    #: Dims over which statistics run in the middle of the work: ``local`` then returns a :class:`Reduced`.
     reduces: frozenset[int] | None = None
+    #: Dims over which what is tracked of those statistics is added up.
     tracks: frozenset[int] = frozenset()
+    #: Results are cut as the first operand is, whatever the work needed.
     keeps_cut: bool = False
+    #: Another way to bring operands that are read whole.
     ring: RingSteps | None = None
     #: Former names, for one release.
     boxes: InitVar[bool | None] = None
     sums: InitVar[bool | None] = None
 
     def __post_init__(self, boxes: bool | None, sums: bool | None) -> None:
+        if not self.outputs:
+            object.__setattr__(self, "outputs", (Output(self.space, tuple(range(len(self.space)))),))
         if boxes is not None:
             warnings.warn("Recipe(boxes=...) is now Recipe(box_local=...)", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "box_local", boxes)

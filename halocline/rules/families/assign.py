@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...geometry import Interval, Transposed
 from ...tensor import ShardedTensor, same_memory
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, read_whole
 from ..table import composite, refuse, run_rule
 from .lookup import chosen_place
 from .masks import put
@@ -107,7 +107,6 @@ def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumul
     return Recipe(
         space=target.shape,
         reads=(Read(target, tuple(map(Link, own))), Read(value, links), *map(read_whole, positions)),
-        outputs=(Output(target.shape, own),),
         local=local,
         inplace=True,
         runs_empty=True,

@@ -29,7 +29,6 @@ def _sampler(function: Any) -> Any:
         return Recipe(
             space=made,
             reads=(positions, sample),
-            outputs=(Output(made, tuple(range(len(made)))),),
             local=local,
             runs_empty=True,
         )

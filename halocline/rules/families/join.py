@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...geometry import Concatenated
 from ...geometry.access import Wrapped
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
 from ..table import refuse
 from .view import as_called, each, made_of, normal, on_tile, operands, shape, viewing
 
@@ -25,7 +25,6 @@ def _joined(function: Any, space: tuple[int, ...], reads: Sequence[Read]) -> Rec
     return Recipe(
         space=space,
         reads=tuple(reads),
-        outputs=(Output(space, tuple(range(len(space)))),),
         local=as_called(function),
         runs_empty=True,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...geometry import Window
 from ...tensor import ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
 from ..table import run_rule
 from .masks import put
 from .pointwise import broadcast_shape
@@ -52,7 +52,6 @@ def _lookup_rule(input: Operand, indices: tuple[Operand | None, ...]) -> Recipe:
     return Recipe(
         space=tuple(space),
         reads=(Read(input, links), *(Read(index, _stretched(index.shape, chosen, first)) for index in given)),
-        outputs=(Output(tuple(space), tuple(range(len(space)))),),
         local=local,
         runs_empty=True,
     )
@@ -73,7 +72,6 @@ def index_select(function: Any, input: Operand, dim: int, index: Operand) -> Rec
     return Recipe(
         space=space,
         reads=(Read(input, tuple(links)), Read(index, (WHOLE,) * index.ndim)),
-        outputs=(Output(space, tuple(range(len(space)))),),
         local=as_called(function),
         runs_empty=True,
     )
@@ -88,7 +86,6 @@ def gather_along(function: Any, input: Operand, dim: int, index: Operand, *, spa
     return Recipe(
         space=index.shape,
         reads=(Read(input, tuple(links)), Read(index, tuple(map(Link, range(index.ndim))))),
-        outputs=(Output(index.shape, tuple(range(index.ndim))),),
         local=as_called(function),
         runs_empty=True,
     )

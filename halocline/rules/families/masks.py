@@ -107,7 +107,6 @@ def _take_rule(input: Operand, mask: Operand, dim: int, points: Points, kept: Po
     return Recipe(
         space=space,
         reads=(Read(input, links), Read(mask, (piece,))),
-        outputs=(Output(space, tuple(range(input.ndim))),),
         local=lambda work, tile, taken, *_: tile[_behind(dim, taken)],
         runs_empty=True,
     )

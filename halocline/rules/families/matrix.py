@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...geometry import Window
-from ..recipe import Link, Operand, Output, Read, Recipe, Work
+from ..recipe import Link, Operand, Read, Recipe, Work
 from ..table import composite, run_rule
 from .view import each, made_of, normal, on_tile, shape, viewing
 
@@ -31,7 +31,6 @@ def triangle(function: Any, input: Operand, diagonal: int = 0) -> Recipe:
     return Recipe(
         space=input.shape,
         reads=(Read(input, tuple(map(Link, dims))),),
-        outputs=(Output(input.shape, dims),),
         local=on_tile(local),
         inplace=function.__name__.endswith("_"),
         runs_empty=True,
@@ -72,7 +71,6 @@ def _embed_rule(input: Operand, offset: int) -> Recipe:
     return Recipe(
         space=space,
         reads=(Read(input, (*map(Link, range(rows)), Link(rows, Window(padding=first)))),),
-        outputs=(Output(space, tuple(range(len(space)))),),
         local=local,
         uncut=frozenset({len(space) - 1}),
         runs_empty=True,

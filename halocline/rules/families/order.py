@@ -35,7 +35,7 @@ def _all_rule(function: Any) -> Any:
     """A number that no part of the tensor tells: every rank reads all of it."""
 
     def describe(input: Operand) -> Recipe:
-        return Recipe((), (read_whole(input),), (Output((), ()),), as_called(function))
+        return Recipe(space=(), reads=(read_whole(input),), local=as_called(function))
 
     return describe
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ShardingError
 from ...tensor import ShardedTensor, here, unwrap, wrap
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, as_called
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, as_called
 from ..table import composite, direct, refuse, rule
 
 _NAMES = """
@@ -96,7 +96,6 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
     return Recipe(
         space=space,
         reads=tuple(Read(operand, _links(operand.shape, space)) for operand in operands),
-        outputs=(Output(space, tuple(range(len(space)))),),
         local=as_called(function),
         inplace=inplace,
         runs_empty=True,
@@ -143,7 +142,6 @@ def prelu(input: Operand, weight: Operand) -> Recipe:
     return Recipe(
         space=input.shape,
         reads=(Read(input, tuple(map(Link, dims))), Read(weight, (Link(1 if per_channel else None),) * weight.ndim)),
-        outputs=(Output(input.shape, dims),),
         local=lambda work, tile, slope: F.prelu(tile, slope),
         runs_empty=True,
     )

@@ -80,7 +80,6 @@ def _cumulative(function: Any, total: Any, join: Any) -> tuple[Any, Any]:
         return Recipe(
             space=input.shape,
             reads=(Read(input, tuple(map(Link, dims))), Read(totals, others)),
-            outputs=(Output(input.shape, dims),),
             local=local,
             runs_empty=True,
         )

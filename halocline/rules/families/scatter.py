@@ -24,7 +24,6 @@ def _target(target: Operand, others: list[Read], local: Any, inplace: bool) -> R
     return Recipe(
         space=target.shape,
         reads=(Read(target, tuple(map(Link, own))), *others),
-        outputs=(Output(target.shape, own),),
         local=local,
         inplace=inplace,
         runs_empty=True,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...geometry import Window, shape_of
 from ...tensor import ShardedTensor, plain, same_memory
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
 from ..recipe import as_called as as_called  # the view rules' tools in one place
 from ..table import composite, rule, run_rule
 
@@ -139,7 +139,6 @@ def _whole_rule(input: Operand) -> Recipe:
     return Recipe(
         space=input.shape,
         reads=(Read(input, tuple(map(Link, dims))),),
-        outputs=(Output(input.shape, dims),),
         local=lambda work, tile: tile,
         uncut=frozenset(dims),
         runs_empty=True,
@@ -156,7 +155,6 @@ def viewing(input: Operand, space: Sequence[int], links: Sequence[Link], local: 
     return Recipe(
         space=tuple(space),
         reads=(Read(input, tuple(links)),),
-        outputs=(Output(tuple(space), tuple(range(len(space)))),),
         local=local,
         runs_empty=True,
         **{"view": True, **options},

@@ -132,7 +132,6 @@ def embedding(
     return Recipe(
         space=space,
         reads=(Read(input, tuple(map(Link, dims[:-1]))), Read(weight, (WHOLE, Link(dims[-1])))),
-        outputs=(Output(space, dims),),
         local=as_called(F.embedding),
         runs_empty=True,
     )
