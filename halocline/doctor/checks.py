@@ -8,13 +8,14 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..sizes import size_text
 from ..world.launcher import started_by_mpiexec
 from . import machine
 from .finding import Finding
 from .machine import OPTIONAL, Interface, LaunchedRun
 
 TORCH = (2, 11)  # the oldest that the project supports, as pyproject.toml has it
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 RANK_BYTES = 512 * MIB  # python, torch and a small network
 FEW_FILES, FILES_A_PEER = 1024, 8  # every process group of a rank holds a connection to each of its peers
 SMALL_SHARED = 512 * MIB  # containers often have 64 MiB, which workers of a DataLoader soon fill
@@ -80,15 +81,15 @@ def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: in
         yield Finding("devices", "threads", "warning", text, remedy)
     else:
         yield Finding("devices", "threads", "ok", f"{threads} a rank, on {cores} cores")
-    free, text = has["memory_available_bytes"], f"{gib(has['memory_bytes'])}"
-    text = f"{text}, of which {gib(free)} are free"
-    if free is not None and free < ranks * RANK_BYTES:
+    free = has["memory_available_bytes"]
+    text = f"{size_text(has['memory_bytes'] or free)}, of which {size_text(free)} are free"
+    if free < ranks * RANK_BYTES:
         remedy = f"end other programs or start fewer ranks: each takes {RANK_BYTES // MIB} MiB before its first tensor"
         yield Finding("devices", "memory", "warning", f"{text}: little for {ranks} ranks", remedy)
     else:
         yield Finding("devices", "memory", "ok", text)
     if gpus or not has["gpu_files"]:
-        each = ", ".join(f"{one['name']} with {gib(one['memory_bytes'])}" for one in gpus)
+        each = ", ".join(f"{one['name']} with {size_text(one['memory_bytes'])}" for one in gpus)
         text = f"{each}; CUDA {has['cuda']}, NCCL {has['nccl']}" if gpus else "none: ranks run on the CPU"
         yield Finding("devices", "GPUs", "ok", text)
     else:
@@ -104,10 +105,6 @@ def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: in
         text = f"/dev/shm has {shared // MIB} MiB, too little for the workers of a DataLoader"
         remedy = "start the container with more, such as docker run --shm-size=8g, or with --ipc=host"
         yield Finding("devices", "shared memory", "warning", text, remedy)
-
-
-def gib(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / GIB:.1f} GiB"
 
 
 def check_network(interfaces: Sequence[Interface], env: Mapping[str, str], host: str) -> Check:

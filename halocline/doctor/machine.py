@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import halocline
 
+from ..sizes import file_text, free_memory
 from ..world.launcher import Rendezvous, adopt_environment, rank_info_of, rendezvous_of
 from ..world.rendezvous import within
 
@@ -73,15 +74,14 @@ class LaunchedRun:
 
 def devices() -> dict[str, Any]:
     """What this process may use; sizes in bytes, None where the system does not tell."""
-    has_gpus, memory = torch.cuda.is_available(), _memory()
+    has_gpus = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
-    free = re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo"))
     return {
         "cores": _cores(),
         "machine_cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "memory_bytes": memory,
-        "memory_available_bytes": min(int(free[1]) << 10, memory or sys.maxsize) if free else None,
+        "memory_bytes": _memory(),
+        "memory_available_bytes": free_memory(),
         "open_files": _open_files(),
         "shared_memory_bytes": _shared_memory(),
         "cuda": torch.version.cuda,
@@ -117,23 +117,16 @@ def versions() -> dict[str, str | None]:
 # ---- system ----
 
 
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
 def _cores() -> int:
     """The cores that this process is bound to, or fewer where a container allows fewer."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = file_text("/sys/fs/cgroup/cpu.max").partition(" ")
     allowed = int(quota) // int(period) if quota.isdigit() and period.isdigit() else bound
     return max(1, min(bound, allowed))
 
 
 def _memory() -> int | None:
-    limit = _text("/sys/fs/cgroup/memory.max")
+    limit = file_text("/sys/fs/cgroup/memory.max")
     sizes = [int(limit)] if limit.isdigit() else []
     with suppress(ValueError, OSError, AttributeError):  # no such names on this system
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -192,7 +185,7 @@ def interfaces() -> list[Interface]:
         names = [name for _, name in socket.if_nameindex()]
     except (OSError, AttributeError):
         return []
-    flags = {name: _text(f"/sys/class/net/{name}/flags") for name in names}
+    flags = {name: file_text(f"/sys/class/net/{name}/flags") for name in names}
     return [Interface(name, _address(name), bool(int(flags[name], 16) & 1) if flags[name] else None) for name in names]
 
 
@@ -203,7 +196,7 @@ def _address(interface: str) -> str | None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
-    rows = [line.split() for line in _text("/proc/net/if_inet6").splitlines()]
+    rows = [line.split() for line in file_text("/proc/net/if_inet6").splitlines()]
     return next((str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[-1] == interface), None)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from ..errors import ConfigError
 from ..geometry import whole
 from ..program import dry
 from ..program.memory import peak_of
-from ..sizes import bytes_from, size_text
+from ..sizes import bytes_from, free_memory, size_text
 from ..tensor import wrap_with_halo
 from ..world import Mesh
 from ..world.launcher import node_info_of
@@ -29,7 +27,6 @@ from .settings import Settings
 from .task import TrainingTask, augmentations
 
 _log = logging.getLogger("halocline.train")
-_CGROUP = "/sys/fs/cgroup"
 _STATES = {"adam": 2, "adamw": 2, "larc": 2, "sgd": 1}  # tensors that an optimizer keeps for each weight
 
 
@@ -112,23 +109,4 @@ def available() -> int:
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free)
-    return _free() // node_info_of(os.environ).local_size
-
-
-def _free() -> int:
-    """Of the machine, or of the container that this runs in; a great number where nobody tells."""
-    limits = [1 << 62]
-    if told := re.search(r"MemAvailable:\s+(\d+)", _text("/proc/meminfo")):
-        limits.append(1024 * int(told.group(1)))
-    limit, used = _text(f"{_CGROUP}/memory.max"), _text(f"{_CGROUP}/memory.current")
-    if limit.isdigit() and used.isdigit():
-        cache = re.search(r"^inactive_file (\d+)$", _text(f"{_CGROUP}/memory.stat"), re.MULTILINE)
-        limits.append(int(limit) - int(used) + (int(cache.group(1)) if cache else 0))  # files are let go of first
-    return max(0, min(limits))
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    return free_memory() // node_info_of(os.environ).local_size

@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import halocline as hc
+from halocline import sizes
 from halocline.cli import train as train_command
 from halocline.cli import train_rank
 from halocline.cli.app import app
@@ -97,7 +98,7 @@ def test_sizes_with_too_many_points(text):
 
 
 def test_memory_of_a_container_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "_CGROUP", str(tmp_path))
+    monkeypatch.setattr(sizes, "_CGROUP", str(tmp_path))
     for name, text in (
         ("memory.max", "1000\n"),
         ("memory.current", "700\n"),
