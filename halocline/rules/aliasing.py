@@ -95,10 +95,10 @@ def _ask(
 def _answers(function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int) -> list[AliasAnswer] | None:
     """None where torch cannot tell: a view that one rank's strides forbid."""
     metas = [on_one_rank(plain(tensor)) for tensor in tensors]
-    given = iter(metas)
+    replacements = iter(metas)
     with disable_dispatch_modes(), torch.no_grad():
         try:
-            made = function(*[substitute(value, given) for value in args], **substitute(kwargs, given))
+            made = function(*[substitute(value, replacements) for value in args], **substitute(kwargs, replacements))
         except RuntimeError:
             return None
     results = made if isinstance(made, (tuple, list)) else [made]

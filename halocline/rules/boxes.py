@@ -1,7 +1,7 @@
 """Local work in boxes: an output computed box by box into one tensor, each box from just what it needs.
 
 Used where an operation is not linear and its halo would have to be glued to the whole tile: the inside of the output
-is computed from the tile as it lies, while the rim travels, and the few outputs along the edge from small glued pieces.
+is computed from the tile as it lies, while the slabs travel, and the few outputs along the edge from small pieces.
 Only the tile and the slabs are kept; backward computes each box again, the edge first, so that its gradient travels
 while the inside's is computed.
 """
@@ -39,15 +39,15 @@ class Boxes:
 
     inside: BoxPart
     edges: tuple[BoxPart, ...]
-    rim: HaloExchange
+    neighbours: HaloExchange
     shape: tuple[int, ...]
     glued: Callable[[Tensor], Tensor]
 
     def inner(self, tile: Tensor) -> Tensor:
         """What the inside needs: a view of the tile."""
-        own = self.rim.slabs.own
+        own = self.neighbours.slabs.own
         within = tuple(i.shift(-o.lo) for i, o in zip(self.inside.need, own, strict=True))
-        return self.rim.used(tile)[slices(within)]
+        return self.neighbours.used(tile)[slices(within)]
 
 
 def plan_boxes(
@@ -59,7 +59,7 @@ def plan_boxes(
     read = recipe.reads[0]
     if read.operand.numel() < least * fetch.mesh.count(fetch.axes) or not _roomy(read, fetch, cuts):
         return None
-    rim, slots = HaloExchange.of(fetch), work.slots[read.operand.index]
+    neighbours, slots = HaloExchange.of(fetch), work.slots[read.operand.index]
     first = [slot.needs[0].lo for slot in slots]
 
     def need(box: Box) -> Box:
@@ -78,7 +78,7 @@ def plan_boxes(
         o if s.native else _inner(read, d, o, own[d]) for d, (o, s) in enumerate(zip(work.box, slots, strict=True))
     ]
     inside, edges = _split(work.box, inner)
-    return Boxes(part(inside), tuple(map(part, edges)), rim, shape_of(work.box), bind(work))
+    return Boxes(part(inside), tuple(map(part, edges)), neighbours, shape_of(work.box), bind(work))
 
 
 def _need(read: Read, dim: int, out: Interval) -> Interval:
@@ -131,13 +131,13 @@ class InBoxes(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, boxes: Boxes, route: Route):  # type: ignore[no-untyped-def]
-        exchange = boxes.rim.begin(tile, route)
+        exchange = boxes.neighbours.begin(tile, route)
         inside = boxes.inside.compute(boxes.inner(tile))
         result = inside.new_empty(boxes.shape)
         result[boxes.inside.place] = inside
-        pieces = boxes.rim.arrived(exchange, tile)
+        pieces = boxes.neighbours.arrived(exchange, tile)
         for edge in boxes.edges:
-            result[edge.place] = edge.compute(boxes.rim.glued(tile, pieces, edge.need))
+            result[edge.place] = edge.compute(boxes.neighbours.glued(tile, pieces, edge.need))
         ctx.save_for_backward(tile, *pieces)
         ctx.boxes, ctx.route, ctx.autocast = boxes, route, Autocast.now(tile.device)
         return result
@@ -153,14 +153,14 @@ class InBoxes(MovementFunction):
 def _backward(
     boxes: Boxes, route: Route, tile: Tensor, pieces: Sequence[Tensor], gradient: Tensor, autocast: Autocast
 ) -> Tensor:
-    rim, mine = boxes.rim, torch.zeros_like(tile)
-    given, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
+    neighbours, mine = boxes.neighbours, torch.zeros_like(tile)
+    slabs, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
     for edge in boxes.edges:
-        slope = _derivative(edge, rim.glued(tile, given, edge.need), gradient, autocast)
-        rim.add_glued(slope, edge.need, mine, backs)
-    exchange = rim.send_back(backs, tile, route)
+        slope = _derivative(edge, neighbours.glued(tile, slabs, edge.need), gradient, autocast)
+        neighbours.add_glued(slope, edge.need, mine, backs)
+    exchange = neighbours.send_back(backs, tile, route)
     boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient, autocast))
-    rim.add_back(mine, exchange)
+    neighbours.add_back(mine, exchange)
     return mine
 
 
@@ -174,10 +174,10 @@ def _derivative(part: BoxPart, piece: Tensor, gradient: Tensor, autocast: Autoca
 def _glued_backward(
     boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor, autocast: Autocast
 ) -> Tensor:
-    arrived = boxes.rim.glued(tile.detach(), [piece.detach() for piece in pieces])
+    arrived = boxes.neighbours.glued(tile.detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor) -> Tensor:
-        return boxes.glued(KnownMove.apply(tile, arrived, boxes.rim.transfer, route))
+        return boxes.glued(KnownMove.apply(tile, arrived, boxes.neighbours.transfer, route))
 
     (slope,) = differentiated(compute, [tile], [True], gradient, autocast)
     return slope

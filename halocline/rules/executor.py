@@ -162,8 +162,8 @@ def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwar
 def _call(plan: CallPlan, local: Any, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The local work, with the call's own arguments but for the tensors."""
     if plan.places is None:
-        given = iter(tiles)
-        return local(*[substitute(value, given) for value in args], **substitute(kwargs, given))
+        replacements = iter(tiles)
+        return local(*[substitute(a, replacements) for a in args], **substitute(kwargs, replacements))
     if plan.leading:
         return local(*tiles, *args[len(tiles) :], **kwargs)
     arguments = list(args)

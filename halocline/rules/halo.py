@@ -1,4 +1,4 @@
-"""Halos by linearity: the operation on the own tile, plus what the slabs that arrive add along the rim.
+"""Halos by linearity: the operation on the own tile, plus what the slabs that arrive add along the edge.
 
 Nothing is glued to the tile, so nothing of its size is copied or kept. The exchange begins before the tile's own work
 and is waited for after it. In backward the slabs' gradients are computed first, and travel back while the tile's own
@@ -32,7 +32,7 @@ class Halo:
 
     main: LinearPart
     linear_parts: tuple[LinearPart, ...]
-    rim: HaloExchange
+    neighbours: HaloExchange
     factor: float
     glued: Callable[..., Tensor]  # the operation on tile and halo in one piece
 
@@ -66,9 +66,9 @@ class WithHalo(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, route: Route):  # type: ignore[no-untyped-def]
-        exchange = halo.rim.begin(tile, route)
-        result = halo.main.compute.forward(halo.rim.used(tile), weight, bias)
-        pieces = halo.rim.arrived(exchange, tile)
+        exchange = halo.neighbours.begin(tile, route)
+        result = halo.main.compute.forward(halo.neighbours.used(tile), weight, bias)
+        pieces = halo.neighbours.arrived(exchange, tile)
         for linear_part, piece in zip(halo.linear_parts, pieces, strict=True):
             result[linear_part.out] += linear_part.compute.forward(piece, weight[linear_part.sees], None)
         ctx.save_for_backward(tile, weight, bias, *pieces)
@@ -88,7 +88,7 @@ class WithHalo(MovementFunction):
 
 @dataclass
 class _Backward:
-    """The first derivative: the rim, then the tile while the rim travels."""
+    """The first derivative: the edge, then the tile while the slabs travel."""
 
     halo: Halo
     route: Route
@@ -96,15 +96,15 @@ class _Backward:
     needed: tuple[bool, bool, bool]
 
     def run(self, gradient: Tensor, tile: Tensor, bias: Tensor | None, pieces: list[Tensor]) -> tuple[Any, Any, Any]:
-        rim, factor, weights = self.halo.rim, self.halo.factor, list[Tensor]()
+        neighbours, factor, weights = self.halo.neighbours, self.halo.factor, list[Tensor]()
         exchange = self._send_rim(gradient, pieces, weights)
         compute = self.halo.main.compute
-        mine, slope, offset = compute.backward(gradient, rim.used(tile), self.weight, bias, self.needed)
+        mine, slope, offset = compute.backward(gradient, neighbours.used(tile), self.weight, bias, self.needed)
         if self.needed[1]:
             slope = self._total(slope, weights)
         if exchange is not None:
-            mine = _of_tile(rim, mine, tile)
-            rim.add_back(mine, exchange)
+            mine = _of_tile(neighbours, mine, tile)
+            neighbours.add_back(mine, exchange)
         return mine, (None if slope is None else slope * factor), (None if offset is None else offset * factor)
 
     def _send_rim(self, gradient: Tensor, pieces: list[Tensor], weights: list[Tensor]) -> PendingExchange | None:
@@ -115,7 +115,7 @@ class _Backward:
             edge, slope, _ = linear_part.compute.backward(part, piece, weight, None, wanted)
             edges.append(edge)
             weights.append(slope)
-        return self.halo.rim.send_back(edges, gradient, self.route) if self.needed[0] else None
+        return self.halo.neighbours.send_back(edges, gradient, self.route) if self.needed[0] else None
 
     def _total(self, main: Tensor, weights: list[Tensor]) -> Tensor:
         """Of the weight: added in float32 at least."""
@@ -125,21 +125,21 @@ class _Backward:
         return total.to(main.dtype)
 
 
-def _of_tile(rim: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor:
-    if rim.uses_all:
+def _of_tile(neighbours: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor:
+    if neighbours.uses_all:
         return gradient
     whole = torch.zeros_like(tile)
-    rim.used(whole).copy_(gradient)
+    neighbours.used(whole).copy_(gradient)
     return whole
 
 
 def _glued_backward(
     halo: Halo, route: Route, operands: Any, pieces: list[Tensor], gradient: Tensor, needed: Any
 ) -> Any:
-    arrived = halo.rim.glued(operands[0].detach(), [piece.detach() for piece in pieces])
+    arrived = halo.neighbours.glued(operands[0].detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        whole = KnownMove.apply(tile, arrived, halo.rim.transfer, route)
+        whole = KnownMove.apply(tile, arrived, halo.neighbours.transfer, route)
         return halo.glued(whole, *(None if t is None else scaled((1.0, halo.factor), t) for t in (weight, bias)))
 
     # What autocast had to do was done before the Function.
