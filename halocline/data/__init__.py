@@ -1,8 +1,6 @@
 """Samples too large to be read whole: every rank reads its own boxes, once."""
 
-from typing import Any
-from warnings import warn
-
+from .._deprecated import renamed
 from .loading.augment import Augmentation, Crop, Dice, Flip, Rotate90, Shift, ViewChange
 from .loading.fields import Field
 from .loading.loader import Loader, LoaderReport
@@ -59,11 +57,4 @@ __all__ = [
     "stage",
 ]
 
-_RENAMED = {"Move": ViewChange, "Report": LoaderReport}  # deprecated names, kept for one release
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn(f"hc.data.{name} is now hc.data.{_RENAMED[name].__name__}", DeprecationWarning, stacklevel=2)
-    return _RENAMED[name]
+__getattr__ = renamed(__name__, {"Move": ViewChange, "Report": LoaderReport})

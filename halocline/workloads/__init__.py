@@ -1,8 +1,6 @@
 """Scientific workloads: networks as their papers have them, in plain PyTorch, with data that anyone can make."""
 
-from typing import Any
-from warnings import warn
-
+from .._deprecated import renamed
 from . import cosmoflow, deeplab, resnet, stemdl, tiramisu, unet3d
 from .workload import Meter, Workload, WorkloadSize
 
@@ -18,9 +16,4 @@ WORKLOADS = {
 
 __all__ = ["WORKLOADS", "Meter", "Workload", "WorkloadSize"]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "Scale":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn("halocline.workloads.Scale is now halocline.workloads.WorkloadSize", DeprecationWarning, stacklevel=2)
-    return WorkloadSize
+__getattr__ = renamed(__name__, {"Scale": WorkloadSize})
