@@ -76,7 +76,7 @@ _PLACED = "_halocline_placed"
 
 
 def is_averaged(parameter: Tensor) -> bool:
-    """Does somebody average this parameter's gradient?"""
+    """Is the gradient of this parameter averaged, by the library or by its owner?"""
     return bool(getattr(parameter, AVERAGED, False) or getattr(parameter, _PLACED, False))
 
 

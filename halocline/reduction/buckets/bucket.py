@@ -55,13 +55,13 @@ class Bucket:
         return self.elements * self.dtype.itemsize
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """A new step: nobody has come. Memory that somebody else still looks into is left to them."""
+        """Start a new step, without gradients. New memory replaces memory that other tensors still share."""
         self.missing, self._came, self._unfilled = set(self.indices), set(), []
         if self._memory is None or self._looked_into(self._memory, parameters):
             self._allocate()
 
     def _looked_into(self, memory: Tensor, parameters: Sequence[Tensor]) -> bool:
-        """Has somebody kept a gradient of an earlier step, or a view of one? The parameters themselves may."""
+        """Does a tensor beyond the parameters' own gradients share the memory, such as a gradient kept by the user?"""
         theirs = sum(self._inside(parameters[index].grad) for index in self.indices)
         return sharers(memory) > 1 + len(self.views) + theirs
 
@@ -170,7 +170,7 @@ def _write(view: Tensor, gradient: Tensor | None, in_place: bool, share: float) 
 
 
 def is_shared(gradient: Tensor | None) -> bool:
-    """Does somebody else hold this gradient, in a variable of the caller's, or look into its memory?"""
+    """Does anything but the parameter refer to this gradient or share its memory?"""
     return gradient is not None and (
         sys.getrefcount(gradient) > _OWN_REFERENCES or gradient.is_sparse or sharers(gradient) > 1
     )

@@ -194,7 +194,7 @@ def urgent_lateness(messages: Sequence[BucketTiming], link: LinkCost, express: i
 
 
 def lateness(messages: Sequence[BucketTiming], link: LinkCost, shared: bool = False) -> float:
-    """How long, in all, these keep waiting whoever needs them, if they go in this order.
+    """The longest time by which a message comes after it is needed, if they go in this order.
 
     ``shared``: with one more always under way, so that each takes twice as long, and begins as much earlier.
     """

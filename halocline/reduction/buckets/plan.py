@@ -114,7 +114,7 @@ class BucketPlan:
         else:
             runs = [run for kind in by_kind(dense, parameters) for run in _cut(kind, facts, parameters, goal)]
             runs = [runs[place] for place in _order(runs, facts, parameters, goal)]
-        if dynamic or goal != "end of backward":  # whoever did not come may yet
+        if dynamic or goal != "end of backward":  # gradients that did not come may come later
             absent = [index for index, ready in enumerate(facts.ready) if ready < 0 and not facts.sparse[index]]
             runs += by_kind(absent, parameters)
         buckets = [Bucket(run, [parameters[index] for index in run]) for run in runs if run]
@@ -192,7 +192,7 @@ def _order(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequ
 
 
 def _late_by(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> float:
-    """Seconds that these, in this order, keep waiting whoever waits for them."""
+    """Seconds by which the latest of these comes after it is needed, if they go in this order."""
     messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
     if goal == "next forward":
         return urgent_lateness(messages, facts.link, EXPRESS, URGENT_CHUNK)

@@ -1,9 +1,10 @@
-"""Tensors whose values are still under way: whoever looks at them waits, and nobody sees what is not yet true.
+"""Tensors whose values are still under way: reading the values waits for them.
 
-A **late gradient** is a parameter's ``.grad`` while the ranks sum it. A **due parameter** is one whose optimizer step
-has been asked for and not yet made, for its gradient is late. Both are what they seem: a look at shapes and dtypes goes
-straight through, and the first torch function that wants values brings them about. So whatever reads a parameter or a
-gradient in Python (a layer, a moving average of weights, ``state_dict``, clipping, a print) reads the right thing.
+A **pending gradient** is a parameter's ``.grad`` while the ranks sum it. A **deferred parameter** is one whose
+optimizer step was requested and is not made yet, since its gradient is pending. Both are what they seem: reading shapes
+and dtypes goes straight through, and the first torch function that needs values brings them about. So whatever reads a
+parameter or a gradient in Python (a layer, a moving average of weights, ``state_dict``, clipping, a print) reads the
+right thing.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def can_be_deferred(parameter: Tensor) -> bool:
 
 
 def defer(parameter: Tensor, update: Callable[[], None]) -> None:
-    """``update()`` is called when somebody wants its values, or never, if :func:`undefer` is called before."""
+    """``update()`` is called when a torch function reads its values, or never, if :func:`undefer` is called before."""
     setattr(parameter, _DUE, update)
     parameter.__class__ = DeferredParameter
 
@@ -104,7 +105,7 @@ def undefer(parameter: Tensor) -> Callable[[], None] | None:
 
 
 def settle(value: Any) -> None:
-    """All due parameters in it are what they should be."""
+    """Make the steps of all deferred parameters in it."""
     if type(value) is DeferredParameter:
         update = undefer(value)
         if update is None:  # another thread was first
@@ -148,8 +149,8 @@ class PendingGradient(Tensor):
         return _arrived(self, False).as_subclass(cls)
 
 
-def late(gradient: Tensor, arrive: Callable[[], None]) -> PendingGradient:
-    """The same object; ``arrive()`` is called when somebody wants its values."""
+def pending(gradient: Tensor, arrive: Callable[[], None]) -> PendingGradient:
+    """The same object; ``arrive()`` is called when a torch function reads its values."""
     gradient.__class__ = PendingGradient
     assert isinstance(gradient, PendingGradient)
     gradient._arrive = arrive

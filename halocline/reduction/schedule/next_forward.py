@@ -24,7 +24,7 @@ from ..._torch_private import step_hooks, tracing, transforming
 from ...world import CommThread
 from ..buckets.plan import Goal
 from ..transport.sum_queue import BucketSum, SumQueue, SumStep
-from .deferred import can_be_deferred, defer, is_pending, late, resolved, undefer
+from .deferred import can_be_deferred, defer, is_pending, pending, resolved, undefer
 from .partial_step import (
     StepRequest,
     apart,
@@ -79,19 +79,19 @@ class NextForwardOverlap:
             arrival = _BucketArrival(self, ended.sum_of(number))
             for index in bucket.indices:
                 parameter = engine.parameters[index]
-                # The very object, which somebody may have kept from an earlier pass, if it lies where the mean will.
+                # The same object, which the user may hold since an earlier pass, if it lies where the mean will.
                 same = type(parameter.grad) is Tensor and bucket.holds(index, parameter.grad)
                 found: Any = parameter.grad if same else bucket.gradient(index)
                 if index not in came and parameter.grad is not None:
                     self._old[index] = parameter.grad
                 # Of those that did not come here too: another rank may have had one.
-                self._pending[index] = parameter.grad = late(found, arrival)
+                self._pending[index] = parameter.grad = pending(found, arrival)
 
     def take_means(self) -> None:
-        """Nothing is late: the optimizer may step as ever."""
+        """Nothing is pending: the optimizer steps as ever."""
 
     def before(self, index: int) -> None:
-        """A gradient is about to be added to a parameter's: nothing may be late any more."""
+        """A gradient is about to be added to a parameter's: nothing may be pending any more."""
         self.finish()
 
     def finish(self) -> None:
@@ -130,7 +130,7 @@ class NextForwardOverlap:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
         def reduce(self: Any, protocol: Any) -> Any:
-            overlap.finish()  # whoever copies it wants its state as it should be
+            overlap.finish()  # a copy is to have the state after the step
             return self.__class__.__reduce_ex__(self, protocol)
 
         step._halocline = True  # type: ignore[attr-defined]
@@ -161,15 +161,15 @@ class NextForwardOverlap:
                 else:
                     whose.append(parameter)
                     now.append(order)
-        if any(is_pending(order.gradient) for order in now):  # of a kind that cannot be due
+        if any(is_pending(order.gradient) for order in now):  # of a kind that cannot be deferred
             self._requests = {i: order for i, order in self._requests.items() if order.optimizer is not optimizer}
             self.finish()
             return type(optimizer).step(optimizer)
         make_step(whose, now)
-        self._make_due(optimizer)
+        self._defer_parameters(optimizer)
         return None
 
-    def _make_due(self, optimizer: Any) -> None:
+    def _defer_parameters(self, optimizer: Any) -> None:
         ended = self._under_way
         assert ended is not None
         plan = ended.plan
@@ -217,12 +217,12 @@ class NextForwardOverlap:
         ended, engine = self._under_way, self._engine
         assert ended is not None
         assert ended.plan is not None
-        bucket, beside = ended.plan.buckets[number], self._thread_steps.get(number, ())
+        bucket, thread_steps = ended.plan.buckets[number], self._thread_steps.get(number, ())
         had = ended.take(number)
-        for job in beside:
-            job.wait()
+        for step in thread_steps:
+            step.wait()
         self._left.discard(number)
-        stepped = set().union(*(job.indices for job in beside))
+        stepped = set().union(*(step.indices for step in thread_steps))
         whose, orders = [], []
         for index in bucket.indices:
             parameter, order = engine.parameters[index], self._requests.get(index)

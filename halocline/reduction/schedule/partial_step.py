@@ -59,7 +59,7 @@ def can_step_in_thread(optimizer: Any) -> bool:
 
 def make_step_in_thread(parameters: Sequence[Tensor], orders: Sequence[StepRequest]) -> None:
     """The same in another thread: neither the parameters' gradients nor the optimizers' groups are touched, which
-    somebody may look at meanwhile. Aliases of the parameters are stepped, in the parameters' memory and state."""
+    the rank's own thread may read. Aliases of the parameters are stepped, in the parameters' memory and state."""
     for optimizer in {id(order.optimizer): order.optimizer for order in orders}.values():
         mine = [(p, order) for p, order in zip(parameters, orders, strict=True) if order.optimizer is optimizer]
         aliases = [parameter.detach() for parameter, _ in mine]
@@ -69,7 +69,7 @@ def make_step_in_thread(parameters: Sequence[Tensor], orders: Sequence[StepReque
             if parameter in optimizer.state:
                 state[alias] = optimizer.state[parameter]
         stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update(vars(optimizer))  # at once: somebody may add to it meanwhile
+        stand_in.__dict__.update(vars(optimizer))  # at once: another thread may add to it meanwhile
         for name in _OURS:
             stand_in.__dict__.pop(name, None)
         stand_in.state = state
@@ -91,7 +91,7 @@ def _as_groups(stepped: Sequence[tuple[Tensor, StepRequest]]) -> list[Settings]:
 
 
 def apart() -> ExitStack:
-    """A step in the middle of somebody's forward: none of what holds there holds here."""
+    """For a step in the middle of a user's forward: none of the modes that hold there hold inside."""
     stack = ExitStack()
     for context in (no_torch_functions(), disable_dispatch_modes(), torch.inference_mode(False), torch.no_grad()):
         stack.enter_context(context)
@@ -124,7 +124,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
     own = vars(optimizer).get("step")
     if own is not None and not (getattr(own, "_wrapped_by_lr_sched", False) or hasattr(own, "_halocline")):
-        raise MeshError(f"overlap='next-forward': somebody has replaced this {name}'s step, which would go past that")
+        raise MeshError(f"overlap='next-forward': this {name}'s step was replaced, and steps in parts would bypass it")
     if any(group.get("differentiable") or group.get("capturable") for group in inner.param_groups):
         raise MeshError(f"overlap='next-forward': {name} is set to be differentiable or capturable, which it cannot be")
 

@@ -23,7 +23,7 @@ from .algorithms import Round
 
 _SERIAL, _ROUND, _SIGNATURE = 14, 8, 9  # bits of a tag; the lowest say which network card, and alternate by chunk
 _SERIALLY = 32_000  # elements: torch adds fewer than 32,768 in the thread that asks, and wakes no others
-_CHECK = 1.0  # seconds after which whoever waits for a sum checks that its thread lives
+_CHECK = 1.0  # seconds after which a wait for a sum checks that the thread lives
 _SPARE = 12  # pieces of memory that are kept
 
 

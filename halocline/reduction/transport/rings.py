@@ -71,7 +71,7 @@ class Rings:
 
     @property
     def thread(self) -> CommThread:
-        """Drives the sums, and whatever else is to be done beside the rank's own thread."""
+        """Drives the sums; an engine's :class:`SumQueue` gives it jobs, too."""
         return self._scheduler.thread
 
     def _peers(self) -> list[int]:

@@ -17,7 +17,7 @@ def sparse_mean(
     if max(counts) < 0:
         return None
     shape = torch.Size(like.shape)
-    if max(counts) == 0:  # somebody had a gradient, and nobody a row
+    if max(counts) == 0:  # some rank had a gradient, and none a row
         return torch.zeros_like(like).to_sparse(1)
     indices = torch.zeros(0, dtype=torch.int64) if mine is None else mine.indices().reshape(-1)
     values = like.new_zeros(0) if mine is None else mine.values().reshape(-1)

@@ -84,7 +84,7 @@ class BucketSum:
             self.done = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the bucket holds the mean, whoever finishes it. RankFailure after the deadline."""
+        """Until the bucket holds the mean. RankFailure after the deadline."""
         if self.over is None:
             self.finish()
             return
