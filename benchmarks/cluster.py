@@ -300,8 +300,8 @@ def _delete(commands: Iterable[ShellCommand]) -> None:
 
 def remove_leftovers() -> None:
     """Namespaces of processes that were killed before they could remove them."""
-    found = [(entry.name, NAME.fullmatch(entry.name)) for entry in NAMESPACES.glob("hc*")]
-    _delete(delete_command(name) for name, match in found if match and not _runs(int(match[1])))
+    matches = [(entry.name, NAME.fullmatch(entry.name)) for entry in NAMESPACES.glob("hc*")]
+    _delete(delete_command(name) for name, match in matches if match and not _runs(int(match[1])))
 
 
 def _runs(process: int) -> bool:

@@ -226,17 +226,17 @@ def _as_json(case: CollectiveCase, base: float) -> dict[str, Any]:
 
 
 def judged(target: SpeedupTarget, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    found = [
+    verdicts = [
         case["speedup"]
         for case in cases
         if (case["part"], case["bytes"]) == (target.part, target.size)
         and case["way"] in target.ways
         and target.ranks in (0, case["ranks"])
     ]
-    if not found:
+    if not verdicts:
         return None
     name = f"{target.part}{f', {target.ranks} ranks' if target.ranks else ''}, {size_words(target.size)}"
-    return {"name": name, "speedup": max(found), "least": target.least, "met": max(found) >= target.least}
+    return {"name": name, "speedup": max(verdicts), "least": target.least, "met": max(verdicts) >= target.least}
 
 
 def size_words(size: int) -> str:

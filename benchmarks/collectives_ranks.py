@@ -37,21 +37,21 @@ def check(way: str, elements: int) -> bool:
     mine = (torch.arange(elements) % 7 + dist.get_rank()).to(torch.float32)
     ranks = dist.get_world_size()
     true = (ranks * (torch.arange(elements) % 7) + ranks * (ranks - 1) // 2).to(torch.float32)
-    found = _work(way, mine)()
+    result = _work(way, mine)()
     if way in (TORCH_SCATTER, OWN_SCATTER):
         true = true.chunk(ranks)[dist.get_rank()]
-    return torch.equal(mine if found is None else found, true)
+    return torch.equal(mine if result is None else result, true)
 
 
 def measure(way: str, size: int, repeat: int) -> list[float]:
     """Seconds of each of some sums of so many bytes."""
     work = _work(way, torch.zeros(size // 4))
-    found = []
+    seconds = []
     for _ in range(repeat):
         began = start_together()
         work()
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def stream(way: str, size: int, count: int) -> float:

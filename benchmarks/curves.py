@@ -33,13 +33,15 @@ class CurvesPlan:
 
 def measure_curves(plan: CurvesPlan, say: Callable[[str], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="halocline-curves-") as folder:
-        found = {name: _compare(plan, name, Path(folder), say) for name in plan.workloads}
+        workloads = {name: _compare(plan, name, Path(folder), say) for name in plan.workloads}
     return {
-        "follows": all(each["float64"] <= CLOSE and each.get("float32_ratio", 0.0) <= TIMES for each in found.values()),
+        "follows": all(
+            each["float64"] <= CLOSE and each.get("float32_ratio", 0.0) <= TIMES for each in workloads.values()
+        ),
         "ranks": plan.ranks,
         "steps": plan.steps,
         "targets": {"float64": CLOSE, "float32_ratio": TIMES},
-        "workloads": found,
+        "workloads": workloads,
     }
 
 
@@ -50,13 +52,13 @@ def _compare(plan: CurvesPlan, name: str, folder: Path, say: Callable[[str], Non
         return _trained(name, ranks, precision, threads, plan.steps, out)
 
     one, cut = losses(1, "fp64"), losses(plan.ranks, "fp64")
-    found: dict[str, Any] = {"float64": worst(one, cut), "first": one[0], "last": one[-1]}
+    differences: dict[str, Any] = {"float64": worst(one, cut), "first": one[0], "last": one[-1]}
     if plan.single:
         one, other, cut = losses(1, "fp32"), losses(1, "fp32", 2), losses(plan.ranks, "fp32")
-        found |= {"float32": worst(one, cut), "float32_threads": worst(one, other)}
-        found["float32_ratio"] = found["float32"] / max(found["float32_threads"], 1e-7)
-    say(f"{name}: {', '.join(f'{key} {value:.2g}' for key, value in found.items())}")
-    return found
+        differences |= {"float32": worst(one, cut), "float32_threads": worst(one, other)}
+        differences["float32_ratio"] = differences["float32"] / max(differences["float32_threads"], 1e-7)
+    say(f"{name}: {', '.join(f'{key} {value:.2g}' for key, value in differences.items())}")
+    return differences
 
 
 def worst(one: Sequence[float], other: Sequence[float]) -> float:
@@ -75,5 +77,5 @@ def _trained(name: str, ranks: int, precision: str, threads: int, steps: int, ou
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode:
         raise HaloclineError(f"`{' '.join(command[1:])}` failed: {done.stderr.strip().splitlines()[-1:]}")
-    found: list[float] = json.loads(done.stdout.strip().splitlines()[-1])["losses"]
-    return found
+    losses: list[float] = json.loads(done.stdout.strip().splitlines()[-1])["losses"]
+    return losses

@@ -18,23 +18,23 @@ from halocline.world import Mesh
 
 def measure_dry(size: int, mesh: dict[str, int], rank: int, repeat: int) -> dict[str, Any]:
     """The median of ``repeat`` records of a training step of the 3D U-Net."""
-    seconds, found = [], None
+    seconds, record = [], None
     for _ in range(max(1, repeat)):
         start = time.perf_counter()
-        found = record_step(size, mesh, rank)
+        record = record_step(size, mesh, rank)
         seconds.append(time.perf_counter() - start)
-    assert found is not None
+    assert record is not None
     return {
         "seconds": sorted(seconds)[len(seconds) // 2],
         "first_seconds": seconds[0],  # torch imports what meta tensors need on first use
         "rank": rank,
-        "ranks": found.ranks,
+        "ranks": record.ranks,
         "mesh": mesh,
         "size": size,
-        "operations": len(found.operations),
-        "flops": found.flops,
-        "messages": found.messages,
-        "sent_bytes": found.sent_bytes,
+        "operations": len(record.operations),
+        "flops": record.flops,
+        "messages": record.messages,
+        "sent_bytes": record.sent_bytes,
     }
 
 

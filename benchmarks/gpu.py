@@ -55,11 +55,11 @@ def make_plan(subjects: Sequence[str], sizes: Sequence[int], ways: Sequence[str]
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
         raise HaloclineError(f"no way {unknown[0]!r}; there are {', '.join(WAYS)}")
-    found = chosen(list(subjects))
-    for subject in found:
+    networks = chosen(list(subjects))
+    for subject in networks:
         for size in sizes:
             subject.check_size(size)
-    pairs = tuple((subject.name, size) for subject in found for size in sizes or subject.sizes)
+    pairs = tuple((subject.name, size) for subject in networks for size in sizes or subject.sizes)
     return GpuPlan(pairs, tuple(way for way in WAYS if way in ways), **rest)
 
 
@@ -135,13 +135,13 @@ class GpuMeasurement:
         }
 
     def _card(self) -> dict[str, Any]:
-        found = self.children.call(card, deadline=DEADLINE)
-        if "fork" in (found.error or ""):  # something that the server imported has begun CUDA
+        card_facts = self.children.call(card, deadline=DEADLINE)
+        if "fork" in (card_facts.error or ""):  # something that the server imported has begun CUDA
             self.children.start_afresh()
-            found = self.children.call(card, deadline=DEADLINE)
-        if found.value is None:
-            raise NoGpu(f"no CUDA GPU is found ({found.error or 'torch.cuda.is_available() is False'})")
-        return dict(found.value)
+            card_facts = self.children.call(card, deadline=DEADLINE)
+        if card_facts.value is None:
+            raise NoGpu(f"no CUDA GPU is found ({card_facts.error or 'torch.cuda.is_available() is False'})")
+        return dict(card_facts.value)
 
     def ceilings(self) -> ChildOutcome:
         sizes = (256, 2**20) if self.plan.device == "cpu" else ()

@@ -155,15 +155,15 @@ def product_seconds(side: int, dtype: torch.dtype, device: str) -> float:
 
 def fastest(call: Callable[[], Tensor], device: str, calls: int = 10, rounds: int = 3) -> float:
     """Seconds of a call, of several in a row; the best of some rounds, the first being warm-up."""
-    found = []
+    seconds = []
     for _ in range(rounds + 1):
         synchronize(device)
         began = time.perf_counter()
         for _ in range(calls):
             call()
         synchronize(device)
-        found.append((time.perf_counter() - began) / calls)
-    return min(found[1:])
+        seconds.append((time.perf_counter() - began) / calls)
+    return min(seconds[1:])
 
 
 def card() -> dict[str, Any] | None:

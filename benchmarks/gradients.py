@@ -213,9 +213,9 @@ class GradientsMeasurement:
     def choose_wire(self) -> tuple[WireWay, float]:
         """The fastest way to sum all bytes, and its seconds."""
         self.say("the wire alone")
-        found = {way: median(self.sum_all(way, self.plan.tries)) for way in self.plan.wire_ways}
-        best = min(found, key=found.__getitem__)
-        return best, found[best]
+        medians = {way: median(self.sum_all(way, self.plan.tries)) for way in self.plan.wire_ways}
+        best = min(medians, key=medians.__getitem__)
+        return best, medians[best]
 
     def sum_all(self, way: WireWay, repeat: int = 1, half: bool = False) -> list[float]:
         size, dtype = (sum(self.sizes) // 2, torch.bfloat16) if half else (sum(self.sizes), torch.float32)

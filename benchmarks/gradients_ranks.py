@@ -233,13 +233,13 @@ def wire(size: int, way: WireWay, repeat: int = 1, dtype: torch.dtype = torch.fl
     # Memory that was never touched would be had while we measure.
     flat = torch.empty(math.ceil(size / dtype.itemsize), dtype=dtype).zero_()
     pieces = [flat] if way == "flat" else list(flat.split(PIECE // dtype.itemsize))
-    found = []
+    seconds = []
     for _ in range(repeat):
         begun = start_together()
         for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
             work.wait()
-        found.append(time.perf_counter() - begun)
-    return found
+        seconds.append(time.perf_counter() - begun)
+    return seconds
 
 
 # ---- what the engine tells ----

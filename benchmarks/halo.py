@@ -116,14 +116,14 @@ def check_sizes(nodes: Sequence[int], rates: Sequence[str], size: int) -> None:
 
 
 def measure_nodes(count: int, rates: Sequence[str], size: int, width: int, rounds: int, say: Say) -> list[HaloCase]:
-    found = []
+    cases = []
     with Cluster(nodes=count, rate=rates[0], collective_timeout=DEADLINE) as cluster:
         say(f"{count} nodes: starting")
         ways = cluster.run(ranks.prepare, size, width, deadline=DEADLINE)[0]
         for rate in rates:
             cluster.set_rate(rate)
-            found.append(measure_rate(cluster, rate, ways, rounds, say))
-    return found
+            cases.append(measure_rate(cluster, rate, ways, rounds, say))
+    return cases
 
 
 def measure_rate(cluster: Cluster, rate: str, ways: Sequence[str], rounds: int, say: Say) -> HaloCase:
@@ -159,10 +159,10 @@ def measure_link(cluster: Cluster, rate: str) -> tuple[float, float]:
     """Bytes a second, headers included as in the counters, and seconds of latency."""
     size = max(ranks.BLOCK, int(bits_per_second(rate) / 8 * LINK_SECONDS) // ranks.BLOCK * ranks.BLOCK)
     before = cluster.sent_bytes()[1][0]
-    found = cluster.run(ranks.measure_link, cluster.topology.address(0), size, deadline=DEADLINE)[0]
-    assert found is not None  # rank 0 holds the watch
+    link = cluster.run(ranks.measure_link, cluster.topology.address(0), size, deadline=DEADLINE)[0]
+    assert link is not None  # rank 0 holds the watch
     sent = (cluster.sent_bytes()[1][0] - before) / 2  # twice the size was sent, and the second half timed
-    return sent / found.seconds, found.latency
+    return sent / link.seconds, link.latency
 
 
 def measure_wire(cluster: Cluster, rate: float, latency: float) -> LinkDemand:

@@ -136,15 +136,15 @@ def _on_connection(address: str, first: Callable[[socket.socket], Any], second: 
     listener = socket.create_server((address, 0)) if dist.get_rank() == 0 else None
     told = [listener.getsockname()[1] if listener else 0]
     dist.broadcast_object_list(told)
-    found = None
+    figures = None
     if listener:
         with listener, listener.accept()[0] as line:
-            found = first(line)
+            figures = first(line)
     elif dist.get_rank() == 1:
         with socket.create_connection((address, told[0]), 10) as line:
             second(line)
     dist.barrier()
-    return found
+    return figures
 
 
 def _receive(line: socket.socket, size: int) -> LinkFigures:

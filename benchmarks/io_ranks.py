@@ -51,8 +51,8 @@ class ReadCase:
 
 def kernel_bytes() -> int:
     """What this process has read so far by system calls, as the kernel counts it."""
-    found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
-    return int(found.group(1)) if found else 0
+    match = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    return int(match.group(1)) if match else 0
 
 
 class Counted:

@@ -23,15 +23,15 @@ def measure_lag(names: Sequence[str], steps: int | None, say: Callable[[str], No
 
 
 def _compared(name: str, steps: int | None, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
     for lag in (0, 1):
         say(f"training {name} with lag {lag}")
         wanted = [f"gradients.lag={lag}", *([f"steps={steps}"] if steps else [])]
         settings = make_settings({}, wanted, defaults_of(name))
         result = Trainer(settings, folder / f"{name}-{lag}").train()
         last = result.losses[-max(1, int(LAST * len(result.losses))) :]
-        found[f"lag {lag}"] = {"steps": result.steps, "training_loss": fmean(last), **result.metrics}
-    without, late = found["lag 0"], found["lag 1"]
-    found["training_loss_ratio"] = late["training_loss"] / without["training_loss"]
+        curves[f"lag {lag}"] = {"steps": result.steps, "training_loss": fmean(last), **result.metrics}
+    without, late = curves["lag 0"], curves["lag 1"]
+    curves["training_loss_ratio"] = late["training_loss"] / without["training_loss"]
     say(f"{name}: training loss {without['training_loss']:.4g}, one step late {late['training_loss']:.4g}")
-    return found
+    return curves

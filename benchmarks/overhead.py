@@ -97,7 +97,7 @@ def fastest_raw(figures: Figures, subject: str) -> Figure:
 
 def details(figures: Figures) -> dict[str, Any]:
     """By subject: medians by contender, and the same of forward and backward together."""
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for subject in _subjects(figures):
         ways = {}
         for kind, name in (("forward", "forward"), ("both", "forward_and_backward")):
@@ -105,8 +105,8 @@ def details(figures: Figures) -> dict[str, Any]:
             shown: dict[str, Any] = {who: _row(figure) for who, figure in of_kind.items()}
             shown.setdefault("dtensor", None)
             ways[name] = {**shown, "added_us": added(figures, subject, kind)}
-        found[subject] = ways
-    return found
+        rows[subject] = ways
+    return rows
 
 
 def _row(figure: Figure) -> dict[str, float]:

@@ -139,11 +139,11 @@ def _fault(who: str, operation: Operation, operands: dict[str, Any], inputs: Inp
 def _compare(who: str, operation: Operation, operands: dict[str, Any], inputs: Inputs) -> str:
     true = operation(operands["whole"], inputs.values["whole"])
     (slope,) = torch.autograd.grad(true, inputs.values["whole"], inputs.seeds["whole"])
-    found = operation(operands[who], inputs.values[who])
-    found.backward(inputs.seeds[who])
+    result = operation(operands[who], inputs.values[who])
+    result.backward(inputs.seeds[who])
     wrong = [
         what
-        for what, one, other in (("value", found, true), ("gradient", inputs.values[who].grad, slope))
+        for what, one, other in (("value", result, true), ("gradient", inputs.values[who].grad, slope))
         if not _is_my_part(one, other.detach())
     ]
     return f"wrong {' and '.join(wrong)} without an error" if wrong else ""
@@ -257,13 +257,13 @@ def prepare() -> dict[str, str]:
 
 def round_of(calls: int) -> Times:
     """Seconds of each call of every contender: (subject, "forward" or "both", contender)."""
-    found = {}
+    times = {}
     with _unaveraged():
         for subject in _kept[0].subjects:
             for kind, contenders in (("forward", subject.forward), ("both", subject.backward)):
                 for who, call in contenders.items():
-                    found[subject.name, kind, who] = _time(call, calls)
-    return found
+                    times[subject.name, kind, who] = _time(call, calls)
+    return times
 
 
 @contextmanager

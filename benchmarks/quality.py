@@ -22,8 +22,8 @@ BETTER = 0.1  # than calling everything background, in mean intersection over un
 def measure_quality(names: tuple[str, ...], folder: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Each trained on one rank, and judged on samples that it never saw."""
     with tempfile.TemporaryDirectory(prefix="halocline-quality-", dir=folder) as place:
-        found = {name: _trained(name, Path(place) / name, say) for name in names}
-    return {"learned": all(each["gain"] >= BETTER for each in found.values()), "workloads": found}
+        workloads = {name: _trained(name, Path(place) / name, say) for name in names}
+    return {"learned": all(each["gain"] >= BETTER for each in workloads.values()), "workloads": workloads}
 
 
 def _trained(name: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:

@@ -88,19 +88,19 @@ def fields_of(trial: CropsTrial, samples: int, seed: int) -> dict[str, Field]:
 
 def measure(trial: CropsTrial) -> dict[str, Any]:
     """Both trainings, side by side on two cores."""
-    found = dict(in_processes(run, [trial, replace(trial, crops=True)], jobs=2))
-    whole, single, averaged = found[False]["mse"], found[True]["mse"], found[True]["averaged_mse"]
+    results = dict(in_processes(run, [trial, replace(trial, crops=True)], jobs=2))
+    whole, single, averaged = results[False]["mse"], results[True]["mse"], results[True]["averaged_mse"]
     return {
         "whole_mse": whole,
         "crop_mse": single,
         "averaged_crops_mse": averaged,
         "ratio": single / whole,
         "averaged_ratio": averaged / whole,
-        "knowing_nothing_mse": found[False]["variance"],
+        "knowing_nothing_mse": results[False]["variance"],
         "scatter_of_whole": scatter(trial.size),
-        "whole_curve": found[False]["curve"],
-        "crop_curve": found[True]["curve"],
-        "seconds": max(each["seconds"] for each in found.values()),
+        "whole_curve": results[False]["curve"],
+        "crop_curve": results[True]["curve"],
+        "seconds": max(each["seconds"] for each in results.values()),
         "trial": asdict(trial),
     }
 
@@ -116,14 +116,14 @@ def run(trial: CropsTrial) -> tuple[bool, dict[str, Any]]:
     answers, truth = _answers(trial, model)
     cubes = truth.reshape(trial.validation, -1, truth.shape[1])
     averaged = answers.reshape(cubes.shape).mean(1)
-    found = {
+    result = {
         "mse": float(F.mse_loss(answers, truth)),
         "averaged_mse": float(F.mse_loss(averaged, cubes[:, 0])),
         "variance": float(truth.var(0, correction=0).mean()),
         "curve": [float(np.mean(part)) for part in np.array_split(curve, 20)],
         "seconds": time.monotonic() - began,
     }
-    return trial.crops, found
+    return trial.crops, result
 
 
 def _train(trial: CropsTrial, model: Any) -> Iterator[float]:

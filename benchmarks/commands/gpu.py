@@ -82,10 +82,10 @@ def gpu(
 
 
 def words(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
         raise HaloclineError(f"{text!r}: give names with commas between them, such as unet3d,conv or plain,halocline")
-    return found
+    return parts
 
 
 def numbers(text: str) -> list[int]:
@@ -138,8 +138,8 @@ def profile_table(profile: Mapping[str, Any]) -> Table:
     if profile["error"]:
         return fact_table(title, {"": profile["error"]})
     table = table_of(title, "family", "ms", "share")
-    for family, found in profile["families"].items():
-        table.add_row(family, f"{found['ms']:.1f}", f"{found['share']:.1%}")
+    for family, figures in profile["families"].items():
+        table.add_row(family, f"{figures['ms']:.1f}", f"{figures['share']:.1%}")
     table.add_section()
     table.add_row("all kernels", f"{profile['gpu_ms']:.1f}", "")
     if profile["floor"]:

@@ -34,8 +34,8 @@ def quality(workloads: Names = "unet3d,tiramisu,deeplab", as_json: Json = False,
     if as_json:
         print_json(result)
     else:
-        for name, found in result["workloads"].items():
-            stdout().print(fact_table(name, {key: f"{value:.3f}" for key, value in found.items()}))
+        for name, figures in result["workloads"].items():
+            stdout().print(fact_table(name, {key: f"{value:.3f}" for key, value in figures.items()}))
     raise typer.Exit(0 if result["learned"] else 1)
 
 
@@ -67,8 +67,8 @@ def curves(
     if as_json:
         print_json(result)
     else:
-        for name, found in result["workloads"].items():
-            stdout().print(fact_table(name, {key: f"{value:.3g}" for key, value in found.items()}))
+        for name, figures in result["workloads"].items():
+            stdout().print(fact_table(name, {key: f"{value:.3g}" for key, value in figures.items()}))
     raise typer.Exit(0 if result["follows"] else 1)
 
 
@@ -89,8 +89,8 @@ def lag(
     if as_json:
         print_json(result)
         return
-    for name, found in result["workloads"].items():
-        facts = {f"{key}, lag {n}": f"{value:.4g}" for n in (0, 1) for key, value in found[f"lag {n}"].items()}
+    for name, figures in result["workloads"].items():
+        facts = {f"{key}, lag {n}": f"{value:.4g}" for n in (0, 1) for key, value in figures[f"lag {n}"].items()}
         stdout().print(fact_table(name, facts))
 
 

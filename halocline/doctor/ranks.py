@@ -34,7 +34,7 @@ NOT_TRIED = Finding(
     "ranks",
     "messages",
     "warning",
-    "not tried: the problems found would spoil it",
+    "not tried, since there are problems",
     "solve them and run the doctor again",
 )
 
