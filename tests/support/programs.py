@@ -152,7 +152,7 @@ class Program:
         """
         if "penalty" not in self.mode:
             return False
-        views = any(isinstance(m, Do) and "[" in m.text for m in self.model.modules())
+        views = any(isinstance(m, Do | Write) and "[" in m.text for m in self.model.modules())
         return views and any(getattr(m, "inplace", False) or isinstance(m, Write) for m in self.model.modules())
 
     def run(self, mesh: hc.Mesh | None, nudge: float = 0.0) -> list[Tensor]:
