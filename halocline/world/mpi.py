@@ -182,7 +182,8 @@ class MpiWorld(JoinedWorld):
         """The first peer that something is awaited from, or else that has not taken what was sent."""
         for peer, request in zip(posted.peers, posted.requests, strict=False):
             with suppress(self._mpi.Exception):
-                if request != self._mpi.REQUEST_NULL and not request.Test():
+                # Not Test: it would end the request, and with it the count of what came.
+                if request != self._mpi.REQUEST_NULL and not request.Get_status():
                     return peer
         return posted.peers[0]
 

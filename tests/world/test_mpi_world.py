@@ -108,6 +108,10 @@ def test_a_network_cut_in_rows_and_columns_equals_one_rank(pool: RankPool) -> No
             assert relative_error(gradients[name], parameter.grad) <= EXACT
 
 
+def test_comparing_places_during_a_wait_takes_nothing_from_it(pool: RankPool) -> None:
+    assert pool.run(mpi_ranks.cut_network_comparing_places) == [4] * RANKS
+
+
 def test_gradients_are_averaged_while_backward_runs(pool: RankPool) -> None:
     model, batches = mpi_ranks.deep_network(RANKS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
