@@ -176,6 +176,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "check_possible", lambda: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("loopback")
 def test_every_way_is_measured_in_turn() -> None:
     said: list[str] = []

@@ -9,7 +9,7 @@ from halocline.train.config import make_settings
 from halocline.train.settings import ConfigError
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "larc"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("larc", marks=pytest.mark.long)])
 def test_next_forward_follows_one_rank(place, tmp_path, optimizer):  # noqa: F811
     options = ("steps=5", f"optimizer.name={optimizer}", "schedule.name=cosine", "accumulate=2", "checkpoint_every=2")
     one = _train(place, tmp_path / "one", *options)

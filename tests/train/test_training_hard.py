@@ -103,7 +103,10 @@ def test_batches_of_other_sizes_count_by_their_samples():
     assert torch.allclose(piled, whole, rtol=1e-12) and torch.allclose(found, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("mesh", [{"N": 2}, {"H": 2}, {"N": 2, "W": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [{"N": 2}, pytest.param({"H": 2}, marks=pytest.mark.long), pytest.param({"N": 2, "W": 2}, marks=pytest.mark.long)],
+)
 def test_uneven_batches_that_pile_up_are_those_of_one_rank(place, tmp_path, mesh):
     """Five samples in batches of two: the third batch has one, which two data ranks cannot share."""
     told = ("accumulate=3", "clip=0.05", "guard.drift_every=1", "steps=5")

@@ -105,7 +105,7 @@ def test_weather_follows_from_the_seed_and_moves_with_time() -> None:
 
 
 def test_weather_without_storms_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of each at least"):
+    with pytest.raises(ValueError, match="there must be at least one of each"):
         climate.fields(1, 0, 32, 32, storms=0)
 
 
