@@ -57,6 +57,7 @@ def test_a_stopped_store_is_noticed_by_our_own_deadline():
         store.set("a", "1")
         assert store.get("a") == "1" and store.check("a") and store.add("n", 2) == 2
         server.send_signal(signal.SIGSTOP)
+        os.waitpid(server.pid, os.WUNTRACED)  # a signal takes effect some time after it is sent
         for call in (lambda: store.check("a"), lambda: store.get("a"), lambda: store.add("n", 1)):
             with pytest.raises(TimeoutError, match=r"did not answer within 0\.3 s"):
                 call()
