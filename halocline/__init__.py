@@ -32,7 +32,7 @@ from .rules import (
 from .rules.checkpoint_halos import keep_halos
 from .rules.dtensor import from_dtensor, to_dtensor
 from .tensor import ShardedTensor, Sharding, trust, unwrap
-from .world import Mesh, init, place_parameter
+from .world import Mesh, init
 
 if TYPE_CHECKING:  # found on first use at run time: not every program needs them
     from . import data as data
@@ -91,7 +91,6 @@ __all__ = [
     "lagged_gradients",
     "load_lagged_gradients",
     "no_sync",
-    "place_parameter",
     "random",
     "read_whole",
     "remedy",

@@ -30,9 +30,6 @@ class Choices:
     cut_target: int = 1 << 15
     #: Ranks up to which statistics are combined in one sum of one row a rank; more take two smaller sums.
     one_sum_ranks: int = 8
-    #: How results are cut, as ``hc.reshard`` would: ``{0: "data", 2: "depth"}``; ``{}`` gathers, None changes nothing.
-    #: Dims that a result has not, or that are too short, are left whole; views and work in place are as ever.
-    cut: Mapping[int, str] | None = None
     at: Mapping[str, Choices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,8 +42,7 @@ class Choices:
         return self.at[max(around, key=len)] if around else self
 
     def __hash__(self) -> int:
-        plain = [getattr(self, f.name) for f in fields(self) if f.name not in ("at", "cut")]
-        return hash((*plain, self.cut is None or tuple(sorted(self.cut.items())), *sorted(self.at)))
+        return hash(tuple(getattr(self, f.name) for f in fields(self) if f.name != "at") + tuple(sorted(self.at)))
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""

@@ -135,8 +135,8 @@ def distribute(
         if isinstance(module, BatchNormBase):
             setattr(module, STATISTICS, batch_statistics)
     averaged, placed = parameters_to_average(model, mesh, averaging)
-    if placed and lag:
-        raise MeshError("lag=1 takes parameters that are whole on all axes; hc.place_parameter has placed others")
+    if lag and any(placement_of(parameter) for parameter in model.parameters()):
+        raise MeshError("lag=1 takes parameters that are whole on all axes; place_parameter has placed others")
     indices = _as_indices(_renamed(buckets, groups), [name for name, _ in averaged])
     ahead = overlap == "next-forward"
     tensors = [parameter for _, parameter in averaged]
@@ -285,6 +285,12 @@ class _NewParameters:
         # What functional_call puts in a parameter's place may be computed from others, whose gradients are averaged.
         named = [(n, p) for n, p in module.named_parameters() if p.is_leaf and not is_averaged(p)]
         new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not is_dtensor(parameter)]
+        late = [name for name, parameter in new if placement_of(parameter)]
+        if late:
+            raise MeshError(
+                f"{late[0]} is cut or each rank's own on a mesh axis, and required no gradient at hc.distribute, or "
+                "was made since; let it require one before hc.distribute, and freeze it afterwards"
+            )
         if new:
             same_weights([parameter.detach() for _, parameter in new], engine.world)
             engine.adopt(new)

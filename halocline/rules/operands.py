@@ -108,9 +108,9 @@ def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
 
 
 def put_back_results(plan: CallPlan, results: list[Tensor], label: Label) -> list[Tensor]:
-    """The second half of a shuffle, counted, and said once a place, as a gather is; or results cut as chosen."""
+    """The second half of a shuffle, counted, and said once a place, as a gather is; or a gathered result cut again."""
     moves = [None if old is new else recut(old, new) for old, new in zip(plan.shardings, plan.goals, strict=True)]
     exchanged = any(move is not None and move.communicates for move in moves)
     if exchanged and plan.mesh.world.redistributed("shuffle", label) == 1 and plan.mesh.rank == 0:
-        _log.info("%s: the ranks exchange tiles so that another dim is cut", label)
+        _log.info("%s: the ranks exchange tiles so that another dim is cut meanwhile, and back", label)
     return [result if move is None else move(result, label) for result, move in zip(results, moves, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import mul
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..choices import Choices
 from ..errors import MeshError
-from ..geometry import Interval, Partition, whole
+from ..geometry import Interval, whole
 from ..sizes import size_text
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh, Route, scaled
@@ -185,7 +185,7 @@ def make_plan(
         fetches=tuple(fetches),
         work=work,
         shardings=space_cut.results,
-        goals=_chosen_cuts(recipe, space_cut.goals, choices),
+        goals=space_cut.goals,
         sum_axes=_sum_axes(function, recipe, cuts),
         reduce_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in (recipe.reduces or ())),
         track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
@@ -194,22 +194,6 @@ def make_plan(
         places=_places(args, len(tensors)),
         fitting=_fitting(mesh, recipe, tensors, shardings, choices),
     )
-
-
-def _chosen_cuts(recipe: Recipe, goals: tuple[Sharding, ...], choices: Choices) -> tuple[Sharding, ...]:
-    """The results as the choices for this place want them cut, if they do."""
-    if choices.cut is None or recipe.inplace or recipe.view:
-        return goals
-    return tuple(_evenly_cut(goal, choices.cut) for goal in goals)
-
-
-def _evenly_cut(goal: Sharding, cut: Mapping[int, str]) -> Sharding:
-    mesh, shape = goal.mesh, goal.shape
-    cuts: list[Cut | None] = [None] * len(shape)
-    for dim, axis in cut.items():
-        if dim < len(shape) and shape[dim] >= mesh.sizes[axis] > 1:
-            cuts[dim] = Cut(axis, Partition.even(shape[dim], mesh.sizes[axis]))
-    return Sharding(mesh, shape, cuts)
 
 
 def _fitting(

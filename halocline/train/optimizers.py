@@ -97,7 +97,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's ``state_dict`` tell that moments lie as their parameters do (``hc.place_parameter``).
+    """Let the optimizer's ``state_dict`` tell that moments lie as their parameters do (``place_parameter``).
 
     Call it before a checkpoint is saved of an optimizer whose parameters are not all whole.
     """

@@ -14,7 +14,7 @@ from halocline.testing import shared_pool
 from halocline.train import Checkpoints, place_optimizer_state
 from halocline.train.guard import Guard, TrainingError
 from halocline.train.settings import GuardSettings
-from halocline.world import Mesh, run_local
+from halocline.world import Mesh, place_parameter, run_local
 
 STEPS = 5
 
@@ -27,8 +27,8 @@ class Three(nn.Module):
         numbers = torch.randn(10 + 4 * places, generator=torch.Generator().manual_seed(3)).double()
         whole, cut, own = numbers[:4], numbers[4:10].chunk(places)[place], numbers[10:].chunk(places)[place]
         self.whole, self.cut, self.own = (nn.Parameter(each.clone()) for each in (whole, cut, own))
-        hc.place_parameter(self.cut, depth="cut")
-        hc.place_parameter(self.own, depth="own")
+        place_parameter(self.cut, depth="cut")
+        place_parameter(self.own, depth="own")
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.whole * self.own).sum() * self.cut.square().sum()
@@ -124,7 +124,7 @@ def test_what_is_own_on_every_axis_is_never_averaged() -> None:
     def run() -> Tensor:
         mesh = Mesh(data=2)
         model = nn.Linear(2, 1, bias=False).double()
-        hc.place_parameter(model, data="own")
+        place_parameter(model, data="own")
         with torch.no_grad():
             model.weight.fill_(1.0 + mesh.rank)
         hc.distribute(model, mesh)
@@ -193,9 +193,9 @@ def test_what_cannot_be_is_refused() -> None:
     def run() -> None:
         mesh = Mesh(depth=2)
         with pytest.raises(hc.MeshError, match="whole, cut, own, not 'split'"):
-            hc.place_parameter(nn.Linear(1, 1), depth="split")
+            place_parameter(nn.Linear(1, 1), depth="split")
         placed = nn.Conv1d(1, 1, 3, padding=1)
-        hc.place_parameter(placed, depth="own")
+        place_parameter(placed, depth="own")
         with pytest.raises(hc.MeshError, match="lag=1 takes parameters that are whole"):
             hc.distribute(_partly_own(), Mesh(data=2, depth=1), lag=1)
         with pytest.raises(hc.MeshError, match="does so over all ranks"):
@@ -211,5 +211,35 @@ def test_what_cannot_be_is_refused() -> None:
 
 def _partly_own() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    hc.place_parameter(model[1], depth="own")
+    place_parameter(model[1], depth="own")
     return model
+
+
+def late_placements(mesh: Mesh) -> list[str]:
+    """After ``hc.distribute``; with a gradient only later; with ``lag``."""
+    said = []
+    model = nn.Linear(2, 1).double()
+    hc.distribute(model, mesh)
+    frozen = nn.Linear(2, 1).double()
+    place_parameter(frozen, data="own")
+    frozen.requires_grad_(False)
+    frozen_first = hc.distribute(nn.Sequential(frozen, nn.Linear(1, 1).double()), mesh)
+    frozen.requires_grad_(True)
+    own = nn.Linear(2, 1).double()
+    place_parameter(own, data="own", depth="own")
+    for attempt in (
+        lambda: place_parameter(model, data="own"),
+        lambda: frozen_first(torch.ones(1, 2, dtype=torch.float64)),
+        lambda: hc.distribute(own, mesh, lag=1),
+    ):
+        with pytest.raises(hc.MeshError) as refusal:
+            attempt()
+        said.append(str(refusal.value))
+    return said
+
+
+def test_late_placements_are_refused() -> None:
+    for after, thawed, lagged in run_local(4, lambda: late_placements(Mesh(data=2, depth=2))):
+        assert "comes before hc.distribute" in after
+        assert "required no gradient at hc.distribute" in thawed
+        assert "lag=1 takes parameters that are whole" in lagged

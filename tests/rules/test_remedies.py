@@ -153,31 +153,6 @@ def test_choices_of_a_mesh_hold_for_a_part_of_a_model() -> None:
             assert gathered == gathers and "sort in free" in shuffled
 
 
-def test_a_part_of_a_model_has_a_cut_of_its_own() -> None:
-    """Rows until there, columns from there on, whole in the end: value and gradients stay those of one rank."""
-    kind = {"dtype": torch.float64}
-    layers = {name: nn.Conv2d(2, 2, 3, padding=1, **kind) for name in ("rows", "columns", "whole")}
-    network, x = nn.Sequential(OrderedDict(layers)), torch.randn(2, 2, 9, 8, **kind)
-    choices = hc.Choices(at={"columns": hc.Choices(cut={3: "a"}), "whole": hc.Choices(cut={})})
-    true = network(x).square().mean()
-    expected = torch.autograd.grad(true, list(network.parameters()))
-
-    def run() -> tuple[Tensor, list[Tensor], list[Any]]:
-        mesh = hc.Mesh(choices, a=2)
-        model, seen = hc.distribute(copy.deepcopy(network), mesh), []
-        for layer in model:
-            layer.register_forward_hook(lambda module, args, y: seen.append(getattr(y, "sharding", None)))
-        loss = model(hc.shard(x, mesh, {2: "a"})).square().mean()
-        loss.backward()
-        return loss, [p.grad for p in model.parameters()], [s and s.dims_by_axis() for s in seen]
-
-    for loss, gradients, cuts in run_local(2, run):
-        assert cuts == [{2: "a"}, {3: "a"}, None]
-        torch.testing.assert_close(loss, true)
-        for mine, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
 class Sorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sort(x, 1).values

@@ -48,7 +48,7 @@ class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
     Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other saved. Where
-    ``hc.place_parameter`` has said that a parameter is not whole on an axis, the values of each place on that axis are
+    ``place_parameter`` has said that a parameter is not whole on an axis, the values of each place on that axis are
     saved, and a mesh with as many places can load them.
     ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing; without it, 600, or more
     where ranks wait longer for each other. ``lock`` is for :class:`Folder`.
