@@ -87,12 +87,17 @@ class CommThread:
     # In the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (entry := self._next()) is not None:
-            urgency, _, job = entry
-            job()
-            del entry, job  # it may hold gradients, whose memory others wait for
-            if urgency > -math.inf:
-                self._catch_up()
+        try:
+            while (entry := self._next()) is not None:
+                urgency, _, job = entry
+                job()
+                del entry, job  # it may hold gradients, whose memory others wait for
+                if urgency > -math.inf:
+                    self._catch_up()
+        finally:
+            with self._changed:
+                if self._thread is threading.current_thread():  # a job raised: the next starts another thread
+                    self._thread = None
 
     def _next(self) -> tuple[float, int, Job] | None:
         """The next job, once there is one; None if the thread is to end."""
