@@ -114,6 +114,7 @@ def test_the_ranks_of_a_run_check_each_other(run_of_two: Callable[[str], Any]) -
     assert not dist.is_initialized()
 
 
+@pytest.mark.long
 def test_ranks_of_a_run_with_different_versions(run_of_two: Callable[[str], Any]) -> None:
     status, report, *other = run_of_two(f"import halocline; halocline.__version__ = '0.0.9'; {COMMAND}")
     problem = amiss(report)["halocline versions"]

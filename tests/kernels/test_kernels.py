@@ -247,6 +247,7 @@ def test_weight_gradients_of_narrow_dtypes_are_summed_in_float32() -> None:
     assert weight.grad is not None and weight.grad.item() == 4096
 
 
+@pytest.mark.long
 def test_a_compiled_network() -> None:
     model, x = sample_and_model()
     true = gradients(model, x)

@@ -318,7 +318,14 @@ def sums_of_processes(how: str | tuple[int, ...], sizes: Sequence[int]) -> list[
     return good
 
 
-@pytest.mark.parametrize("how", ["levels", "doubling", "leaders:2", "flat", (2, 2), "auto"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "levels",
+        "doubling",
+        *(pytest.param(how, marks=pytest.mark.long) for how in ("leaders:2", "flat", (2, 2), "auto")),
+    ],
+)
 def test_processes_sum_messages_of_all_sizes(how: str | tuple[int, ...]) -> None:
     """Words, what fits into the kernel's buffers, and what lies in shared memory; more chunks than are under way."""
     found = shared_pool(4).run(sums_of_processes, how, (0, 1, 3, 5_000, 300_001, 2_500_000))

@@ -61,6 +61,7 @@ def without_sockets(body: Callable[..., T], deadline: float, *arguments: Any) ->
         return in_a_duplicate(body, deadline, *arguments)
 
 
+@pytest.mark.long
 class TestMpiWorld(ByProcesses):
     size = 4
     sum_dtypes = (*WorldTests.sum_dtypes, torch.int16, torch.bool)

@@ -57,6 +57,7 @@ MOVEMENTS = list(cases(test_movements))
 GUARDS = list(cases(test_guards))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["test_movements", "test_guards"])
 def test_what_threads_do_mpi_does(pool: RankPool, module: str) -> None:
     """One call for a whole module: the ranks run each test themselves, with MPI where it would have had threads."""
@@ -66,12 +67,14 @@ def test_what_threads_do_mpi_does(pool: RankPool, module: str) -> None:
         assert failures == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"data": 2, "height": 2}, {"data": 1, "height": 4}, {"data": 4, "height": 1}])
 def test_training_equals_one_rank(pool: RankPool, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
     monkeypatch.setattr(test_ranks, "shared_pool", lambda size: pool)
     test_ranks.test_training_equals_one_rank(sizes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "test",
     [
