@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -58,6 +59,7 @@ class BucketSum:
         self.error: BaseException | None = None
         self.over: threading.Event | None = None  # set by the queue, where the sum waits in one
         self.steps: list[SumStep] = []  # jobs that wait for it
+        self.thread: weakref.ref[CommThread] | None = None  # that begins and finishes it, with ``over``
         self.deadline = 0.0
         self.message: Tensor | None = None
         self._pending: Pending | None = None
@@ -90,7 +92,8 @@ class BucketSum:
             return
         # Each sum before it in the queue has the deadline too.
         while not self.over.wait(self.deadline + _GRACE):
-            if self.begun:
+            thread = self.thread() if self.thread is not None else None
+            if self.begun or thread is None or not thread.alive:
                 raise RankFailure(f"{self._label}: the sum did not end within {self.deadline:g} s")
         if self.error is not None:
             raise self.error
@@ -149,6 +152,7 @@ class SumQueue:
     def add(self, bucket_sum: BucketSum) -> BucketSum:
         """Queue a sum behind those added before. From any thread."""
         bucket_sum.over, bucket_sum.deadline = threading.Event(), self._world.deadline
+        bucket_sum.thread = weakref.ref(self._thread)
         with self._lock:
             if self.told:
                 self._under_way.append(bucket_sum)
