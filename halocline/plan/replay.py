@@ -7,7 +7,7 @@ program begins them and are waited for where it waits. Communication that runs b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..world.events import Begun, Computed, Event, Summed, Waited
@@ -39,8 +39,8 @@ def kind_of(event: Begun | Summed) -> str:
     return "statistics" if event.label.channel == "control" else "halo"
 
 
-def replay(events: Iterable[Event], rank: int, machine: Machine, prices: Prices, ranks_of: RanksOf) -> Timeline:
-    """The predicted time of a step. ``ranks_of(event)`` names the ranks of a sum."""
+def replay(events: Iterable[Event], rank: int, machine: Machine, prices: Prices) -> Timeline:
+    """The predicted time of a step of that rank."""
     now, timeline = 0.0, Timeline()
     busy: dict[tuple[int, str], float] = defaultdict(float)  # a channel of a world carries one thing after another
     finish: dict[int, tuple[float, str]] = {}
@@ -54,7 +54,7 @@ def replay(events: Iterable[Event], rank: int, machine: Machine, prices: Prices,
             seconds = (
                 exchange_seconds(machine, rank, event.sends)
                 if isinstance(event, Begun)
-                else sum_seconds(machine, event.bytes, ranks_of(event))
+                else sum_seconds(machine, event.bytes, event.ranks)
             )
             channel = event.world, event.label.channel
             busy[channel] = max(now, busy[channel]) + seconds
@@ -69,21 +69,3 @@ def replay(events: Iterable[Event], rank: int, machine: Machine, prices: Prices,
         now = max(now, ends)
     timeline.seconds = now
     return timeline
-
-
-class RanksOf:
-    """Which ranks a sum goes over: its own event says how many; with the mesh that is an axis, or all ranks."""
-
-    def __init__(self, rank: int, sizes: dict[str, int]) -> None:
-        self.rank, self.sizes = rank, sizes
-        self.total = 1
-        for size in sizes.values():
-            self.total *= size
-
-    def __call__(self, event: Summed) -> Sequence[int]:
-        return range(self.total) if event.ranks == self.total else self._neighbours(event.ranks)
-
-    def _neighbours(self, count: int) -> Sequence[int]:
-        """The innermost ``count`` ranks round this one: cut axes are laid out side by side."""
-        first = self.rank // count * count
-        return range(first, first + count)

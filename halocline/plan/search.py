@@ -18,7 +18,7 @@ from .cost import Prices
 from .machine import Machine
 from .measure import Catalogue, measure
 from .recording import STEADY, RecordedStep, Subject, record_step
-from .replay import RanksOf, Timeline, replay
+from .replay import Timeline, replay
 
 MARGIN = 0.03  # a plan must be predicted so much faster than plain data parallel to take its place
 FINALISTS = 4  # candidates whose steady step is recorded
@@ -148,7 +148,7 @@ def price(
         recorded = record_step(subject, sizes, local, warm=warm, beside=catalogue)
         measure(catalogue.calls, prices.measured, device)
     rank = recorded.record.rank
-    timeline = replay(recorded.record.events, rank, machine, prices, RanksOf(rank, dict(sizes)))
+    timeline = replay(recorded.record.events, rank, machine, prices)
     fits = recorded.memory <= machine.device.memory_gb.value * 1e9
     return Candidate(sizes, local * sizes["data"], timeline, recorded, fits)
 

@@ -259,7 +259,7 @@ def events(world: World, device: str) -> Complaints:
         expected = [
             Begun(number[0], world.number, moment[0], LABEL, *sizes, torch.float64),
             Waited(number[1], world.number, moment[1], LABEL, number[0], seconds[1]),
-            Summed(number[2], twin.number, moment[2], SUM, world.size, 80, torch.float64),
+            Summed(number[2], twin.number, moment[2], SUM, everyone(world), 80, torch.float64),
             Waited(number[3], twin.number, moment[3], SUM, number[2], seconds[3]),
             Redistributed(number[4], world.number, moment[4], LABEL, "gather", 80),
         ]

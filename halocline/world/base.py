@@ -203,7 +203,7 @@ class World(ABC):
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
         number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
-        self.emit(Summed(number, self.number, time.perf_counter(), label, len(ranks), size, tensor.dtype))
+        self.emit(Summed(number, self.number, time.perf_counter(), label, ranks, size, tensor.dtype))
         return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:

@@ -46,13 +46,13 @@ class Begun(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A sum of ``bytes`` over so many ranks has begun, as one call of the transport."""
+    """A sum of ``bytes`` over ``ranks`` has begun, as one call of the transport. This rank is one of them."""
 
     number: int
     world: int
     time: float
     label: Label
-    ranks: int
+    ranks: tuple[int, ...]
     bytes: int
     dtype: torch.dtype
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from halocline.cli.app import app
 from halocline.errors import Refused
 from halocline.plan import search as search_module
+from halocline.plan.collectives import sum_seconds
 from halocline.plan.cost import Prices, key_of
 from halocline.plan.machine import Machine, load_machine
 from halocline.plan.recording import Subject, middle_rank, record_step
@@ -132,15 +133,22 @@ def test_communication_hides_behind_computation() -> None:
     wait = Waited(2, 0, 0.0, halo.label, 1, 0.0)
     travel = 9e-6 + 1 / 50
 
-    def ranks(event: Summed) -> range:
-        return range(2)
-
-    exposed = replay([halo, wait, computed(3, 900)], 0, machine, prices, ranks)
-    hidden = replay([halo, computed(3, 900), wait], 0, machine, prices, ranks)
+    exposed = replay([halo, wait, computed(3, 900)], 0, machine, prices)
+    hidden = replay([halo, computed(3, 900), wait], 0, machine, prices)
     assert exposed.seconds == pytest.approx(second + travel) and exposed.exposed["halo"] == pytest.approx(travel)
     assert hidden.seconds == pytest.approx(second) and hidden.exposed["halo"] == 0
-    left = replay([halo], 0, machine, prices, ranks)
+    left = replay([halo], 0, machine, prices)
     assert left.seconds == pytest.approx(travel), "what nobody waits for still ends the step"
+
+
+def test_a_sum_is_priced_over_its_own_ranks() -> None:
+    machine = load_machine("summit")  # six devices a node
+
+    def seconds(*ranks: int) -> float:
+        total = Summed(1, 0, 0.0, Label("gradients", "", "gradients"), ranks, 10**6, torch.float32)
+        return replay([total], 0, machine, Prices(machine.device)).seconds
+
+    assert seconds(0, 1) == sum_seconds(machine, 10**6, [0, 1]) < sum_seconds(machine, 10**6, [0, 6]) == seconds(0, 6)
 
 
 # ---- the command ----
