@@ -13,14 +13,14 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
     """Measure on this GPU from which size on tensors need chunks, and how large the chunks should be.
 
     This is optional: the defaults suit an H200 (no chunks up to 2^31 elements, then chunks of 2^27 to 2^30). The
-    command saves its figures by card, torch and cuDNN in `~/.cache/halocline/chunks.json` (`HALOCLINE_CHUNKS` names
-    another file); every later run on such a card uses them. It takes about a minute and 20 GiB of GPU memory.
+    command saves its figures by card, torch and cuDNN in `~/.cache/halocline/chunks.json` (or below
+    `XDG_CACHE_HOME`); every later run on such a card uses them. It takes about a minute and 20 GiB of GPU memory.
 
     **Examples**
 
     - `halocline tune`: once on every kind of card.
 
-    - `HALOCLINE_CHUNKS=chunks.json halocline tune`: into a file that travels with the project.
+    - `XDG_CACHE_HOME=$PWD/caches halocline tune`: into a folder that travels with the project.
     """
     import torch
 
@@ -42,7 +42,7 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
         try:
             write_table(path, card, measured)
         except OSError as error:
-            raise HaloclineError(f"could not write {path}: {error}; name another file in HALOCLINE_CHUNKS") from error
+            raise HaloclineError(f"could not write {path}: {error}; name another folder in XDG_CACHE_HOME") from error
     if as_json:
         print_json({"card": card, "file": str(path), "sizes": {name: list(sizes) for name, sizes in measured.items()}})
         return

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -64,10 +65,12 @@ def forced(given: Sizes) -> Iterator[None]:
 
 
 def table_path() -> Path:
-    """``HALOCLINE_CHUNKS`` names another file."""
-    named = os.environ.get("HALOCLINE_CHUNKS")
+    """The file of measured sizes, in the user's folder for caches."""
+    if named := os.environ.get("HALOCLINE_CHUNKS"):
+        warnings.warn("HALOCLINE_CHUNKS goes away; set XDG_CACHE_HOME instead", DeprecationWarning, stacklevel=2)
+        return Path(named)
     caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(named) if named else Path(caches) / "halocline" / "chunks.json"
+    return Path(caches) / "halocline" / "chunks.json"
 
 
 def describe(device: torch.device) -> str:

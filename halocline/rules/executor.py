@@ -81,10 +81,10 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     picture = [_key(value, tensors, by_value) for value in args]
     if kwargs:
         picture += [(name, _key(value, tensors, by_value)) for name, value in kwargs.items()]
-    key = (function, describe, *picture, forced()) if forcing else (function, describe, *picture)
+    key = (function, describe, *picture, ("remedy", forced())) if forcing else (function, describe, *picture)
     plan = _planned(function, describe, args, kwargs, tensors, key)
     if plan.by_place:
-        plan = _planned(function, describe, args, kwargs, tensors, (*key, here()))
+        plan = _planned(function, describe, args, kwargs, tensors, (*key, ("place", here())))
     if plan.steady:
         tiles = simple_tiles(tensors)
         if tiles is not None:

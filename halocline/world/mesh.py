@@ -81,6 +81,10 @@ class Mesh:
     def __deepcopy__(self, memo: object) -> Mesh:
         return self
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled without its world: whoever loads it gets a mesh of the same axes over the ranks he is one of."""
+        return _loaded, (self.choices, dict(self.sizes))
+
     @property
     def rank(self) -> int:
         return self.world.rank
@@ -125,6 +129,10 @@ class Mesh:
     def check_axis(self, axis: str) -> None:
         if axis not in self.sizes:
             raise MeshError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.names)}")
+
+
+def _loaded(choices: Choices, sizes: dict[str, int]) -> Mesh:
+    return Mesh(choices, **sizes)
 
 
 def _resolve(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halocline.testing import check_rule
+import halocline as hc
+from halocline.testing import check_rule, relative_error, run_local
 
 MESHES = [{"data": 2, "height": 3}, {"data": 1, "height": 4}, {"data": 5, "height": 1}]  # five ranks for four samples
 CUT, TARGET = {0: "data", 2: "height"}, {0: "data", 1: "height"}
@@ -100,6 +101,20 @@ def test_reduction(name: str, mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_norm(name: str, mesh: dict[str, int]) -> None:
     assert_exact(WITH_PARAMETERS[name], X, WEIGHT, BIAS, cuts=[CUT], mesh=mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm_of_half_precision_with_a_wider_weight(dtype: torch.dtype) -> None:
+    """torch scales in float32 and rounds once; the result has the dtype of the input."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight, bias = torch.linspace(0.5, 3, 8).to(dtype), torch.linspace(-1, 1, 8).to(dtype)
+    true = F.layer_norm(x, (8,), weight, bias)
+
+    def on_rank() -> torch.Tensor:
+        return hc.gather(F.layer_norm(hc.shard(x, hc.Mesh(a=2), {1: "a"}), (8,), weight, bias))
+
+    for found in run_local(2, on_rank):  # alike to one unit in the last place: statistics are merged in another order
+        assert relative_error(found, true) <= torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(("mesh", "kinds"), LOSS_MESHES, ids=list(map(str, MESHES)))

@@ -153,6 +153,22 @@ def test_choices_of_a_mesh_hold_for_a_part_of_a_model() -> None:
             assert gathered == gathers and "sort in free" in shuffled
 
 
+def test_a_module_may_have_the_name_of_a_remedy() -> None:
+    """What was planned under ``hc.remedy("gather")`` is not taken for the plan of a module called "gather"."""
+    network, values = nn.Sequential(OrderedDict(gather=Sorted())), torch.randn(4, 6, 8)
+
+    def run() -> tuple[list[str], list[str]]:
+        mesh = hc.Mesh(hc.Choices(at={"gather": hc.Choices(remedy="shuffle")}), a=2)
+        x = hc.shard(values, mesh, {1: "a"})
+        with hc.remedy("gather"):
+            torch.sort(x, 1)
+        mesh.world.traffic.clear()
+        hc.distribute(copy.deepcopy(network), mesh)(x)
+        return sorted(mesh.world.traffic.shuffles), sorted(mesh.world.traffic.gathers)
+
+    assert run_local(2, run) == [(["sort in gather"], [])] * 2
+
+
 class Sorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sort(x, 1).values

@@ -155,3 +155,14 @@ def test_a_copy_of_a_distributed_model_is_a_plain_one() -> None:
         return same
 
     assert all(torch.equal(*same) for same in run_local(2, body))
+
+
+def test_a_mesh_can_be_pickled() -> None:
+    def on_rank() -> bool:
+        mesh = hc.Mesh(hc.Choices(at={"head": hc.Choices(remedy="gather")}), data=2)
+        return pickle.loads(pickle.dumps(mesh)) == mesh
+
+    assert run_local(2, on_rank) == [True, True]
+    text = run_local(2, lambda: pickle.dumps(hc.Mesh(data=2)))[0]
+    with pytest.raises(hc.MeshError, match="does not fit 1 ranks"):
+        pickle.loads(text)

@@ -239,9 +239,11 @@ def layer_norm(
     _check(F.layer_norm, input)
     if all(cut is None for cut in input.sharding.cuts[input.ndim - len(shape) :]):  # type: ignore[attr-defined]
         return run_rule(F.layer_norm, _layer_rule, (input, shape, weight, bias, eps), {})
-    y: Tensor = run_rule(F.layer_norm, _cut_layer_rule, (input, shape, eps), {})
+    wide = input.float() if input.dtype in NARROW else input  # as in torch's kernel, rounded once
+    y: Tensor = run_rule(F.layer_norm, _cut_layer_rule, (wide, shape, eps), {})
     y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    y = y if bias is None else y + bias
+    return y.to(F.layer_norm(torch.zeros(1, dtype=input.dtype, device=input.device), (1,)).dtype)  # autocast decides
 
 
 @composite(F.rms_norm, torch.rms_norm)
