@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._torch_private import BatchNormBase, all_parameters, running_modules, transforming
+from .arrangement import Arranged
 from .errors import MeshError, Refused
 from .kernels import SizeWatch
 from .own_collectives import watch_collectives
@@ -55,6 +56,7 @@ def distribute(
     model: Model,
     mesh: Mesh | None = None,
     *,
+    plan: Arranged | None = None,
     batch_statistics: str = "global",
     averaging: str = "own",
     buckets: Sequence[Sequence[str]] | None = None,
@@ -75,7 +77,10 @@ def distribute(
         loss.backward()                                      # gradients are averaged over all ranks
         optimizer.step()
 
-    Without a mesh, for one device: on plain tensors nothing changes but that GPU work on operands too large for the
+    ``plan``, instead of a mesh, is what ``hc.plan`` returned or ``hc.plan.load`` read: it makes the mesh
+    (``plan.mesh()`` gives it), and ``plan.shard(x, "NCDHW")`` cuts tensors for it.
+
+    Without either, for one device: on plain tensors nothing changes but that GPU work on operands too large for the
     fast kernels (2^31 elements) goes to them in chunks. On a mesh each rank's tiles are treated so too. Kernels are
     replaced, for the whole process, when the first such operand comes in sight; the log says so.
 
@@ -119,6 +124,12 @@ def distribute(
     if model.__dict__.get(ENGINE) is not None:
         raise MeshError(f"this {type(model).__name__} is distributed already; distribute a model once")
     _check_initialized(model)
+    if plan is not None:
+        if mesh is not None:
+            raise MeshError("hc.distribute takes a mesh or a plan, which makes its own mesh; leave one of them out")
+        plan.arrangement.check(model)
+        mesh = plan.arrangement.mesh()
+        plan.arrangement.apply(model)
     if mesh is None:
         _check_alone()
         model.__dict__[ENGINE] = _Alone()

@@ -58,3 +58,7 @@ class BadSample(DataError):
 
 class ConfigError(HaloclineError, ValueError):
     """A setting that is unknown, of another type, or out of range. Names the key, the value and what is allowed."""
+
+
+class PlanError(HaloclineError, ValueError):
+    """A plan that cannot be made, read or followed. Says why, and what would help."""

@@ -11,15 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arrangement import AXIS_OF_LETTER, Arrangement
 from ..distribute import distribute
 from ..program import Record, dry, record
 from ..program.memory import peak_of
-from ..rules import shard
-from ..world import Mesh
 
-#: Axes that a plan may cut along, and the dims of the volume that they cut; spatial ones count from the end.
-AXES = {"data": 0, "depth": -3, "height": -2, "width": -1}
+#: Letters of the dims of a network's input, by how many there are.
+LETTERS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 STEADY = 2  # steps after which gradients have their buckets
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the loss compares the outputs with: a shape with a batch of one, and a letter for each dim."""
+
+    shape: tuple[int, ...]
+    letters: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -27,16 +35,24 @@ class Subject:
     """What is to be planned: a network, one sample of each input, and how it is trained."""
 
     make_model: Callable[[], nn.Module]
-    loss: Callable[[Any], Tensor]
+    loss: Callable[..., Tensor]  # of the outputs and the targets
     shapes: tuple[tuple[int, ...], ...]  # with a batch of one; the first is the volume
     dtype: torch.dtype = torch.float32
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    targets: tuple[Target, ...] = ()
+    #: Entered round forward and loss, such as an autocast.
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def letters(self) -> str:
+        """Of the dims of the volume."""
+        return LETTERS.get(len(self.shapes[0]), "N")
 
     @property
     def volume(self) -> dict[str, int]:
         """Spatial sizes by axis."""
-        shape = self.shapes[0]
-        return {axis: shape[dim] for axis, dim in AXES.items() if axis != "data" and len(shape) + dim >= 2}
+        named = zip(self.letters, self.shapes[0], strict=False)
+        return {AXIS_OF_LETTER[letter]: size for letter, size in named if letter not in "NC"}
 
 
 @dataclass(frozen=True)
@@ -69,23 +85,29 @@ def record_step(
     rank: int | None = None,
     warm: int = STEADY,
     beside: AbstractContextManager[object] | None = None,
+    arrangement: Arrangement | None = None,
 ) -> RecordedStep:
     """A step of ``rank`` on a mesh of these sizes; ``batch`` samples on each rank of the data axis.
 
     With fewer than ``STEADY`` steps before it (``warm``), gradients travel as in a first step: when backward has ended.
 
-    The recorded step runs inside ``beside``, which may watch its operations too.
+    The recorded step runs inside ``beside``, which may watch its operations too. ``arrangement`` says more than
+    ``sizes``: cut points, choices, modules that gather or recompute.
     """
+    arrangement = arrangement or Arrangement(sizes)
     rank = middle_rank(sizes) if rank is None else rank
     with dry(rank, math.prod(sizes.values())), torch.device("meta"):
-        mesh = Mesh(**sizes)
-        model = distribute(subject.make_model().to(subject.dtype), mesh)
-        inputs = [_input(subject, index, mesh, batch * sizes.get("data", 1)) for index in range(len(subject.shapes))]
+        model = distribute(subject.make_model().to(subject.dtype), plan=arrangement)
+        mesh, samples = arrangement.mesh(), batch * sizes.get("data", 1)
+        inputs = [_input(subject, shape, arrangement, samples) for shape in subject.shapes]
+        targets = [_target(target, arrangement, samples) for target in subject.targets]
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = subject.optimizer(parameters) if subject.optimizer else None
 
         def step() -> None:
-            subject.loss(model(*inputs)).backward()
+            with subject.around():
+                loss = subject.loss(model(*inputs), *targets)
+            loss.backward()
             if optimizer is not None:
                 optimizer.step()
 
@@ -99,12 +121,16 @@ def record_step(
     return RecordedStep(recorded[0], weights, weights, state, peak)
 
 
-def _input(subject: Subject, index: int, mesh: Mesh, batch: int) -> Tensor:
-    shape = (batch, *subject.shapes[index][1:])
+def _input(subject: Subject, shape: tuple[int, ...], arrangement: Arrangement, samples: int) -> Tensor:
+    """Inputs of the volume's size are cut as it is; others over the data axis alone."""
     volume = subject.shapes[0]
     same = len(shape) == len(volume) and shape[2:] == volume[2:]
-    dims = {AXES[axis] % len(shape): axis for axis in mesh.names if mesh.sizes[axis] > 1 and (same or axis == "data")}
-    return shard(torch.empty(shape, dtype=subject.dtype), mesh, dims)
+    letters = subject.letters if same else "N" + "." * (len(shape) - 1)
+    return arrangement.shard(torch.empty((samples, *shape[1:]), dtype=subject.dtype), letters)
+
+
+def _target(target: Target, arrangement: Arrangement, samples: int) -> Tensor:
+    return arrangement.shard(torch.empty((samples, *target.shape[1:]), dtype=target.dtype), target.letters)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
