@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.progress import track
 
 from ..errors import ConfigError
-from ..train.config import make_settings
 from ..train.log import read_log
-from ..train.settings import Settings
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
+
+if TYPE_CHECKING:  # which needs pydantic; the other commands do without
+    from ..train.settings import Settings
 
 SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8
 RANKS = 2
@@ -99,6 +100,8 @@ def make_data(path: Path) -> None:
 
 
 def settings_of(data: Path, steps: int) -> Settings:
+    from ..train.config import make_settings
+
     return make_settings(
         {
             "model": "halocline.workloads.cosmoflow:CosmoFlow",

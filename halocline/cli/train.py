@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -15,14 +15,15 @@ from rich.table import Table
 
 from ..errors import ConfigError, HaloclineError
 from ..train.checkpoints import CHECKPOINTS, Folder
-from ..train.config import CONFIG, load_settings, make_settings, with_changes, write_settings
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
-from ..train.settings import Settings
 from ..world import this_rank_info
 from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
 from .stopping import Stop
 from .train_rank import RESULT, run_rank
+
+if TYPE_CHECKING:  # which needs pydantic; the other commands do without
+    from ..train.settings import Settings
 
 Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to resume.")]
 Set = Annotated[
@@ -94,6 +95,7 @@ def train(
 
 
 def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> tuple[Settings, Path]:
+    from ..train.config import CONFIG, load_settings, make_settings, with_changes
     from ..train.task import defaults_of
     from ..workloads import WORKLOADS
 
@@ -145,6 +147,8 @@ def _new_folder(name: str) -> Path:
 
 def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
     """Train on processes that are started here, and again after a failure, as often as ``restarts`` says."""
+    from ..train.config import CONFIG, write_settings
+
     checkpoints = Folder(folder / CHECKPOINTS)
     checkpoints.claim()  # before anything of a run that may be going on in this folder is touched
     try:

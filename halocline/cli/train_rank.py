@@ -7,21 +7,22 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from ..errors import ConfigError, HaloclineError
-from ..train.config import read_settings
 from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line
-from ..train.settings import Settings
 from . import end_at_once_on_failure
 from .output import stderr
+
+if TYPE_CHECKING:  # which needs pydantic; the other commands do without
+    from ..train.settings import Settings
 
 RESULT = "result.json"
 _WIDE = 110  # columns of a terminal from which on the progress is told in full
@@ -103,6 +104,8 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
 
 def main() -> None:
     """``python -m halocline.cli.train_rank FOLDER``, for the processes that ``halocline train`` starts."""
+    from ..train.config import read_settings
+
     folder, rank, tie = Path(sys.argv[1]), this_rank(), follow_launcher()
     try:
         run_rank(read_settings(folder), folder, tie.lock)

@@ -19,7 +19,8 @@ def in_host_memory(tensor: Tensor, fill: bool = False) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.resolve_conj().resolve_neg().contiguous()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor) if fill else host
+    # torch's own copy to the host negates a strided view with the negative bit twice: resolve it on the device first
+    return host.copy_(tensor.resolve_conj().resolve_neg()) if fill else host
 
 
 def sendable(tensor: Tensor) -> Tensor:

@@ -204,6 +204,14 @@ def test_the_library_needs_none_of_the_command_line() -> None:
 
 
 @pytest.mark.long
+def test_commands_load_without_pydantic() -> None:
+    """Benchmarks and kernels are run on machines that lack it; only trainings and plans check settings."""
+    load = "import halocline.cli.app, sys; assert not {'pydantic', 'annotated_types'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.long
 def test_the_real_command_in_processes_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\ndef net(k=3): return torch.nn.Conv2d(1, 2, k, padding='same')\n")
     call = "from halocline.cli import main; main()"
