@@ -6,13 +6,14 @@ import errno
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..sizes import size_text
-from ..world.launcher import started_by_mpiexec
+from ..world.launcher import RankInfo, rendezvous_of, started_by_mpiexec
 from . import machine
-from .finding import Finding
-from .machine import OPTIONAL, Interface, LaunchedRun
+from .finding import Finding, judged, problem_if, warn_if
+from .machine import OPTIONAL, Interface
 
 TORCH = (2, 11)  # the oldest that the project supports, as pyproject.toml has it
 MIB = 1 << 20
@@ -24,30 +25,27 @@ NUMBERS = (*RANKS, *SIZES, "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM
 NEEDED = {"WORLD_SIZE": "the number of ranks", "MASTER_ADDR": "rank 0's host", "MASTER_PORT": "a free port there"}
 
 Check = Iterator[Finding]
+_launch_problem = partial(Finding, "launch", status="problem")
 
 
 def check_software(versions: Mapping[str, str | None], backends: Mapping[str, bool], gpus: int) -> Check:
+    """Versions (None: not installed) and the backends of torch.distributed, for so many GPUs."""
+    judge = partial(judged, "software")
     for name in ("python", "halocline", "numpy"):
-        yield Finding("software", name, "ok", versions[name] or "")
+        yield judge(name, versions[name] or "")
     torch, oldest = versions["torch"] or "", ".".join(map(str, TORCH))
-    text = f"{torch} ({oldest} or newer is needed)"
-    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < TORCH:
-        yield Finding("software", "torch", "problem", text, f"install a newer one: pip install 'torch>={oldest}'")
-    else:
-        yield Finding("software", "torch", "ok", text)
+    text, too_old = f"{torch} ({oldest} or newer is needed)", [int(n) for n in re.findall(r"\d+", torch)[:2]] < [*TORCH]
+    yield judge("torch", text, problem_if(too_old, text, f"install a newer one: pip install 'torch>={oldest}'"))
     present = ", ".join(f"{name} {versions[name]}" for name in OPTIONAL if versions[name])
     absent = ", ".join(f"{name} ({use})" for name, use in OPTIONAL.items() if not versions[name])
-    text = f"installed: {present or 'none'}; not installed: {absent or 'none'}"
-    yield Finding("software", "optional packages", "ok", text)
+    yield judge("optional packages", f"installed: {present or 'none'}; not installed: {absent or 'none'}")
     text = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in backends.items())
-    if not backends["gloo"]:
-        remedy = "install a torch with torch.distributed and gloo: the wheels of pytorch.org for Linux have both"
-        yield Finding("software", "backends", "problem", text, remedy)
-    elif gpus and not backends["nccl"]:
-        remedy = "install a CUDA build of torch that has NCCL, or hide the GPUs with CUDA_VISIBLE_DEVICES="
-        yield Finding("software", "backends", "problem", f"{text}; ranks with a GPU each talk over nccl", remedy)
-    else:
-        yield Finding("software", "backends", "ok", text)
+    remedy = "install a torch with torch.distributed and gloo: the wheels of pytorch.org for Linux have both"
+    over_nccl = f"{text}; ranks with a GPU each talk over nccl"
+    hide = "install a CUDA build of torch that has NCCL, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+    lacks_nccl = gpus and not backends["nccl"]
+    faults = problem_if(not backends["gloo"], text, remedy), problem_if(lacks_nccl, over_nccl, hide)
+    yield judge("backends", text, *faults)
     yield check_mpi(versions["mpi4py"])
 
 
@@ -56,46 +54,37 @@ def check_mpi(version: str | None) -> Finding:
     if version is None:
         return Finding("software", "MPI", "ok", "mpi4py is not installed; ranks talk over torch.distributed")
     library, level, error = machine.ask_mpi()
-    if error:
-        remedy = "pip install mpich, or load the machine's MPI; without it ranks talk over torch.distributed"
-        return Finding("software", "MPI", "warning", f"mpi4py {version} finds no MPI that starts: {error}", remedy)
     text = f"{library} (mpi4py {version}), thread level {level}"
-    if level == "multiple":
-        return Finding("software", "MPI", "ok", text)
-    remedy = "use an MPI that was built with the thread level 'multiple', or start the ranks with torchrun"
-    return Finding("software", "MPI", "warning", f"{text}; ranks over MPI need 'multiple'", remedy)
+    install = "pip install mpich, or load the machine's MPI; without it ranks talk over torch.distributed"
+    other = "use an MPI that was built with the thread level 'multiple', or start the ranks with torchrun"
+    absent, single = f"mpi4py {version} finds no MPI that starts: {error}", f"{text}; ranks over MPI need 'multiple'"
+    faults = warn_if(error, absent, install), warn_if(level != "multiple", single, other)
+    return judged("software", "MPI", text, *faults)
 
 
 def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: int, launched: bool) -> Check:
     """For ``ranks`` on this machine of ``world`` in all; ``omp`` is OMP_NUM_THREADS. Sizes in bytes."""
-    cores, gpus = has["cores"], has["gpus"]
-    yield Finding("devices", "cores", "ok", f"{cores} of {has['machine_cores']} for this process")
-    threads, remedy = has["threads"], f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    if omp is not None and not omp.isdigit():
-        yield Finding("devices", "threads", "warning", f"OMP_NUM_THREADS={omp} is no number", remedy)
-    elif omp is None and not launched:
-        text = f"OMP_NUM_THREADS is not set: for {ranks} ranks on this machine, {remedy}"
-        yield Finding("devices", "threads", "ok", text)
-    elif threads * (1 if launched else ranks) > cores:  # ranks of one machine are added up when they meet
-        text = f"{threads} a rank, on {cores} cores: they will wait for each other"
-        yield Finding("devices", "threads", "warning", text, remedy)
+    judge = partial(judged, "devices")
+    cores, gpus, threads = has["cores"], has["gpus"], has["threads"]
+    yield judge("cores", f"{cores} of {has['machine_cores']} for this process")
+    remedy, text = f"export OMP_NUM_THREADS={max(1, cores // ranks)}", f"{threads} a rank, on {cores} cores"
+    if omp is None and not launched:
+        yield judge("threads", f"OMP_NUM_THREADS is not set: for {ranks} ranks on this machine, {remedy}")
     else:
-        yield Finding("devices", "threads", "ok", f"{threads} a rank, on {cores} cores")
+        odd = omp is not None and not omp.isdigit()
+        crowded = threads * (1 if launched else ranks) > cores  # ranks of one machine are added up when they meet
+        wrong = warn_if(odd, f"OMP_NUM_THREADS={omp} is no number", remedy)
+        yield judge("threads", text, wrong, warn_if(crowded, f"{text}: they will wait for each other", remedy))
     free = has["memory_available_bytes"]
     text = f"{size_text(has['memory_bytes'] or free)}, of which {size_text(free)} are free"
-    if free < ranks * RANK_BYTES:
-        remedy = f"end other programs or start fewer ranks: each takes {RANK_BYTES // MIB} MiB before its first tensor"
-        yield Finding("devices", "memory", "warning", f"{text}: little for {ranks} ranks", remedy)
-    else:
-        yield Finding("devices", "memory", "ok", text)
-    if gpus or not has["gpu_files"]:
-        each = ", ".join(f"{one['name']} with {size_text(one['memory_bytes'])}" for one in gpus)
-        text = f"{each}; CUDA {has['cuda']}, NCCL {has['nccl']}" if gpus else "none: ranks run on the CPU"
-        yield Finding("devices", "GPUs", "ok", text)
-    else:
-        text = f"{has['gpu_files']}, but torch ({has['cuda'] or 'built without CUDA'}) can use none"
-        remedy = "install a CUDA build of torch; see whether nvidia-smi works and what CUDA_VISIBLE_DEVICES says"
-        yield Finding("devices", "GPUs", "warning", text, remedy)
+    remedy = f"end other programs or start fewer ranks: each takes {RANK_BYTES // MIB} MiB before its first tensor"
+    little = free < ranks * RANK_BYTES
+    yield judge("memory", text, warn_if(little, f"{text}: little for {ranks} ranks", remedy))
+    each = ", ".join(f"{one['name']} with {size_text(one['memory_bytes'])}" for one in gpus)
+    text = f"{each}; CUDA {has['cuda']}, NCCL {has['nccl']}" if gpus else "none: ranks run on the CPU"
+    unused = f"{has['gpu_files']}, but torch ({has['cuda'] or 'built without CUDA'}) can use none"
+    remedy = "install a CUDA build of torch; see whether nvidia-smi works and what CUDA_VISIBLE_DEVICES says"
+    yield judge("GPUs", text, warn_if(has["gpu_files"] and not gpus, unused, remedy))
     files, wanted = has["open_files"], max(FEW_FILES, FILES_A_PEER * world)
     if files is not None and files < wanted:
         remedy = f"ulimit -n {max(wanted, 65536)}, in the shell or script that starts the ranks"
@@ -109,33 +98,29 @@ def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: in
 
 def check_network(interfaces: Sequence[Interface], env: Mapping[str, str], host: str) -> Check:
     """``interfaces`` is empty where the system does not list them."""
+    judge = partial(judged, "network")
     address, every = machine.resolve(host), ", ".join(map(str, interfaces))
     usable = [one for one in interfaces if one.usable]
-    if interfaces and not usable:
-        remedy = "bring one up with an address, such as: ip link set lo up"
-        yield Finding("network", "interfaces", "problem", f"none is up: {every}", remedy)
-    else:
-        yield Finding("network", "interfaces", "ok", every or "this system does not list them")
-    if address is None:
-        remedy = f"add a line with this machine's address and {host} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        yield Finding("network", "host name", "warning", f"{host} has no address: gloo falls back to loopback", remedy)
-    else:
-        yield Finding("network", "host name", "ok", f"{host} is {address}")
+    remedy, all_down = "bring one up with an address, such as: ip link set lo up", interfaces and not usable
+    well = every or "this system does not list them"
+    yield judge("interfaces", well, problem_if(all_down, f"none is up: {every}", remedy))
+    remedy = f"add a line with this machine's address and {host} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+    unknown = f"{host} has no address: gloo falls back to loopback"
+    yield judge("host name", f"{host} is {address}", warn_if(address is None, unknown, remedy))
     choice = " or ".join(one.name for one in usable) or "one that you bring up"
     gloo, nccl = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
-    if wrong := _not_usable(gloo, interfaces):
-        remedy = f"export GLOO_SOCKET_IFNAME={choice}, or unset GLOO_SOCKET_IFNAME"
-        text = f"GLOO_SOCKET_IFNAME names {wrong}; there are {every}"
-        yield Finding("network", "gloo interface", "problem", text, remedy)
-    elif gloo:
-        yield Finding("network", "gloo interface", "ok", f"{gloo}, as GLOO_SOCKET_IFNAME says")
+    if gloo:
+        text = f"{gloo}, as GLOO_SOCKET_IFNAME says"
     elif address is None or machine.is_loopback(address):
         outer = next((one.name for one in usable if not one.loopback), "the one they share")
         text = f"loopback, by the host name: enough for this machine; for several, export GLOO_SOCKET_IFNAME={outer}"
-        yield Finding("network", "gloo interface", "ok", text)
     else:
         name = next((one.name for one in interfaces if one.address == address), "an interface")
-        yield Finding("network", "gloo interface", "ok", f"{name} ({address}), by the host name")
+        text = f"{name} ({address}), by the host name"
+    wrong = _not_usable(gloo, interfaces)
+    found = f"GLOO_SOCKET_IFNAME names {wrong}; there are {every}"
+    remedy = f"export GLOO_SOCKET_IFNAME={choice}, or unset GLOO_SOCKET_IFNAME"
+    yield judge("gloo interface", text, problem_if(wrong, found, remedy))
     if nccl and interfaces and not any(_nccl_takes(one.name, nccl) for one in usable):
         remedy = f"export NCCL_SOCKET_IFNAME={choice}, or unset NCCL_SOCKET_IFNAME"
         text = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface that is up; there are {every}"
@@ -165,52 +150,57 @@ def contradictions(env: Mapping[str, str]) -> Check:
     rubbish = [name for name in NUMBERS if not env.get(name, "0").isdigit()]
     if rubbish:
         text = ", ".join(f"{name}={env[name]}" for name in rubbish)
-        yield _launch_problem("environment", f"{text}: numbers from 0 are needed", f"unset {' '.join(rubbish)}")
+        remedy = f"unset {' '.join(rubbish)}"
+        yield _launch_problem("environment", found=f"{text}: numbers from 0 are needed", remedy=remedy)
     elif "RANK" in env:
         if missing := [name for name in NEEDED if name not in env]:
             settings = ", ".join(f"{name} to {NEEDED[name]}" for name in missing)
             remedy = f"start with torchrun, which sets them all; or set {settings}; or unset RANK for a single rank"
-            yield _launch_problem("environment", f"RANK={env['RANK']} is set, but not {', '.join(missing)}", remedy)
+            text = f"RANK={env['RANK']} is set, but not {', '.join(missing)}"
+            yield _launch_problem("environment", found=text, remedy=remedy)
         for rank, size in zip(RANKS, SIZES, strict=True):
             if rank in env and size in env and int(env[rank]) >= int(env[size]):
                 text = f"{rank}={env[rank]} with {size}={env[size]}: ranks count from 0 to {size} - 1"
-                yield _launch_problem("environment", text, f"set {size} to the number of ranks, or start with torchrun")
+                remedy = f"set {size} to the number of ranks, or start with torchrun"
+                yield _launch_problem("environment", found=text, remedy=remedy)
 
 
-def check_launch(run: LaunchedRun, env: Mapping[str, str], gpus: int) -> Check:
-    where = run.meeting
-    if run.by:
-        text = f"{run.by}: rank {run.rank} of {run.size}; they meet at {where.address}:{where.port}"
+def check_launch(run: RankInfo | None, env: Mapping[str, str], gpus: int) -> Check:
+    """Where the ranks of a run meet; ``run`` is None where torchrun and Slurm started none."""
+    where = rendezvous_of(env)
+    if run:
+        by = "torchrun's variables" if run.by == "torchrun" else run.by
+        text = f"{by}: rank {run.rank} of {run.size}; they meet at {where.address}:{where.port}"
     elif started_by_mpiexec(env):
         text = "a launcher of MPI: scripts join over MPI; the doctor examines links under torchrun and Slurm"
     else:
         text = "none: RANK and SLURM_PROCID are not set, so that a script would run as a single rank"
     yield Finding("launch", "launcher", "ok", text)
-    if not run.by and (why := _why_not(free_port)):
+    no_port = _why_not(free_port)
+    if not run and no_port:
         remedy = "end programs that hold ports (ss -tlnp lists them), or raise ulimit -n if files have run out"
-        yield _launch_problem("free port", f"none can be had: {why}", remedy)
-    if run.by and machine.resolve(where.address) is None:
+        yield _launch_problem("free port", found=f"none can be had: {no_port}", remedy=remedy)
+    if run and machine.resolve(where.address) is None:
         remedy = "set MASTER_ADDR to a name or an address of rank 0's machine that this machine knows"
-        yield _launch_problem("meeting point", f"MASTER_ADDR={where.address} has no address here", remedy)
+        yield _launch_problem("meeting point", found=f"MASTER_ADDR={where.address} has no address here", remedy=remedy)
     port = int(env.get("MASTER_PORT", "1"))
-    other = "choose another port" if _why_not(free_port) else f"export MASTER_PORT={free_port()}, which is free,"
+    other = "choose another port" if no_port else f"export MASTER_PORT={free_port()}, which is free,"
+    is_first = "MASTER_PORT" in env and (run is None or run.rank == 0) and not where.served
     if not 0 < port < 65536:
-        yield _launch_problem("MASTER_PORT", f"{port} is no port: they go from 1 to 65535", f"{other} for all ranks")
-    elif "MASTER_PORT" in env and run.rank == 0 and not where.served and (why := _why_not(lambda: _bind(port))):
-        yield _launch_problem("MASTER_PORT", f"{port} cannot be had: {why}", f"end it, or {other} for all ranks")
+        text = f"{port} is no port: they go from 1 to 65535"
+        yield _launch_problem("MASTER_PORT", found=text, remedy=f"{other} for all ranks")
+    elif is_first and (why := _why_not(lambda: _bind(port))):
+        text, remedy = f"{port} cannot be had: {why}", f"end it, or {other} for all ranks"
+        yield _launch_problem("MASTER_PORT", found=text, remedy=remedy)
     exported = "TORCHELASTIC_RUN_ID" not in env and env.get("WORLD_SIZE") == env.get("SLURM_NTASKS")
-    if run.by and exported and env["RANK"] != env.get("SLURM_PROCID", env["RANK"]):  # one RANK for all tasks
+    if run and exported and env["RANK"] != env.get("SLURM_PROCID", env["RANK"]):  # one RANK for all tasks
         remedy = "unset RANK and WORLD_SIZE in the batch script; they are then taken from Slurm"
         text = f"RANK={env['RANK']}, but Slurm calls this task {env['SLURM_PROCID']}"
         yield Finding("launch", "environment", "warning", text, remedy)
-    if run.by and gpus and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= set(env):
+    if run and gpus and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= set(env):
         text = "LOCAL_RANK or LOCAL_WORLD_SIZE is not set: every rank would take GPU 0"
         remedy = "start with torchrun, or set both to the rank's place among those of its machine"
         yield Finding("launch", "environment", "warning", text, remedy)
-
-
-def _launch_problem(name: str, text: str, remedy: str) -> Finding:
-    return Finding("launch", name, "problem", text, remedy)
 
 
 def free_port() -> int:

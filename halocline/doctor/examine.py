@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..errors import MeshError
-from ..world.launcher import node_info_of
+from ..world.launcher import adopt_environment, node_info_of, rank_info_of, rendezvous_of
 from . import checks, machine, ranks
 from .finding import Finding, problems
 from .links import Links
-from .machine import Interface, LaunchedRun
-from .ranks import NOT_TRIED, About, Meeting
+from .machine import Interface
+from .ranks import NOT_TRIED, About
 
 
 @dataclass
@@ -51,59 +51,43 @@ def examine(
 ) -> DoctorReport:
     """Look at this machine, then at the ranks: those of the run that this process is part of, or ``count`` new ones."""
     say("looking at this machine")
-    run, wrong = _read_run()
-    report = DoctorReport()
-    report.voice = "problems" if run and run.rank else "all"
-    report.findings += [*_check_machine(report, run, count), *wrong]
-    if run is None or not meet:
+    env, host, report, run = os.environ, socket.gethostname(), DoctorReport(), None
+    wrong, gpus = list(checks.contradictions(env)), len(report.devices["gpus"])
+    if not wrong:
+        try:
+            run = rank_info_of(env)
+            run = run if adopt_environment() else None
+        except MeshError as error:  # it says what to do
+            wrong = [Finding("launch", "environment", "problem", str(error), "set MASTER_ADDR by hand")]
+    here, world = (node_info_of(env).local_size, run.size) if run else (count, count)
+    report.findings += checks.check_software(report.versions, report.backends, gpus)
+    report.findings += checks.check_devices(report.devices, env.get("OMP_NUM_THREADS"), here, world, run is not None)
+    report.findings += checks.check_network(report.interfaces, env, host)
+    report.findings += wrong or checks.check_launch(run, env, gpus)
+    if run and run.rank:
+        report.voice = "problems"
+    if wrong or not meet:  # where the environment contradicts itself, nobody can say which rank this is
         return report
     # Ranks that are started here find a port of their own: a port that is taken does not hinder them.
-    if problems(report.findings, *(("launch",) if run.by else ("software", "network"))):
+    if problems(report.findings, *(("launch",) if run else ("software", "network"))):
         report.findings.append(NOT_TRIED)
-    elif not run.by:
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        _add(report, ranks.start_ranks(count, interfaces, deadline, say))
-    else:
-        met = ranks.join_ranks(run, _about(report, run), deadline, say)
-        if run.rank and not met.alone:  # rank 0 has this rank's findings, and answered with the verdict on all
-            report.findings, report.voice = [], "none"
-        _add(report, met)
-    return report
-
-
-def _add(report: DoctorReport, met: Meeting) -> None:
-    report.findings += met.findings
-    report.links, report.ranks, report.stuck = met.links, met.ranks, met.stuck
-
-
-def _read_run() -> tuple[LaunchedRun | None, list[Finding]]:
-    """None where the environment contradicts itself, and nobody can say which rank this is."""
-    if wrong := list(checks.contradictions(os.environ)):
-        return None, wrong
-    try:
-        return machine.read_run(os.environ), []
-    except MeshError as error:  # it says what to do
-        return None, [Finding("launch", "environment", "problem", str(error), "set MASTER_ADDR by hand")]
-
-
-def _check_machine(report: DoctorReport, run: LaunchedRun | None, count: int) -> Iterator[Finding]:
-    env, gpus, launched = os.environ, len(report.devices["gpus"]), bool(run and run.by)
-    here, world = (node_info_of(env).local_size, run.size) if run and run.by else (count, count)
-    yield from checks.check_software(report.versions, report.backends, gpus)
-    yield from checks.check_devices(report.devices, env.get("OMP_NUM_THREADS"), here, world, launched)
-    yield from checks.check_network(report.interfaces, env, socket.gethostname())
-    if run:
-        yield from checks.check_launch(run, env, gpus)
-
-
-def _about(report: DoctorReport, run: LaunchedRun) -> About:
-    return About(
-        rank=run.rank,
-        host=socket.gethostname(),
+        return report
+    me = About(
+        rank=run.rank if run else 0,
+        host=host,
         versions={name: report.versions[name] for name in ranks.COMPARED},
-        gpus=len(report.devices["gpus"]),
+        gpus=gpus,
         threads=report.devices["threads"],
         cores=report.devices["machine_cores"],
-        loopback=machine.gloo_loopback(report.interfaces, os.environ),
+        loopback=machine.gloo_loopback(report.interfaces, env),
         findings=[one for one in report.findings if one.status != "ok"],
     )
+    if run:
+        met = ranks.join_ranks(rendezvous_of(env), run.size, me, deadline, say)
+        if run.rank and not met.alone:  # rank 0 has this rank's findings, and answered with the verdict on all
+            report.findings, report.voice = [], "none"
+    else:
+        met = ranks.start_ranks(count, me, env.get("GLOO_SOCKET_IFNAME", ""), deadline, say)
+    report.findings += met.findings
+    report.links, report.ranks, report.stuck = met.links, met.ranks, met.stuck
+    return report

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -18,6 +19,27 @@ class Finding:
     status: Status
     found: str
     remedy: str = ""
+
+
+class Fault(NamedTuple):
+    """What may be amiss: whether it is, what was found then, and what to do."""
+
+    holds: object  # by its truth
+    found: str
+    remedy: str
+    status: Status = "problem"
+
+
+def judged(topic: str, name: str, well: str, *faults: Fault) -> Finding:
+    """The first fault that holds; where none does, all is ``well``."""
+    for fault in faults:
+        if fault.holds:
+            return Finding(topic, name, fault.status, fault.found, fault.remedy)
+    return Finding(topic, name, "ok", well)
+
+
+warn_if = partial(Fault, status="warning")
+problem_if = Fault
 
 
 def problems(findings: Iterable[Finding], *topics: str) -> list[Finding]:

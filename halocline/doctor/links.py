@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..world import Label, Receive, Send, World
-from .finding import Finding, ranks_text
+from ..world.agreement import errors_on_any_rank
+from .finding import Finding, judged, problem_if, ranks_text, warn_if
 
 ROUNDS, WARM = 200, 20  # small messages
 LARGE, LARGE_ROUNDS = 8 << 20, 6  # bytes of a large message; the first is not counted
@@ -41,25 +42,24 @@ class Links:
 
 
 def examine_links(links: Links) -> Iterator[Finding]:
+    """What the figures mean. Slow links are warned of, damaged messages are a problem."""
     if links.ranks == 1:
         yield Finding("ranks", "messages", "ok", f"a single rank ({links.backend}) has nobody to talk to")
-    elif links.faults:
-        remedy = "messages were damaged, which no transport should do: try another interface, then another machine"
-        yield Finding("ranks", "messages", "problem", "; ".join(links.faults[:4]), remedy)
-    else:
-        over = f"{links.ranks} ranks over {links.interface} ({links.backend})"
-        yield Finding("ranks", "messages", "ok", f"{over}: messages and sums came out right")
-        text = f"{links.latency_us:.0f} us a message{_slowest(links, 'latency_us', max)}"
-        text = f"{text}; a sum over all {links.sum_latency_us:.0f} us"
-        remedy = "give each rank a core of its own, and name the fastest interface in GLOO_SOCKET_IFNAME"
-        yield _judged("latency", text, "small tiles will mostly wait", remedy, (links.latency_us or 0) >= SLOW_US)
-        text = f"{links.bandwidth_mb_s:.0f} MB/s{_slowest(links, 'bandwidth_mb_s', min)}"
-        remedy = "name the fastest interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME); see what else uses it"
-        yield _judged("bandwidth", text, "less than gigabit Ethernet", remedy, (links.bandwidth_mb_s or 0) <= SLOW_MB_S)
-
-
-def _judged(name: str, text: str, why: str, remedy: str, slow: bool) -> Finding:
-    return Finding("ranks", name, "warning", f"{text}: {why}", remedy) if slow else Finding("ranks", name, "ok", text)
+        return
+    well = f"{links.ranks} ranks over {links.interface} ({links.backend}): messages and sums came out right"
+    remedy = "messages were damaged, which no transport should do: try another interface, then another machine"
+    yield judged("ranks", "messages", well, problem_if(links.faults, "; ".join(links.faults[:4]), remedy))
+    if links.faults:
+        return
+    text = f"{links.latency_us:.0f} us a message{_slowest(links, 'latency_us', max)}"
+    text = f"{text}; a sum over all {links.sum_latency_us:.0f} us"
+    slow = (links.latency_us or 0) >= SLOW_US
+    remedy = "give each rank a core of its own, and name the fastest interface in GLOO_SOCKET_IFNAME"
+    yield judged("ranks", "latency", text, warn_if(slow, f"{text}: small tiles will mostly wait", remedy))
+    text = f"{links.bandwidth_mb_s:.0f} MB/s{_slowest(links, 'bandwidth_mb_s', min)}"
+    slow = (links.bandwidth_mb_s or 0) <= SLOW_MB_S
+    remedy = "name the fastest interface in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME); see what else uses it"
+    yield judged("ranks", "bandwidth", text, warn_if(slow, f"{text}: less than gigabit Ethernet", remedy))
 
 
 def _slowest(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -> str:
@@ -70,31 +70,41 @@ def _slowest(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -
 
 
 def measure_links(world: World) -> Links:
-    """What this rank saw. Of a pair, the lower rank holds the watch."""
-    device = _device()
-    links = Links(world.size, backend=dist.get_backend(), faults=[*_exchange(world, device), *_sums(world, device)])
-    for pair in pairs(world.size):
+    """Called by all ranks together, and the same on all: they tell each other what they saw.
+
+    Of a pair, the lower rank holds the watch. Pairs are measured one at a time.
+    """
+    everyone, chosen = tuple(range(world.size)), pairs(world.size)
+    backend = dist.get_backend()
+    # Messages of nccl are in GPU memory.
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    faults = [*_exchange(world, device), *_sums(world, device)]
+
+    def barrier() -> None:
+        _settle(world.sum(torch.ones(1, dtype=torch.float64, device=device), everyone, LABEL))
+
+    figures = torch.zeros(len(chosen), 2, dtype=torch.float64)
+    for row, pair in zip(figures, chosen, strict=True):
         if world.rank in pair:
             measured = _pair(world, pair, device)
-            links.pairs += [measured] if world.rank == pair[0] else []
-        _barrier(world, device)  # one pair at a time
-    if world.size > 1:
-        links.sum_latency_us = _median(lambda: _barrier(world, device), ROUNDS, WARM) * 1e6
-    return links
-
-
-def together(seen: Iterable[Links]) -> Links:
-    """The ranks' reports as one."""
-    each = list(seen)
-    measured = sorted((pair for one in each for pair in one.pairs), key=lambda pair: pair["ranks"])
+            row += measured if world.rank == pair[0] else 0
+        barrier()
+    sums = torch.tensor([_median(barrier, ROUNDS, WARM) * 1e6 if chosen else 0.0], dtype=torch.float64)
+    *seen, sum_latency = world.maximum(torch.cat([figures.flatten(), sums]), everyone, LABEL).tolist()
+    each = [
+        {"ranks": list(pair), "latency_us": latency, "bandwidth_mb_s": rate}
+        for pair, latency, rate in zip(chosen, seen[::2], seen[1::2], strict=True)
+    ]
+    own = {world.rank: "; ".join(faults)} if faults else {}
+    told, _ = errors_on_any_rank(world, own, world.size, LABEL)
     return Links(
-        each[0].ranks,
-        backend=each[0].backend,
-        latency_us=max((pair["latency_us"] for pair in measured), default=None),
-        bandwidth_mb_s=min((pair["bandwidth_mb_s"] for pair in measured), default=None),
-        sum_latency_us=max((one.sum_latency_us for one in each if one.sum_latency_us), default=None),
-        pairs=measured,
-        faults=[fault for one in each for fault in one.faults],
+        world.size,
+        backend=backend,
+        latency_us=max(seen[::2], default=None),
+        bandwidth_mb_s=min(seen[1::2], default=None),
+        sum_latency_us=sum_latency or None,
+        pairs=each,
+        faults=[text for _, text in told.values()],
     )
 
 
@@ -107,11 +117,6 @@ def pairs(size: int) -> list[tuple[int, int]]:
 
 
 # ---- what the ranks do ----
-
-
-def _device() -> torch.device:
-    """Messages of nccl are in GPU memory."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _exchange(world: World, device: torch.device) -> list[str]:
@@ -146,25 +151,22 @@ def _sums(world: World, device: torch.device) -> list[str]:
     return faults
 
 
-def _pair(world: World, pair: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def _pair(world: World, pair: tuple[int, int], device: torch.device) -> Tensor:
+    """Microseconds of a small message and megabytes a second of large ones."""
     small, large = torch.zeros(1, device=device), torch.zeros(LARGE, dtype=torch.uint8, device=device)
-    trip = _median(lambda: _round_trip(world, pair, small, small), ROUNDS, WARM)
-    there = _median(lambda: _round_trip(world, pair, large, small), LARGE_ROUNDS, 1)
+
+    def round_trip(there: Tensor) -> None:
+        first, second = pair
+        for message, sender, receiver in ((there, first, second), (small, second, first)):
+            sends = [Send(receiver, message)] if world.rank == sender else []
+            receives = [Receive(sender, message.numel())] if world.rank == receiver else []
+            world.begin(sends, receives, message, pair, LABEL).wait()
+        _settle(small)
+
+    trip = _median(lambda: round_trip(small), ROUNDS, WARM)
+    there = _median(lambda: round_trip(large), LARGE_ROUNDS, 1)
     rate = LARGE / max(there - trip / 2, 1e-9) / 1e6  # the answer takes a small message's way back
-    return {"ranks": list(pair), "latency_us": trip / 2 * 1e6, "bandwidth_mb_s": rate}
-
-
-def _round_trip(world: World, pair: tuple[int, int], there: Tensor, back: Tensor) -> None:
-    first, second = pair
-    for message, sender, receiver in ((there, first, second), (back, second, first)):
-        sends = [Send(receiver, message)] if world.rank == sender else []
-        receives = [Receive(sender, message.numel())] if world.rank == receiver else []
-        world.begin(sends, receives, message, pair, LABEL).wait()
-    _settle(back)
-
-
-def _barrier(world: World, device: torch.device) -> None:
-    _settle(world.sum(torch.ones(1, dtype=torch.float64, device=device), tuple(range(world.size)), LABEL))
+    return torch.tensor([trip / 2 * 1e6, rate], dtype=torch.float64)
 
 
 def _settle(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the checks look at: this machine, its software and network, and what a launcher said of the run."""
+"""What the checks look at: this machine, its software and its network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import torch.distributed as dist
 import halocline
 
 from ..sizes import file_text, free_memory
-from ..world.launcher import Rendezvous, adopt_environment, rank_info_of, rendezvous_of
 from ..world.rendezvous import within
 
 #: Packages that only some runs need, and what for.
@@ -52,69 +51,48 @@ class Interface:
 
     @property
     def usable(self) -> bool:
+        """Can ranks talk over it?"""
         return self.up is None or (self.up and self.address is not None)
 
     @property
     def loopback(self) -> bool:
+        """Does it stay on this machine?"""
         return is_loopback(self.address) if self.address else self.name in ("lo", "lo0")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address or 'no address'}{ {None: '', True: ', up', False: ', down'}[self.up] })"
 
 
-@dataclass(frozen=True)
-class LaunchedRun:
-    """This process among the ranks of its run; a run of one where no launcher (``by``) started more."""
-
-    by: str = ""
-    rank: int = 0
-    size: int = 1
-    meeting: Rendezvous = field(default_factory=lambda: rendezvous_of({}))
-
-
 def devices() -> dict[str, Any]:
     """What this process may use; sizes in bytes, None where the system does not tell."""
     has_gpus = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
+    limit, has = file_text("/sys/fs/cgroup/memory.max"), dict.fromkeys(("memory", "files", "shared"))
+    # A name that this system lacks leaves its figure unknown.
+    with suppress(ValueError, OSError, AttributeError):
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        has["memory"] = min(pages, int(limit)) if limit.isdigit() else pages
+    with suppress(OSError, AttributeError):
+        shared = os.statvfs("/dev/shm")
+        has["shared"] = shared.f_frsize * shared.f_blocks
+    with suppress(ImportError):
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        has["files"] = None if soft == resource.RLIM_INFINITY else soft
     return {
         "cores": _cores(),
         "machine_cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory(),
+        "memory_bytes": has["memory"],
         "memory_available_bytes": free_memory(),
-        "open_files": _open_files(),
-        "shared_memory_bytes": _shared_memory(),
+        "open_files": has["files"],
+        "shared_memory_bytes": has["shared"],
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpus and dist.is_nccl_available() else None,
         "gpus": [{"name": one.name, "memory_bytes": one.total_memory} for one in gpus],
         "gpu_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),  # whether torch can use them or not
     }
-
-
-def backends() -> dict[str, bool]:
-    return {name: dist.is_available() and getattr(dist, f"is_{name}_available")() for name in BACKENDS}
-
-
-def read_run(env: Mapping[str, str]) -> LaunchedRun:
-    """The run that the launcher describes. For Slurm this sets torchrun's variables, as the library itself does."""
-    info = rank_info_of(env)
-    if info is None or not adopt_environment():
-        return LaunchedRun()
-    by = "torchrun's variables" if info.by == "torchrun" else info.by
-    return LaunchedRun(by, info.rank, info.size, rendezvous_of(env))
-
-
-def versions() -> dict[str, str | None]:
-    """None for a package that is not installed."""
-    installed: dict[str, str | None] = dict.fromkeys(("numpy", "typer", "rich", *OPTIONAL))
-    for name in installed:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
-    own = {"python": platform.python_version(), "torch": torch.__version__, "halocline": halocline.__version__}
-    return {**own, **installed}
-
-
-# ---- system ----
 
 
 def _cores() -> int:
@@ -125,28 +103,19 @@ def _cores() -> int:
     return max(1, min(bound, allowed))
 
 
-def _memory() -> int | None:
-    limit = file_text("/sys/fs/cgroup/memory.max")
-    sizes = [int(limit)] if limit.isdigit() else []
-    with suppress(ValueError, OSError, AttributeError):  # no such names on this system
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(sizes, default=None)
+def backends() -> dict[str, bool]:
+    """Those of torch.distributed, and whether this torch has them."""
+    return {name: dist.is_available() and getattr(dist, f"is_{name}_available")() for name in BACKENDS}
 
 
-def _open_files() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _shared_memory() -> int | None:
-    with suppress(OSError, AttributeError):
-        stat = os.statvfs("/dev/shm")
-        return stat.f_frsize * stat.f_blocks
-    return None
+def versions() -> dict[str, str | None]:
+    """None for a package that is not installed."""
+    installed: dict[str, str | None] = dict.fromkeys(("numpy", "typer", "rich", *OPTIONAL))
+    for name in installed:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    own = {"python": platform.python_version(), "torch": torch.__version__, "halocline": halocline.__version__}
+    return {**own, **installed}
 
 
 #: In a process of its own: an MPI that does not fit its machine may end the process that starts it.
@@ -201,6 +170,7 @@ def _address(interface: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
+    """Does the address stay on this machine? It may name an interface behind a %."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -10,8 +10,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ..errors import HaloclineError
 from ..testing.pool import RankPool
 from ..world import ProcessWorld, forget, init, this_world
+from ..world.launcher import Rendezvous
 from ..world.rendezvous import within
 from . import machine
 from .finding import Finding, problems, ranks_text
-from .links import Links, examine_links, measure_links, together
-from .machine import LaunchedRun
+from .links import Links, examine_links, measure_links
 
 COMPARED = ("python", "torch", "halocline")
 SLACK = 5.0  # seconds in which the library itself says who kept it waiting, once its own deadline has passed
@@ -66,58 +66,47 @@ class Meeting:
     stuck: bool = False
 
 
-def about_this_rank(rank: int) -> About:
-    versions = machine.versions()
-    return About(rank, socket.gethostname(), {name: versions[name] for name in COMPARED})
-
-
 # ---- do they fit together? ----
 
 
-def compare(ranks: Sequence[About]) -> list[Finding]:
+def compare(ranks: Sequence[About]) -> Iterator[Finding]:
     """Findings about all ranks together, and those of other ranks about themselves, the same words only once."""
-    findings, hosts = _versions(ranks), _grouped(ranks, lambda one: one.host)
+    differ, remedy = False, "start every rank from the same environment: virtual environment, container or module"
+    for name in COMPARED:
+        holders = _grouped(ranks, [str(one.versions.get(name)) for one in ranks])
+        if len(holders) > 1:
+            text = "; ".join(f"{name} {version} on {_who(some)}" for version, some in holders.items())
+            yield Finding("ranks", f"{name} versions", "problem", text, remedy)
+            differ = True
+    if not differ and len(ranks) > 1:
+        text = ", ".join(f"{name} {ranks[0].versions.get(name)}" for name in COMPARED)
+        yield Finding("ranks", "same versions", "ok", f"{text} on all {len(ranks)} ranks")
+    hosts = _grouped(ranks, [one.host for one in ranks])
     without = [one for one in ranks if not one.gpus]
     if without and len(without) < len(ranks):
         text = f"{_who(without)} without a GPU, the others with: they would choose different backends and never meet"
         remedy = "start ranks on like machines, or hide the GPUs everywhere with CUDA_VISIBLE_DEVICES="
-        findings.append(Finding("ranks", "GPUs", "problem", text, remedy))
+        yield Finding("ranks", "GPUs", "problem", text, remedy)
     for some in hosts.values():
         threads, cores = sum(one.threads for one in some), some[0].cores
         if 0 < cores < threads:
             remedy = f"export OMP_NUM_THREADS={cores // len(some)}" if cores >= len(some) else "start fewer ranks there"
             text = f"{threads} threads of {_who(some)} on {cores} cores: they will wait for each other"
-            findings.append(Finding("ranks", "threads", "warning", text, remedy))
+            yield Finding("ranks", "threads", "warning", text, remedy)
     unheard = [one for one in ranks if one.loopback and not one.gpus]  # nccl looks for an interface by itself
     if unheard and len(hosts) > 1:
         text = f"on {_who(unheard)} gloo would talk over loopback, where ranks on other machines cannot hear it"
         remedy = "export GLOO_SOCKET_IFNAME with the interface that the machines share, the same line for all ranks"
-        findings.append(Finding("ranks", "gloo interface", "problem", text, remedy))
-    amiss = {one: [rank for rank in ranks if rank.rank and one in rank.findings] for r in ranks for one in r.findings}
-    return findings + [
-        Finding(one.topic, one.name, one.status, f"on {_who(some)}: {one.found}", one.remedy)
-        for one, some in amiss.items()
-        if some and one.status != "ok"
-    ]
+        yield Finding("ranks", "gloo interface", "problem", text, remedy)
+    for each in dict.fromkeys(one for rank in ranks if rank.rank for one in rank.findings if one.status != "ok"):
+        some = [rank for rank in ranks if rank.rank and each in rank.findings]
+        yield replace(each, found=f"on {_who(some)}: {each.found}")
 
 
-def _versions(ranks: Sequence[About]) -> list[Finding]:
-    findings, remedy = [], "start every rank from the same environment: virtual environment, container or module"
-    for name in COMPARED:
-        holders = _grouped(ranks, lambda one: str(one.versions.get(name)))  # noqa: B023 - called at once
-        if len(holders) > 1:
-            text = "; ".join(f"{name} {version} on {_who(some)}" for version, some in holders.items())
-            findings.append(Finding("ranks", f"{name} versions", "problem", text, remedy))
-    if findings or len(ranks) == 1:
-        return findings
-    text = ", ".join(f"{name} {ranks[0].versions.get(name)}" for name in COMPARED)
-    return [Finding("ranks", "same versions", "ok", f"{text} on all {len(ranks)} ranks")]
-
-
-def _grouped(ranks: Iterable[About], key: Callable[[About], str]) -> dict[str, list[About]]:
+def _grouped(ranks: Iterable[About], keys: Iterable[str]) -> dict[str, list[About]]:
     groups: dict[str, list[About]] = {}
-    for one in ranks:
-        groups.setdefault(key(one), []).append(one)
+    for one, key in zip(ranks, keys, strict=True):
+        groups.setdefault(key, []).append(one)
     return groups
 
 
@@ -129,17 +118,17 @@ def _who(some: Sequence[About]) -> str:
 # ---- ranks of our own ----
 
 
-def start_ranks(size: int, interfaces: str, deadline: float, say: Say) -> Meeting:
-    """On this machine, over the interfaces that gloo is told to use, or loopback."""
+def start_ranks(size: int, me: About, interfaces: str, deadline: float, say: Say) -> Meeting:
+    """On this machine, over the interfaces that gloo is told to use, or loopback. They run what this process does."""
     try:
+        say(f"starting {size} ranks")
         with RankPool(size) as pool:
-            say(f"starting {size} ranks")
-            ranks = pool.run(about_this_rank, per_rank=[(rank,) for rank in range(size)], deadline=deadline)
             say(f"measuring the links between {size} ranks")
-            links = together(pool.run(measure_on_rank, interfaces, deadline / 2, deadline=deadline))
+            links: Links = pool.run(measure_on_rank, interfaces, deadline / 2, deadline=deadline)[0]
     except (HaloclineError, OSError) as error:
         return Meeting([_silence(f"{size} ranks of this machine", error, deadline)])
     links.interface = interfaces or "loopback"
+    ranks = [About(rank, me.host, me.versions) for rank in range(size)]
     return Meeting([*compare(ranks), *examine_links(links)], ranks, links)
 
 
@@ -166,28 +155,28 @@ def _silence(who: str, error: Exception, deadline: float) -> Finding:
 # ---- ranks that torchrun or Slurm started ----
 
 
-def join_ranks(run: LaunchedRun, me: About, deadline: float, say: Say) -> Meeting:
+def join_ranks(where: Rendezvous, size: int, me: About, deadline: float, say: Say) -> Meeting:
     """Every rank calls this; what comes of it is whole on rank 0 alone. The others get the verdict."""
     try:
-        _reach(run, deadline)
+        _reach(where, me.rank, deadline)
         # A store that is another program's may never answer, and torch then waits without end.
-        store = within(deadline + 1, lambda: _store(run, deadline))
-        return lead(store, run.size, me, deadline, say) if me.rank == 0 else follow(store, me, deadline)
+        store = within(deadline + 1, lambda: _store(where, me.rank, deadline))
+        return lead(store, size, me, deadline, say) if me.rank == 0 else follow(store, size, me, deadline)
     except (RuntimeError, OSError) as error:  # the first are torch's own of stores
-        where, said = f"{run.meeting.address}:{run.meeting.port}", next(iter(str(error).splitlines()), "")
+        said = next(iter(str(error).splitlines()), "")
         remedy = "see whether rank 0 runs, what holds that port, and whether a firewall lets this machine reach it"
-        text = f"rank {me.rank} cannot meet the others at {where} within {deadline:g} s: {said}"
+        place = f"{where.address}:{where.port}"
+        text = f"rank {me.rank} cannot meet the others at {place} within {deadline:g} s: {said}"
         finding = Finding("ranks", "meeting point", "problem", text, remedy)
         return Meeting([finding], alone=True, stuck=isinstance(error, TimeoutError))
 
 
-def _reach(run: LaunchedRun, deadline: float) -> None:
+def _reach(where: Rendezvous, rank: int, deadline: float) -> None:
     """Wait until somebody listens at the meeting point: torch's own way of not getting there fills a screen."""
     until = time.monotonic() + deadline
-    while run.rank and not run.meeting.served:
+    while rank and not where.served:
         try:
-            where = run.meeting.address, run.meeting.port
-            socket.create_connection(where, max(until - time.monotonic(), 0.1)).close()
+            socket.create_connection((where.address, where.port), max(until - time.monotonic(), 0.1)).close()
             break
         except OSError:
             if time.monotonic() > until:
@@ -195,10 +184,10 @@ def _reach(run: LaunchedRun, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def _store(run: LaunchedRun, deadline: float) -> Any:
+def _store(where: Rendezvous, rank: int, deadline: float) -> Any:
     """The store of the run: torchrun's, or one that rank 0 keeps and torch will share when it asks for its own."""
     options: dict[str, Any] = {}
-    serve, where = run.rank == 0 and not run.meeting.served, run.meeting
+    serve = rank == 0 and not where.served
     address = machine.resolve(where.address) or where.address
     if serve and machine.is_loopback(address):  # one that the store opens itself listens to the whole network
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -214,17 +203,20 @@ def lead(store: Any, size: int, me: About, deadline: float, say: Say) -> Meeting
     said = _collect(store, "about", range(1, size), deadline)
     reports = [json.loads(said[rank]) for rank in sorted(said)]
     ranks = [me, *(About(**{**one, "findings": [Finding(**each) for each in one["findings"]]}) for one in reports)]
-    met = Meeting([*_absent(set(range(1, size)) - set(said), deadline), *compare(ranks)], ranks)
+    met = Meeting([], ranks)
+    if absent := set(range(1, size)) - set(said):
+        remedy = (
+            "see whether they started, and what they wrote: all ranks of the run must call the doctor, in a batch "
+            f"script by srun or torchrun; if they were merely slow, --deadline {deadline * 4:g}"
+        )
+        text = f"{ranks_text(absent)} did not come to the meeting point within {deadline:g} s"
+        met.findings.append(Finding("ranks", "ranks that came", "problem", text, remedy))
+    met.findings += compare(ranks)
     go = not problems([*met.findings, *me.findings])
     store.set("go", "yes" if go else "no")
     if go:
         say(f"measuring the links between {size} ranks")
-        try:
-            met.links = _measured_by_all(store, size, deadline)
-            met.findings += examine_links(met.links)
-        except (HaloclineError, RuntimeError, OSError) as error:
-            met.findings.append(_silence(f"the {size} ranks", error, deadline))
-            met.stuck = isinstance(error, TimeoutError)
+        _measure(met, size, deadline)
     else:
         met.findings.append(NOT_TRIED)
     store.set("verdict", json.dumps([asdict(one) for one in problems([*met.findings, *me.findings])]))
@@ -232,40 +224,36 @@ def lead(store: Any, size: int, me: About, deadline: float, say: Say) -> Meeting
     return met
 
 
-def _measured_by_all(store: Any, size: int, deadline: float) -> Links:
-    mine = within(deadline + SLACK, lambda: _measure(deadline / 2))
-    said = _collect(store, "links", range(1, size), deadline + SLACK)
-    if silent := set(range(1, size)) - set(said):
-        raise HaloclineError(f"no figures came from {ranks_text(silent)}")
-    links = together([mine, *(Links(**json.loads(text)) for text in said.values())])
-    links.interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface above")
-    return links
-
-
-def _measure(deadline: float) -> Links:
-    """Joins as every run of the library does, and leaves no process group behind."""
-    init(deadline)
-    links = measure_links(this_world())
-    forget()
-    dist.destroy_process_group()
-    return links
-
-
-def follow(store: Any, me: About, deadline: float) -> Meeting:
+def follow(store: Any, size: int, me: About, deadline: float) -> Meeting:
     """The other ranks: report, measure if told to, and hear the verdict."""
     store.set(f"about/{me.rank}", json.dumps(asdict(me)))
     met = Meeting([])
     store.wait(["go"], timedelta(seconds=2 * (deadline + SLACK)))
     if store.get("go") == b"yes":
-        try:
-            links = within(deadline + SLACK, lambda: _measure(deadline / 2))
-            store.set(f"links/{me.rank}", json.dumps(asdict(links)))
-        except (HaloclineError, RuntimeError, OSError) as error:  # rank 0 misses this rank's figures, and says so
-            met.stuck = isinstance(error, TimeoutError)
+        _measure(met, size, deadline)
     store.wait(["verdict"], timedelta(seconds=3 * (deadline + SLACK)))
     met.findings = [Finding(**one) for one in json.loads(store.get("verdict"))]
     store.set(f"heard/{me.rank}", "yes")
     return met
+
+
+def _measure(met: Meeting, size: int, deadline: float) -> None:
+    """By all ranks together: join as every run of the library does, and leave no process group behind."""
+
+    def work() -> Links:
+        init(deadline / 2)
+        links = measure_links(this_world())
+        forget()
+        dist.destroy_process_group()
+        return links
+
+    try:
+        met.links = within(deadline + SLACK, work)
+        met.links.interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface above")
+        met.findings += examine_links(met.links)
+    except (HaloclineError, RuntimeError, OSError) as error:
+        met.findings.append(_silence(f"the {size} ranks", error, deadline))
+        met.stuck = isinstance(error, TimeoutError)
 
 
 def _collect(store: Any, key: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
@@ -274,12 +262,3 @@ def _collect(store: Any, key: str, ranks: Sequence[int], deadline: float) -> dic
     while keys and not store.check(list(keys.values())) and time.monotonic() < until:
         time.sleep(0.02)
     return {rank: store.get(name).decode() for rank, name in keys.items() if store.check([name])}
-
-
-def _absent(ranks: set[int], deadline: float) -> list[Finding]:
-    remedy = (
-        "see whether they started, and what they wrote: all ranks of the run must call the doctor, in a batch script "
-        f"by srun or torchrun; if they were merely slow, --deadline {deadline * 4:g}"
-    )
-    text = f"{ranks_text(ranks)} did not come to the meeting point within {deadline:g} s"
-    return [Finding("ranks", "ranks that came", "problem", text, remedy)] if ranks else []

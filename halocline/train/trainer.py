@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,7 @@ class Trainer:
             self._note(self._log.no_board)
         if self._log is not None:
             self._log.write("data", text=self._task.words)
+            self._log.write("choices", values=asdict(self.mesh.choices))
         self._tell("data", {"text": self._task.words})
         self.resume()
         self._callbacks("on_start", self)

@@ -23,10 +23,10 @@ from halocline._torch_private import default_store
 from halocline.cli.app import app
 from halocline.doctor import checks, links, machine, ranks
 from halocline.doctor.finding import Finding, problems, ranks_text
-from halocline.doctor.machine import Interface, LaunchedRun
-from halocline.doctor.ranks import About, about_this_rank, compare
+from halocline.doctor.machine import Interface
+from halocline.doctor.ranks import COMPARED, About, compare
 from halocline.testing.pool import Outcome, RankError, shared_pool
-from halocline.world.launcher import Rendezvous
+from halocline.world.launcher import RankInfo, Rendezvous
 
 COMMAND = "from halocline.cli import main; main()"
 LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GLOO_|NCCL_")
@@ -185,9 +185,9 @@ def test_the_help_teaches() -> None:
         assert word in text
 
 
-def run_at(port: int, by: str = "torchrun") -> LaunchedRun:
-    """Rank 1 of 2, which meet at that port."""
-    return LaunchedRun(by, rank=1, size=2, meeting=Rendezvous("127.0.0.1", port, served=False))
+def meeting_at(port: int) -> Rendezvous:
+    """That rank 0 has to serve."""
+    return Rendezvous("127.0.0.1", port, served=False)
 
 
 # ---- the environment of a launcher ----
@@ -215,12 +215,12 @@ def test_contradictions(changes: dict[str, str | None], words: str) -> None:
 
 def test_a_rank_exported_in_a_slurm_script() -> None:
     env = {**RUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
-    found = checks.check_launch(run_at(29500, "Slurm"), env, gpus=0)
+    found = checks.check_launch(RankInfo("Slurm", rank=1, size=2), env, gpus=0)
     assert "RANK=0, but Slurm calls this task 1" in next(one.found for one in found if one.status == "warning")
 
 
 def test_a_port_out_of_range() -> None:
-    found = checks.check_launch(LaunchedRun(), {"MASTER_PORT": "70000"}, gpus=0)
+    found = checks.check_launch(None, {"MASTER_PORT": "70000"}, gpus=0)
     assert "70000 is no port" in problems(found)[0].found
 
 
@@ -264,14 +264,9 @@ def test_a_host_name_without_address(monkeypatch: pytest.MonkeyPatch) -> None:
 def report_of_odd_rank() -> list[dict[str, Any]] | None:
     """Rank 1 has another torch; everything after that is the doctor's own."""
     rank, store = dist.get_rank(), dist.PrefixStore("odd rank", default_store())
-    own = machine.versions
-    if rank == 1:
-        machine.versions = lambda: {**own(), "torch": "2.12.1"}
-    try:
-        me = about_this_rank(rank)
-        met = ranks.lead(store, 2, me, 20, print) if rank == 0 else ranks.follow(store, me, 20)
-    finally:
-        machine.versions = own
+    versions = {**machine.versions(), **({"torch": "2.12.1"} if rank == 1 else {})}
+    me = About(rank, socket.gethostname(), {name: versions[name] for name in COMPARED})
+    met = ranks.lead(store, 2, me, 20, print) if rank == 0 else ranks.follow(store, 2, me, 20)
     return [vars(one) for one in problems(met.findings)]
 
 
@@ -315,13 +310,12 @@ def stranger() -> Iterator[int]:
 
 
 def test_a_meeting_point_that_is_no_store(stranger: int) -> None:
-    met = ranks.join_ranks(run_at(stranger), replace(ABOUT, rank=1), 0.2, print)
+    met = ranks.join_ranks(meeting_at(stranger), 2, replace(ABOUT, rank=1), 0.2, print)
     assert met.alone and f"cannot meet the others at 127.0.0.1:{stranger}" in met.findings[0].found
 
 
 def test_a_meeting_point_where_nobody_is() -> None:
-    nobody = run_at(checks.free_port())
-    met = ranks.join_ranks(nobody, replace(ABOUT, rank=1), 0.3, print)
+    met = ranks.join_ranks(meeting_at(checks.free_port()), 2, replace(ABOUT, rank=1), 0.3, print)
     assert met.alone and not met.stuck and "refused" in met.findings[0].found
 
 
@@ -346,7 +340,7 @@ def test_ranks_that_cannot_talk(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RankError([Outcome(0, "value"), Outcome(1, "hung", text="was still running after 9.0 s, at\n a stack")])
 
     monkeypatch.setattr(ranks, "RankPool", lambda size: nullcontext(SimpleNamespace(run=fail)))
-    (silent,) = problems(ranks.start_ranks(2, "", 20, print).findings)
+    (silent,) = problems(ranks.start_ranks(2, ABOUT, "", 20, print).findings)
     assert silent.found == "2 ranks of this machine cannot talk: rank 1 was still running after 9.0 s"
     assert "firewall" in silent.remedy and "--deadline 80" in silent.remedy
 

@@ -31,6 +31,7 @@ ODD: list[dict[str, Any]] = [  # as a damaged log may tell
     {"kind": "step", "step": 0, "loss": "x", "seconds": float("inf"), "halo": 1e300, "lr": -1e300},
     {"kind": "step", "step": "x"},
     {"kind": "rank", "rank": 0, "tile": 3, "coordinates": None, "memory": float("nan")},
+    {"kind": "choices", "values": {"at": {"head": 3}}},
 ]
 app = typer.Typer()
 app.command()(report)

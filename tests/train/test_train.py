@@ -58,6 +58,7 @@ def test_a_cut_run_follows_that_of_one_rank(place, tmp_path):
     steps = list(read_log(tmp_path / "both", "step"))
     assert [entry["step"] for entry in steps] == list(range(4))
     assert len(list(read_log(tmp_path / "both", "rank"))) == 4
+    assert [entry["values"]["halo_beside"] for entry in read_log(tmp_path / "both", "choices")] == [1 << 15]
 
 
 def test_a_run_goes_on_on_another_mesh(place, tmp_path):

@@ -39,6 +39,7 @@ class RecordedRun:
     validations: list[Entry] = field(default_factory=list)
     ranks: list[Entry] = field(default_factory=list)
     split: str = ""  # which samples were trained on and which held out
+    choices: Entry = field(default_factory=dict)  # what the mesh decided by, as hc.Choices has it
     result: Entry | None = None
     examples: dict[str, Array] | None = None
     traced: bool = False
@@ -93,7 +94,8 @@ def read_run(folder: Path) -> RecordedRun:
         _last_ranks(
             [_rank(entry) for entry in entries if entry.get("kind") == "rank" and is_number(entry.get("rank"))]
         ),
-        next((str(entry.get("text", "")) for entry in reversed(entries) if entry.get("kind") == "data"), ""),
+        str(_last(entries, "data").get("text", "")),
+        _choices(_last(entries, "choices").get("values")),
         _result(folder, troubles),
         _examples(folder, troubles),
         (folder / TRACE).is_file(),
@@ -143,6 +145,14 @@ def _last_ranks(entries: list[Entry]) -> list[Entry]:
     """A run that was gone on with may have had another mesh before: those from the last rank 0 on count."""
     first = max((index for index, entry in enumerate(entries) if entry["rank"] == 0), default=0)
     return entries[first:]
+
+
+def _last(entries: list[Entry], kind: str) -> Entry:
+    return next((entry for entry in reversed(entries) if entry.get("kind") == kind), {})
+
+
+def _choices(values: object) -> Entry:
+    return values if isinstance(values, dict) and isinstance(values.get("at", {}), dict) else {}
 
 
 def _result(folder: Path, troubles: dict[str, str]) -> Entry | None:

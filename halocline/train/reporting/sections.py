@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from ...choices import Choices
 from ..trace import TRACE
 from .answers import answers
 from .charts import POINTS, Series, columns, curve_chart, smoothed, stacked_areas
@@ -76,17 +76,12 @@ def loss(run: RecordedRun) -> Part:
         drawn.append(Series("validation loss", column(told, "step"), column(told, "loss"), "validation", dots=True))
     keys = [("loss", "each step")] + [("loss strong", "smoothed")] * (len(drawn) > 1 and drawn[0].raw)
     keys += [("validation", "validation")] * bool(told)
-    body = _card("Loss", curve_chart("loss over steps", drawn), _keys(keys), *_not_finite(steps, values))
-    return Section("loss", "Training", _grid(body, *_rate(run, steps)))
-
-
-def _rate(run: RecordedRun, steps: Array) -> list[str]:
-    """Of one step there is nothing to see."""
+    cards = [_card("Loss", curve_chart("loss over steps", drawn), _keys(keys), _not_finite(steps, values))]
     rates = run.column("lr")
-    if np.isfinite(rates).sum() < 2:
-        return []
-    chart = curve_chart("learning rate", [Series("learning rate", steps, rates, "rate")], log=False, zero=True)
-    return [_card("Learning rate", chart)]
+    if np.isfinite(rates).sum() > 1:
+        chart = curve_chart("learning rate", [Series("learning rate", steps, rates, "rate")], log=False, zero=True)
+        cards.append(_card("Learning rate", chart))
+    return Section("loss", "Training", _grid(*cards))
 
 
 def smooth_series(name: str, steps: Array, values: Array, class_: str) -> list[Series]:
@@ -98,14 +93,11 @@ def smooth_series(name: str, steps: Array, values: Array, class_: str) -> list[S
     return [Series(name, steps, values, class_, raw=True), Series(f"smoothed {name}", steps, mean, class_)]
 
 
-def _not_finite(steps: Array, values: Array) -> list[str]:
+def _not_finite(steps: Array, values: Array) -> str:
     bad = steps[~np.isfinite(values)]
-    if not bad.size:
-        return []
     first = ", ".join(f"{step:g}" for step in bad[:5]) + (" ..." if bad.size > 5 else "")
-    return [
-        element("p", text(f"{bad.size} of {len(steps)} steps have a loss that is not finite: {first}"), class_="bad")
-    ]
+    words = f"{bad.size} of {len(steps)} steps have a loss that is not finite: {first}"
+    return element("p", text(words), class_="bad") if bad.size else ""
 
 
 def _keys(entries: list[tuple[str, str]]) -> str:
@@ -123,25 +115,19 @@ def validation(run: RecordedRun) -> Part:
         return Missing("validation", f"the log has none: {why}")
     known = [name for name in entries[-1] if name not in ("kind", "time", "step") and is_number(entries[-1][name])]
     names = [name for name in known if "/" not in name]
-    by_class = _split_words(run) + _class_table(entries[-1], [name for name in known if "/" in name])
+    held_out = _note(run.split) if run.split else ""
+    by_class = held_out + _class_table(entries[-1], [name for name in known if "/" in name])
+    rows = [[f"{entry['step']}", *_cells(entry, *names)] for entry in entries]
+    table = _table([[_words(name) for name in ["step", *names]], *rows])
+    charts = [_metric(entries, name) for name in names if name != "loss"]
     if len(entries) == 1:
         intro = _note(f"Once, at step {entries[0]['step']}. Set validate_every to see how it comes about.")
-        return Section("validation", "Validation", intro + _table(entries, names) + by_class)
-    charts = [_metric(entries, name) for name in names if name != "loss"]
-    if not charts:
-        return Section(
-            "validation", "Validation", _note("Its loss is drawn above.") + _table(entries, names) + by_class
-        )
-    return Section(
-        "validation",
-        "Validation",
-        _grid(*charts, class_="cards three") + by_class + _folded("All validations", _table(entries, names)),
-    )
-
-
-def _split_words(run: RecordedRun) -> str:
-    """Which samples were held out, as the run said when it began."""
-    return _note(run.split) if run.split else ""
+        body = intro + table + by_class
+    elif charts:
+        body = _grid(*charts, class_="cards three") + by_class + _folded("All validations", table)
+    else:
+        body = _note("Its loss is drawn above.") + table + by_class
+    return Section("validation", "Validation", body)
 
 
 def _class_table(entry: Entry, names: list[str]) -> str:
@@ -150,14 +136,9 @@ def _class_table(entry: Entry, names: list[str]) -> str:
         return ""
     metrics = list(dict.fromkeys(name.partition("/")[0] for name in names))
     classes = list(dict.fromkeys(name.partition("/")[2] for name in names))
-    heads = "".join(element("th", text(_words(name))) for name in ["class", *metrics])
-    rows = [element("tr", heads)]
-    for each in classes:
-        told: list[Any] = [entry.get(f"{name}/{each}") for name in metrics]
-        cells = [each, *(short(float(value)) if is_number(value) else "" for value in told)]
-        rows.append(element("tr", *(element("td", text(cell)) for cell in cells)))
+    rows = [[each, *_cells(entry, *(f"{name}/{each}" for name in metrics))] for each in classes]
     title = element("h3", text(f"By class, at step {entry['step']}"))
-    return title + element("div", element("table", *rows), class_="scroll")
+    return title + _table([[_words(name) for name in ["class", *metrics]], *rows])
 
 
 def _metric(entries: list[Entry], name: str) -> str:
@@ -174,13 +155,17 @@ def _folded(summary: str, content: str) -> str:
     return element("details", element("summary", text(summary)), content)
 
 
-def _table(entries: list[Entry], names: list[str]) -> str:
-    heads = "".join(element("th", text(_words(name))) for name in ["step", *names])
-    rows = []
-    for entry in entries:
-        cells = [f"{entry['step']}"] + [short(float(entry[n])) if is_number(entry.get(n)) else "" for n in names]
-        rows.append(element("tr", *(element("td", text(cell)) for cell in cells)))
-    return element("div", element("table", element("tr", heads), *rows), class_="scroll")
+def _cells(entry: Entry, *names: str) -> list[str]:
+    """The numbers of these names as a table shows them; empty where the entry has none."""
+    return [short(float(entry[name])) if is_number(entry.get(name)) else "" for name in names]
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Rows of text, of which the first is the heading."""
+    heads, *rest = [[text(cell) for cell in row] for row in rows]
+    lines = [element("tr", *(element("td", cell) for cell in row)) for row in rest]
+    head = element("tr", *(element("th", cell) for cell in heads))
+    return element("div", element("table", head, *lines), class_="scroll")
 
 
 # -- time
@@ -212,13 +197,9 @@ def time(run: RecordedRun) -> Part:
         cards.append(_over_time(run, seconds))
         series = smooth_series("samples a second", run.column("step"), run.column("samples_per_second"), "speed")
         cards.append(_card("Samples a second", curve_chart("samples a second", series, log=False, zero=True)))
-    return Section("time", "Where the time goes", _grid(*cards, class_="cards three") + _trace(run))
-
-
-def _trace(run: RecordedRun) -> str:
     words = f"{TRACE} beside this page tells what every thread of every rank did in a few steps: open it in "
-    words += "ui.perfetto.dev."
-    return _note(words) if run.traced else ""
+    trace = _note(f"{words}ui.perfetto.dev.") if run.traced else ""
+    return Section("time", "Where the time goes", _grid(*cards, class_="cards three") + trace)
 
 
 def _bar(parts: dict[str, float]) -> list[str]:
@@ -228,15 +209,11 @@ def _bar(parts: dict[str, float]) -> list[str]:
         share = f"{100 * seconds / total:.1f} %"
         told = f"{PARTS[name]}: {duration(seconds)}, {share}"
         pieces.append(element("span", class_=f"part {name}", style=f"flex:{seconds / total:.4f}", title=told))
-        cells = (text(PARTS[name]), text(duration(seconds)), share)
-        first = element("td", element("i", class_=f"key {name}"), cells[0])
-        rows.append(element("tr", first, *(element("td", cell) for cell in cells[1:])))
+        first = element("td", element("i", class_=f"key {name}"), text(PARTS[name]))
+        rows.append(element("tr", first, element("td", text(duration(seconds))), element("td", share)))
     bar = element("div", *pieces, class_="stack", role="img", aria_label="the median step by what it went to")
-    return [
-        bar,
-        element("table", *rows, class_="shares"),
-        _note("What hid behind computing is not counted as waiting."),
-    ]
+    note = _note("What hid behind computing is not counted as waiting.")
+    return [bar, element("table", *rows, class_="shares"), note]
 
 
 def _over_time(run: RecordedRun, seconds: Array) -> str:
@@ -280,7 +257,26 @@ def mesh(run: RecordedRun) -> Part:
     words += f"cut over {len(told)} ranks." if len(told) > 1 else "whole on one rank."
     words += " Tiles are drawn to scale; a tile's number is its rank."
     figures = element("div", *mesh_figures(told), class_="meshes")
-    return Section("mesh", "How samples are cut", element("p", text(words)) + figures)
+    return Section("mesh", "How samples are cut", element("p", text(words)) + figures + _choices(run))
+
+
+def _choices(run: RecordedRun) -> str:
+    """What the mesh decides by (``hc.Choices``), and what holds instead in parts of the model.
+
+    Folded, unless the run has other choices than the defaults of this version.
+    """
+    if not run.choices:
+        return ""
+    usual = asdict(Choices())
+    inside = {path: values for path, values in run.choices.get("at", {}).items() if isinstance(values, dict)}
+    rows, changed = [["choice", "value", "default", "where"]], False
+    for path, values in {"": run.choices, **inside}.items():
+        for name, value in values.items():
+            if name != "at" and (not path or value != usual.get(name)):
+                rows.append([_words(name), f"{value}", f"{usual.get(name)}", path or "everywhere"])
+                changed = changed or value != usual.get(name)
+    table = _table(rows)
+    return _card("What the mesh decides by", table) if changed else _folded("What the mesh decides by", table)
 
 
 def _no_ranks(run: RecordedRun) -> str:

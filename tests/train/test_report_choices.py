@@ -1,0 +1,42 @@
+"""What a mesh decided by is told in the report of its run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from halocline.choices import Choices
+from halocline.train.reporting.report import write_report
+
+RANK = {"kind": "rank", "rank": 0, "tile": {"D": [0, 8]}, "shape": [8], "memory": 1}
+
+
+def page(folder: Path, choices: Choices | None) -> str:
+    told = [] if choices is None else [{"kind": "choices", "values": asdict(choices)}]
+    (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in [*told, RANK]))
+    return write_report(folder).path.read_text()
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the table of choices."""
+    table = text.partition("What the mesh decides by")[2].partition("</table>")[0]
+    return [re.findall(r"<td>([^<]*)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
+
+
+def test_the_usual_choices_are_folded_away(tmp_path: Path) -> None:
+    assert "What the mesh decides by" not in page(tmp_path, None)  # a run of an older version
+    text = page(tmp_path, Choices())
+    assert "<summary>What the mesh decides by</summary>" in text
+    assert ["halo beside", "32768", "32768", "everywhere"] in rows(text) and len(rows(text)) == 5
+
+
+def test_other_choices_are_shown_beside_the_defaults(tmp_path: Path) -> None:
+    text = page(tmp_path, Choices(one_sum_ranks=4, at={"head": Choices(remedy="gather")}))
+    assert "<summary>What the mesh decides by</summary>" not in text
+    assert [row for row in rows(text) if row[0] in ("one sum ranks", "remedy")] == [
+        ["remedy", "None", "None", "everywhere"],
+        ["one sum ranks", "4", "8", "everywhere"],
+        ["remedy", "gather", "None", "head"],
+    ]
