@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +36,7 @@ from .reduction import (
 from .rules.families.norm import STATISTICS
 from .tensor import ShardedTensor, watch
 from .tree import tensors_in
-from .world import Label, Mesh, placement_of
+from .world import Label, Mesh, placement_of, this_rank_info
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -248,7 +247,10 @@ def _watch_sizes(model: nn.Module) -> None:
 
 
 def _check_alone() -> None:
-    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    started = this_rank_info()
+    ranks = started.size if started is not None and started.by == "torchrun" else 1
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
     if ranks > 1:
         raise MeshError(
             f"hc.distribute(model) without a mesh is for one device, and this is one of {ranks} ranks; "

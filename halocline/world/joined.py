@@ -19,7 +19,7 @@ from .caller import LauncherCalls, meeting_calls
 from .events import Label
 from .rendezvous import BoundedStore, joined_store, within
 from .tags import called_elsewhere, divergence
-from .tcp import Diverged
+from .transport_errors import Diverged
 
 DEFAULT_DEADLINE = 120.0  # seconds
 _PATIENCE = 4.0  # where nobody has set a deadline: of the longest wait that ended well
@@ -151,7 +151,7 @@ class JoinedWorld(World):
             name = f"halocline/at/{peer}/{self.rank}"
             theirs = int(store.get(name)) if store.check(name) else None
         if theirs is not None and called_elsewhere(awaited, theirs):
-            raise Diverged(f"rank {peer} runs another operation")
+            raise Diverged(peer, f"rank {peer} runs another operation")
 
     def forget_place(self, peer: int) -> None:
         """The long wait has ended."""

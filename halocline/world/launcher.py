@@ -130,6 +130,11 @@ class NodeInfo:
     node: int
 
 
+def ranks_on_this_node(otherwise: int) -> int:
+    """How many ranks share this machine; ``otherwise`` where the environment does not say."""
+    return _number(os.environ, "LOCAL_WORLD_SIZE", otherwise)
+
+
 def node_info_of(environment: Mapping[str, str]) -> NodeInfo:
     """A lone rank of node 0 where the environment says nothing."""
     node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID") or ""

@@ -12,19 +12,19 @@ import socket
 import struct
 import time
 
-HELLO = struct.Struct("<16sq")  # token, rank
+HELLO = struct.Struct("<16sqq")  # token, rank, lane
 _GREETING = 2.0  # seconds that a caller has to say it
 
 
 class Listener:
-    """Accepts connections of other ranks: a caller says a token that the ranks alone know, and its rank."""
+    """Accepts connections of other ranks: a caller says a token that the ranks alone know, its rank, and a lane."""
 
     def __init__(self, host: str) -> None:
         self._token = secrets.token_bytes(16)
         self._socket = socket.create_server((host, 0), backlog=256)
         self._socket.setblocking(False)
         self._greeting: dict[int, tuple[socket.socket, bytearray, float]] = {}  # by descriptor: since when
-        self.callers: dict[int, socket.socket] = {}  # by rank
+        self.callers: dict[tuple[int, int], socket.socket] = {}  # by rank and lane
 
     @property
     def address(self) -> str:
@@ -67,10 +67,10 @@ class Listener:
         said += part
         if len(said) < HELLO.size and part:
             return
-        token, rank = HELLO.unpack(said) if len(said) == HELLO.size else (b"", -1)
+        token, rank, lane = HELLO.unpack(said) if len(said) == HELLO.size else (b"", -1, 0)
         if secrets.compare_digest(token, self._token):
             del self._greeting[descriptor]
-            self.callers[rank] = connection
+            self.callers[rank, lane] = connection
         else:
             self._send_away(descriptor)
 

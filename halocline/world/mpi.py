@@ -26,8 +26,8 @@ from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .mpi_library import at_the_end, ending_process, library, not_at_the_end, poll, progress, started_library
 from .tags import folded
-from .tcp import Diverged
 from .tensor_bytes import in_host_memory
+from .transport_errors import Diverged, TransportError
 
 _PARTING = "parting"  # a communicator on which a rank that leaves says so
 _LAST = 0.1  # seconds for what a rank sent before it left
@@ -149,7 +149,7 @@ class MpiWorld(JoinedWorld):
             compared.forget()
         except Diverged as error:
             raise self._failure(self._late(first), error, label) from error
-        except _PeerError as error:
+        except TransportError as error:
             raise self._failure(None if first.is_sum else error.peer, error, label) from error
         except (self._mpi.Exception, TimeoutError) as error:
             raise self._failure(None if first.is_sum else self._late(first), error, label) from error
@@ -165,7 +165,7 @@ class MpiWorld(JoinedWorld):
             return False
         for peer, size, status in zip(posted.peers, posted.awaited, posted.statuses, strict=False):
             if (found := status.Get_count(self._mpi.BYTE)) != size:
-                raise _PeerError(peer, f"{found} bytes came where {size} were awaited")
+                raise TransportError(peer, f"{found} bytes came where {size} were awaited")
         for tensor, host in posted.copies:
             tensor.copy_(host)
         self._under_way.discard(posted)
@@ -283,13 +283,13 @@ class MpiWorld(JoinedWorld):
         """Has one of them left, and not just now? What it sent before may still come."""
         comm, status, now = self._comms[_PARTING], self._mpi.Status(), time.monotonic()
         if self._told:  # by another thread, so that this one need not wait
-            raise _PeerError(peers[0], "connection closed: this rank has left")
+            raise TransportError(peers[0], "connection closed: this rank has left")
         while comm.Iprobe(self._mpi.ANY_SOURCE, 0, status):
             comm.Recv([None, 0, self._mpi.BYTE], status.Get_source(), 0)  # it is there
             self._left[status.Get_source()] = now
         for peer in peers:
             if now - self._left.get(peer, now) > _LAST:
-                raise _PeerError(peer, f"connection closed: rank {peer} has left")
+                raise TransportError(peer, f"connection closed: rank {peer} has left")
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
         if not isinstance(error, Diverged):  # whose peer is to see for itself
@@ -321,14 +321,6 @@ class _Compared:
     def forget(self) -> None:
         for peer in self._peers:
             self._world.forget_place(peer)
-
-
-class _PeerError(OSError):
-    """With the peer that it is about."""
-
-    def __init__(self, peer: int, text: str) -> None:
-        super().__init__(text)
-        self.peer = peer
 
 
 def _keep_for_good(under_way: set[_Posted]) -> None:

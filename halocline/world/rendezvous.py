@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .._torch_private import default_store
 from ..background import in_background
+from .launcher import rendezvous_of
 
 T = TypeVar("T")
 _MARGIN = 1.0  # seconds that torch's own timeout, whose text says more, has before ours
@@ -71,7 +72,9 @@ def joined_store(deadline: float) -> BoundedStore | None:
 
 
 def meeting_point() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '?')}"
+    """As errors name it."""
+    meeting = rendezvous_of(os.environ)
+    return f"{meeting.address}:{meeting.port or '?'}"
 
 
 def serve_store(address: str) -> tuple[Any, int]:

@@ -17,13 +17,6 @@ _SIZE = 1 << 24  # bytes; pages are had when first written
 _TOKEN = 16  # bytes
 
 
-class PendingCopy:
-    """A message to a mailbox: done when it lies there."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-
 class Mailbox:
     """Messages lie in a row, begin again at the front, and are freed in the order in which they came."""
 

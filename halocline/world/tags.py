@@ -31,6 +31,11 @@ def size_bits(elements: int, dtype: torch.dtype) -> int:
     return (zlib.crc32(f"{elements} {dtype}".encode()) & ((1 << _SIZE_BITS) - 1)) << _TURN_BITS
 
 
+def is_counted(tag: int) -> bool:
+    """Did :meth:`World.begin` make it, so that :func:`diverged` can say something of it?"""
+    return bool(tag & _COUNTED)
+
+
 def diverged(awaited: int, came: int) -> bool:
     """Does the second tag prove that its sender is elsewhere in the program?
 

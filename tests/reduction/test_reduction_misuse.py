@@ -203,8 +203,12 @@ def test_constant_gradients_do_not_hide_a_graph() -> None:
         model.zero_grad()
         return kept
 
-    with pytest.warns(UserWarning, match="create_graph"):
-        assert run_local(2, run) == [True, True]
+    torch.set_warn_always(True)  # else once a process, and another test may have had it
+    try:
+        with pytest.warns(UserWarning, match="create_graph"):
+            assert run_local(2, run) == [True, True]
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_one_parameter_has_one_engine() -> None:

@@ -11,19 +11,20 @@ import torch
 from halocline.reduction.transport.rings import Rings
 from halocline.testing import shared_pool
 from halocline.world import Label, Mesh
+from halocline.world.connection import Connection
 from halocline.world.shared_memory import Mailbox, offered
-from halocline.world.tcp_priority import PriorityConnection, TransportError
 from halocline.world.tensor_bytes import memory_of
+from halocline.world.transport_errors import TransportError
 
 SIZES = (1, 30_000, 100_000)  # the last goes flat
 
 
-def lanes(same_node: bool) -> tuple[PriorityConnection, PriorityConnection]:
+def lanes(same_node: bool) -> tuple[Connection, Connection]:
     one, other = socket.socketpair(socket.AF_UNIX)
-    return PriorityConnection(one, 1, same_node), PriorityConnection(other, 0, same_node)
+    return Connection(one, 1, same_node, 0), Connection(other, 0, same_node, 0)
 
 
-def drive(*ends: PriorityConnection) -> None:
+def drive(*ends: Connection) -> None:
     """Until nothing moves any more."""
     for _ in range(200):
         for lane in ends:

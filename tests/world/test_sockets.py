@@ -8,26 +8,35 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import halocline as hc
 from halocline.testing import shared_pool
 from halocline.world import Label
+from halocline.world.connection import Connection
 from halocline.world.listener import HELLO, Listener
-from halocline.world.tcp import LARGEST, Connection, TcpTransport
+from halocline.world.tags import counted_tag
+from halocline.world.tcp import LARGEST, TcpTransport
 from halocline.world.tensor_bytes import memory_of
+from halocline.world.transport_errors import Diverged, TransportError
+
+
+def sockets() -> tuple[socket.socket, socket.socket]:
+    ends = socket.socketpair(socket.AF_UNIX)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return ends
 
 
 def pair() -> tuple[Connection, Connection]:
-    one, other = socket.socketpair(socket.AF_UNIX)
-    for end in (one, other):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return Connection(one), Connection(other)
+    one, other = sockets()
+    return Connection(one, 1), Connection(other, 0)
 
 
-def alone(connection: Connection) -> TcpTransport:
-    wire = TcpTransport.__new__(TcpTransport)
-    wire.rank, wire.deadline, wire.connections = 0, 0.2, {1: connection}
-    return wire
+def transport(peer: socket.socket) -> tuple[TcpTransport, Connection]:
+    """Rank 0's, with one connection, to rank 1."""
+    made = TcpTransport(0, 0.2, dist.HashStore(), "a test")
+    return made, made.adopt(peer, 1, 0)
 
 
 def bytes_of(text: str) -> memoryview:
@@ -82,20 +91,23 @@ def test_an_empty_message_is_one_too() -> None:
 
 
 def test_what_came_before_the_end_is_there_and_the_next_is_not() -> None:
-    here, there = pair()
+    one, other = sockets()
+    here, (wire, there) = Connection(one, 0), transport(other)
     here.send(1, bytes_of("last"))
     here.socket.close()
-    room, wire = bytearray(4), alone(there)
+    room = bytearray(4)
     wire.wait(1, there.receive(1, memoryview(room)), time.monotonic() + 1)
     assert room == b"last"
-    with pytest.raises(ConnectionError, match="closed"):
+    with pytest.raises(TransportError, match="closed"):
         wire.wait(1, there.receive(2, memoryview(bytearray(4))), time.monotonic() + 1)
 
 
 def test_silence_ends_at_the_deadline() -> None:
-    _here, there = pair()
-    with pytest.raises(TimeoutError):
-        alone(there).wait(1, there.receive(1, memoryview(bytearray(1))), time.monotonic() + 0.05)
+    here, other = sockets()
+    wire, there = transport(other)
+    with pytest.raises(TransportError, match=r"nothing within 0\.2 s"):
+        wire.wait(1, there.receive(1, memoryview(bytearray(1))), time.monotonic() + 0.05)
+    here.close()
 
 
 def stranger(address: str, kind: str) -> socket.socket:
@@ -123,13 +135,13 @@ def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatc
     callers = [stranger(door.address, kind) for kind in STRANGERS]
     host, port, token = door.address.split()
     rank = socket.create_connection((host, int(port)))
-    rank.sendall(HELLO.pack(bytes.fromhex(token), 3)[:10])
+    rank.sendall(HELLO.pack(bytes.fromhex(token), 3, 1)[:10])
     door.look(0.01)
-    rank.sendall(HELLO.pack(bytes.fromhex(token), 3)[10:])
+    rank.sendall(HELLO.pack(bytes.fromhex(token), 3, 1)[10:])
     end = time.monotonic() + 10
-    while 3 not in door.callers and time.monotonic() < end:
+    while (3, 1) not in door.callers and time.monotonic() < end:
         door.look(0.01)
-    assert set(door.callers) == {3}
+    assert set(door.callers) == {(3, 1)}
     time.sleep(0.06)
     door.look(0.0)
     for caller in callers:
@@ -141,7 +153,7 @@ def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatc
 
 def meet_among_strangers() -> list[float]:
     world = hc.Mesh(data=-1).world.duplicate()
-    callers = [stranger(world._tcp._listener.address, kind) for kind in STRANGERS for _ in range(3)]
+    callers = [stranger(world._sockets._listeners[0].address, kind) for kind in STRANGERS for _ in range(3)]
     everyone = tuple(range(world.size))
     found = world.sum(torch.ones(2), everyone, Label("sum", "a test")).tolist()
     for caller in callers:
@@ -152,3 +164,32 @@ def meet_among_strangers() -> list[float]:
 
 def test_ranks_meet_among_strangers() -> None:
     assert shared_pool(3).run(meet_among_strangers) == [[3.0, 3.0]] * 3
+
+
+def test_the_most_urgent_goes_first_and_what_has_begun_goes_on() -> None:
+    here, there = pair()
+    large = memoryview(bytes(LARGEST))
+    pending = {urgency: here.send(tag, large, urgency) for tag, urgency in ((1, 2.0), (2, 1.0), (3, 0.0), (4, 1.0))}
+    rooms = {tag: there.receive(tag, memoryview(bytearray(LARGEST))) for tag in (1, 2, 3, 4)}
+    came: list[int] = []
+    for _ in range(10_000):
+        here.flush()
+        there.pump()
+        came += [tag for tag, arrival in rooms.items() if arrival.done and tag not in came]
+    assert came == [1, 3, 2, 4]
+    assert all(each.done for each in pending.values())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_message_in_place_of_another_is_a_divergence(early: bool) -> None:
+    """The peer's message of the same turn of the same ranks comes from another line of the program."""
+    ranks, (one, other) = (0, 1), sockets()
+    here, (wire, there) = Connection(one, 0), transport(other)
+    here.send(counted_tag(7, ranks, "conv", 1), bytes_of("text"))
+    if early:
+        there.pump()
+    awaited = there.receive(counted_tag(7, ranks, "conv", 2), memoryview(bytearray(4)))
+    next_turn = there.receive(counted_tag(8, ranks, "conv", 2), memoryview(bytearray(4)))
+    with pytest.raises(Diverged, match="another operation"):
+        wire.wait(1, awaited, time.monotonic() + 1)
+    assert not next_turn.diverged
