@@ -31,6 +31,9 @@ WhyNot = Annotated[
 Measure = Annotated[
     bool, typer.Option("--measure", help="Time the network's operations on this machine, at the shapes of each cut.")
 ]
+Speeds = Annotated[
+    str | None, typer.Option("--speeds", metavar="S,S,...", help="Relative speeds of unequal devices, by rank.")
+]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")]
 
 
@@ -45,6 +48,7 @@ def plan(
     optimizer: Optimizer = "adam",
     why_not: WhyNot = None,
     measure: Measure = False,
+    speeds: Speeds = None,
     out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -71,13 +75,15 @@ def plan(
     **Exit status**: 0, or 2 if nothing fits or the plan cannot be made as asked; the message says what would help.
     """
     with clear_errors("plan", debug):
+        from ..arrangement import Arrangement
+        from ..plan.api import check_devices
         from ..plan.cost import Prices
-        from ..plan.explain import lost_by, plan_document, plan_text
+        from ..plan.explain import as_plan, lost_by
         from ..plan.machine import load_machine
         from ..plan.search import chosen, price, search
 
         described = load_machine(machine)
-        _check_devices(described, gpus)
+        check_devices(described, gpus)
         subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
         other = _whole_mesh(parse_cut(why_not), subject, gpus) if why_not else None
         prices, device = Prices(described.device), _device() if measure else None
@@ -91,14 +97,15 @@ def plan(
                 prices,
                 device,
                 lambda done, total: bar.update(task, completed=done, total=total),
+                parse_speeds(speeds),
             )
         best = chosen(candidates, described)
-        rival = price(subject, described, other, batch, prices, device) if other else None
-    document = plan_document(target, described, best, candidates)
-    if out is not None:
-        out.write_text(plan_text(document))
+        rival = price(subject, described, Arrangement(other), batch, prices, device) if other else None
+        made = as_plan(target, subject, described, best, candidates)
+        if out is not None:
+            made.save(out)
     if as_json:
-        print_json({**document, "why_not": rival and lost_by(best, rival)})
+        print_json({**made.model_dump(mode="json"), "why_not": rival and lost_by(best, rival)})
         return
     _show(target, described, best, candidates)
     if rival:
@@ -144,11 +151,14 @@ def _device() -> Any:
     return torch.device("cpu")
 
 
-def _check_devices(machine: Any, gpus: int) -> None:
-    from ..plan.machine import MachineError
+def parse_speeds(text: str | None) -> list[float]:
+    """Such as "2,1"; nothing where all devices are equal."""
+    from ..testing.task import BadUsage
 
-    if gpus > machine.devices:
-        raise MachineError(f"{machine.name} has {machine.devices:,} devices; {gpus:,} were asked for")
+    try:
+        return [float(speed) for speed in text.split(",")] if text else []
+    except ValueError:
+        raise BadUsage(f"--speeds {text}: a number for each device, such as 2,1") from None
 
 
 def _whole_mesh(cut: Mapping[str, int], subject: Any, gpus: int) -> dict[str, int]:

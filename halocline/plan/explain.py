@@ -1,48 +1,68 @@
-"""A plan in words and as JSON: what was compared, what it costs, and what another cut loses by."""
+"""What was compared, what it costs, and what another cut loses by."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from ..arrangement import fingerprint
 from .machine import Machine
+from .plan_file import Alternative, Plan, Prediction, machine_fingerprint
+from .recording import Subject
 from .search import Candidate
 
 
-def row(candidate: Candidate) -> dict[str, Any]:
+def prediction(candidate: Candidate) -> Prediction:
+    """The predicted step, as a plan holds it."""
     line, step = candidate.timeline, candidate.recorded
-    return {
-        "mesh": dict(candidate.sizes),
-        "seconds": line.seconds,
-        "seconds_per_sample": candidate.seconds_per_sample,
-        "compute": line.compute,
-        "exposed": dict(line.exposed),
-        "communication": dict(line.communication),
-        "memory": {
+    return Prediction(
+        seconds=line.seconds,
+        low_seconds=line.seconds,
+        high_seconds=line.seconds,
+        seconds_per_sample=candidate.seconds_per_sample,
+        compute=line.compute,
+        exposed=dict(line.exposed),
+        communication=dict(line.communication),
+        memory={
             "weights": step.weights,
             "gradients": step.gradients,
             "optimizer": step.optimizer,
             "activations": step.activations,
         },
-        "fits": candidate.fits,
-        "binds": candidate.binds,
-    }
+        fits=candidate.fits,
+        binds=candidate.binds,
+    )
 
 
-def plan_document(target: str, machine: Machine, best: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """All that was found, for a file or ``--json``."""
-    return {
-        "network": target,
-        "machine": machine.name,
-        "assumed": {path: [quantity.low, quantity.high] for path, quantity in machine.assumed()},
-        "plan": row(best),
-        "candidates": [row(each) for each in candidates],
-    }
-
-
-def plan_text(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2) + "\n"
+def as_plan(network: str, subject: Subject, machine: Machine, best: Candidate, candidates: Sequence[Candidate]) -> Plan:
+    """The plan that takes ``best``, with the others and why they lost."""
+    arrangement = best.arrangement
+    return Plan(
+        network=network,
+        fingerprint=fingerprint(subject.meta_model()),
+        shapes=subject.shapes,
+        dtype=str(subject.dtype).removeprefix("torch."),
+        batch=best.samples,
+        mesh_sizes=dict(arrangement.sizes),
+        points=dict(arrangement.points),
+        multiple=arrangement.multiple,
+        choices=arrangement.choices,
+        gather=arrangement.gather,
+        recompute=arrangement.recompute,
+        machine=machine.name,
+        machine_fingerprint=machine_fingerprint(machine),
+        assumed={
+            path: (quantity.low or quantity.value, quantity.high or quantity.value)
+            for path, quantity in machine.assumed()
+        },
+        predicted=prediction(best),
+        alternatives=tuple(
+            Alternative(
+                arrangement=str(each), mesh=dict(each.sizes), predicted=prediction(each), lost_by=lost_by(best, each)
+            )
+            for each in candidates
+            if each is not best
+        ),
+    )
 
 
 def lost_by(best: Candidate, rival: Candidate) -> str:

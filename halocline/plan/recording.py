@@ -43,6 +43,11 @@ class Subject:
     #: Entered round forward and loss, such as an autocast.
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def meta_model(self) -> nn.Module:
+        """The network without values."""
+        with torch.device("meta"):
+            return self.make_model()
+
     @property
     def letters(self) -> str:
         """Of the dims of the volume."""
@@ -111,8 +116,11 @@ def record_step(
             if optimizer is not None:
                 optimizer.step()
 
-        for _ in range(warm):
-            record(step, mesh)  # which names the module of an operation that needs values
+        for number in range(warm):
+            if number == 0:
+                record(step, mesh)  # which names the module of an operation that needs values
+            else:
+                step()
         recorded: list[Record] = []
         with beside or nullcontext():
             peak = peak_of(lambda: recorded.append(record(step, mesh)))

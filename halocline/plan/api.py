@@ -1,0 +1,127 @@
+"""``hc.plan``: a plan for a network, from Python."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..tree import tensors_in
+from .cost import Prices
+from .explain import as_plan
+from .machine import Machine, MachineError, load_machine
+from .plan_file import Plan, load_plan
+from .recording import Subject, Target
+from .search import chosen, price, search
+
+Shape = Sequence[int]
+
+
+def make_plan(
+    model: nn.Module | Callable[[], nn.Module],
+    *shapes: Shape,
+    machine: str | Machine,
+    devices: int,
+    batch: int | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    targets: Sequence[Target] = (),
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.Adam,
+    dtype: torch.dtype | None = None,
+    speeds: Sequence[float] = (),
+) -> Plan:
+    """Which cut of this network over ``devices`` devices of ``machine``, and what a step will take.
+
+        plan = hc.plan(Net, (1, 1, 256, 256, 256), machine="perlmutter", devices=64)
+
+    ``model`` is a module or a function that makes one; ``shapes`` are those of one sample of each input, with a batch
+    of one. ``machine`` is the name of a shipped machine, or a file. ``batch`` counts the samples of a step over all
+    ranks; by default one on each rank of the data axis. ``loss(outputs, *targets)`` is by default the mean square of
+    all outputs. ``speeds`` are the relative speeds of unequal devices, by rank. Nothing is computed.
+    """
+    subject = make_subject(model, shapes, loss, targets, optimizer, dtype)
+    described = load_machine(machine) if isinstance(machine, str) else machine
+    check_devices(described, devices)
+    candidates = search(subject, described, devices, batch, Prices(described.device), speeds=speeds)
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "network")
+    return as_plan(name, subject, described, chosen(candidates, described), candidates)
+
+
+def load(path: Path | str, machine: str | Machine | None = None, model: Any = None, **training: Any) -> Plan:
+    """The plan of a file; priced anew if it was made for another machine than ``machine``.
+
+    For that it needs ``model``, and the other arguments of ``hc.plan`` that say how it is trained.
+    """
+    plan = load_plan(path)
+    described = load_machine(machine) if isinstance(machine, str) else machine
+    if described is None or plan.is_for(described):
+        return plan
+    if model is None:
+        raise PlanError(
+            f"plan {path}: it was priced on {plan.machine}, and to price it on {described.name} the network is needed: "
+            "give model="
+        )
+    return repriced(plan, make_subject(model, plan.shapes, **training), described)
+
+
+def repriced(plan: Plan, subject: Subject, machine: Machine) -> Plan:
+    """The same plan with what a step takes on another machine. Alternatives are dropped: they were for the first."""
+    plan.arrangement.check(subject.meta_model())
+    candidate = price(subject, machine, plan.arrangement, plan.batch, Prices(machine.device))
+    return as_plan(plan.network, subject, machine, candidate, [])
+
+
+def make_subject(
+    model: nn.Module | Callable[[], nn.Module],
+    shapes: Sequence[Shape],
+    loss: Callable[..., Tensor] | None = None,
+    targets: Sequence[Target] = (),
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.Adam,
+    dtype: torch.dtype | None = None,
+) -> Subject:
+    """What is to be planned, from the arguments of ``hc.plan``."""
+    if not shapes or any(len(shape) < 3 or shape[0] != 1 for shape in shapes[:1]):
+        raise PlanError(
+            f"hc.plan takes the shape of one sample with a batch of one and channels, such as (1, 1, 64, 64, 64); it "
+            f"was given {list(shapes)}"
+        )
+    make = (lambda: _without_values(model)) if isinstance(model, nn.Module) else model
+    first = next((p.dtype for p in model.parameters()), None) if isinstance(model, nn.Module) else None
+    return Subject(
+        make,
+        loss or mean_square,
+        tuple(tuple(shape) for shape in shapes),
+        dtype or first or torch.float32,
+        optimizer,
+        tuple(targets),
+    )
+
+
+def check_devices(machine: Machine, devices: int) -> None:
+    """Raise if the machine has fewer."""
+    if devices > machine.devices:
+        raise MachineError(
+            f"{machine.name} has {machine.devices:,} devices, and {devices:,} were asked for; plan for fewer"
+        )
+
+
+def mean_square(outputs: Any) -> Tensor:
+    """A loss for any network: the mean squares of its outputs, added up."""
+    floating = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+    if not floating:
+        raise PlanError("the network gives no tensor of floating-point numbers; give loss=")
+    return torch.stack([tensor.square().mean() for tensor in floating]).sum()
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy on meta tensors: no value is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)

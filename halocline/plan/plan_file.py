@@ -1,0 +1,143 @@
+"""A plan as one JSON file: which network, how it lies on the ranks, and what a step was predicted to take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from ..arrangement import Arrangement
+from ..choices import Choices
+from ..errors import PlanError
+from ..world import Mesh
+from .machine import Machine, Strict, explain_validation
+
+VERSION = 1  # of the format
+
+
+class Prediction(Strict):
+    """What a step takes: seconds and bytes of the slowest rank, by cause."""
+
+    seconds: float
+    low_seconds: float  # with every assumed constant of the machine at its better end
+    high_seconds: float
+    seconds_per_sample: float
+    compute: float
+    exposed: dict[str, float]  # waiting that computation does not hide, by what is waited for
+    communication: dict[str, float]  # hidden or not
+    memory: dict[str, int]  # bytes: weights, gradients, optimizer, activations
+    fits: bool
+    binds: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one device, in all."""
+        return sum(self.memory.values())
+
+
+class Alternative(Strict):
+    """A cut that was compared, and the term by which it lost."""
+
+    arrangement: str
+    mesh: dict[str, int]
+    predicted: Prediction
+    lost_by: str
+
+
+class Plan(Strict):
+    """How to train one network on so many devices of one machine; made by ``hc.plan`` or ``halocline plan``.
+
+    plan = hc.plan(Net, (1, 1, 256, 256, 256), machine="perlmutter", devices=64)
+    model = hc.distribute(Net(), plan=plan)
+    loss = criterion(model(plan.shard(x, "NCDHW")), plan.shard(y, "NDHW"))
+    """
+
+    version: Literal[1] = 1
+    network: str
+    fingerprint: str = Field(description="of names and shapes of the network's parameters")
+    shapes: tuple[tuple[int, ...], ...] = Field(description="of one sample of each input, with a batch of one")
+    dtype: str
+    batch: int = Field(ge=1, description="samples of a step, over all ranks")
+    mesh_sizes: dict[str, int]
+    points: dict[str, tuple[int, ...]] = Field(default_factory=dict, description="where each mesh axis cuts; else even")
+    multiple: int = Field(default=1, ge=1, description="even cuts lie at multiples of it")
+    choices: Choices = Field(default_factory=Choices)
+    gather: tuple[str, ...] = Field(default=(), description="modules from which on samples are whole on each rank")
+    recompute: tuple[str, ...] = Field(default=(), description="modules that compute their activations again")
+    machine: str
+    machine_fingerprint: str
+    assumed: dict[str, tuple[float, float]] = Field(description="constants that nobody measured, with their ranges")
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """What :func:`halocline.distribute` follows."""
+        return Arrangement(
+            self.mesh_sizes,
+            self.points,
+            self.multiple,
+            self.choices,
+            self.gather,
+            self.recompute,
+            self.fingerprint,
+        )
+
+    def __str__(self) -> str:
+        return str(self.arrangement)
+
+    def mesh(self) -> Mesh:
+        """The planned mesh over the ranks of this run."""
+        return self.arrangement.mesh()
+
+    def shard(self, tensor: Tensor, letters: str) -> Tensor:
+        """A tensor that every rank holds whole, cut as planned; ``letters`` names its dims, such as "NCDHW"."""
+        return self.arrangement.shard(tensor, letters)
+
+    def is_for(self, machine: Machine) -> bool:
+        """Was it priced on this machine, as it is described now?"""
+        return self.machine_fingerprint == machine_fingerprint(machine)
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return self.model_dump_json(indent=2) + "\n"
+
+    def save(self, path: Path | str) -> None:
+        """Write the file."""
+        Path(path).write_text(self.to_json(), "utf-8")
+
+
+def machine_fingerprint(machine: Machine) -> str:
+    """Changes with any constant of the machine."""
+    return hashlib.sha256(machine.model_dump_json().encode()).hexdigest()[:16]
+
+
+def load_plan(path: Path | str) -> Plan:
+    """The plan that a file holds."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"plan {path}: it cannot be read: {error.strerror}; `halocline plan --out` writes one"
+        ) from None
+    return parse_plan(text, str(path))
+
+
+def parse_plan(text: str, origin: str) -> Plan:
+    """A plan from the text of a file; ``origin`` is named in errors."""
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and content.get("version") != VERSION:
+            raise PlanError(
+                f"plan {origin}: its version is {content.get('version')!r}, and this release reads {VERSION}; make the "
+                "plan again with `halocline plan --out`"
+            )
+        return Plan.model_validate(content)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"plan {origin}: not JSON: {error}; `halocline plan --out` writes a plan") from None
+    except ValidationError as error:
+        raise PlanError(f"plan {origin}: {explain_validation(error)}; make the plan again") from None
