@@ -38,18 +38,22 @@ if TYPE_CHECKING:  # found on first use at run time: not every program needs the
     from . import data as data
     from . import testing as testing
     from . import train as train
+    from .plan.api import load_plan as load_plan
+    from .plan.api import plan as plan
 
 __version__ = "0.1.0"
 
 
-_ON_FIRST_USE = ("data", "testing", "train")
+_ON_FIRST_USE = ("data", "plan", "testing", "train")
 
 for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, unwrap):
     run_eagerly(_entrance)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``hc.data``, ``hc.testing`` and ``hc.train`` on first use."""
+    """``hc.data``, ``hc.plan``, ``hc.testing`` and ``hc.train`` on first use; ``hc.load_plan`` beside them."""
+    if name == "load_plan":
+        return getattr(import_module(".plan.api", __name__), name)
     if name in _ON_FIRST_USE:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

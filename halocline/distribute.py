@@ -76,7 +76,7 @@ def distribute(
         loss.backward()                                      # gradients are averaged over all ranks
         optimizer.step()
 
-    ``plan``, instead of a mesh, is what ``hc.plan`` returned or ``hc.plan.load`` read: it makes the mesh
+    ``plan``, instead of a mesh, is what ``hc.plan`` returned or ``hc.load_plan`` read: it makes the mesh
     (``plan.mesh()`` gives it), and ``plan.shard(x, "NCDHW")`` cuts tensors for it.
 
     Without either, for one device: on plain tensors nothing changes but that GPU work on operands too large for the

@@ -41,6 +41,15 @@ Full = Annotated[
     bool, typer.Option("--full", help="Use the size of the workload's paper instead of the small default.")
 ]
 
+PlanOption = Annotated[
+    str | None,
+    typer.Option(
+        "--plan", metavar="FILE|auto", help="Follow a plan of `halocline plan --out`, or make one at the start."
+    ),
+]
+MachineOption = Annotated[
+    str | None, typer.Option("--machine", help="For --plan: a shipped machine or a file; by default here.json.")
+]
 Trace = Annotated[bool, typer.Option("--trace", help="Write trace.json of a few steps, for ui.perfetto.dev.")]
 
 
@@ -51,6 +60,8 @@ def train(
     out: Out = None,
     restarts: Restarts = 0,
     full: Full = False,
+    plan: PlanOption = None,
+    machine: MachineOption = None,
     trace: Trace = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -66,6 +77,9 @@ def train(
 
     - `halocline train unet3d --ranks 4 --set mesh.D=2 --set mesh.H=2`: every sample cut over 2 x 2 processes.
 
+    - `halocline train unet3d --ranks 4 --plan auto`: the cut that is predicted to be fastest on this machine; the
+      report shows predicted beside measured.
+
     - `halocline train run.toml --set optimizer.lr=1e-3`: settings from a file, one of them changed.
 
     - `torchrun --nproc-per-node 8 -m halocline.cli train run.toml --out runs/a`: torchrun starts the ranks; or srun.
@@ -80,6 +94,7 @@ def train(
         if debug:
             os.environ["HALOCLINE_DEBUG"] = "1"
         told = [*(changes or []), *(["trace=true"] if trace else [])]
+        told += [f"{key}={value}" for key, value in (("plan", plan), ("machine", machine)) if value is not None]
         settings, folder = _settings(target, told, full, out)
         if launched():
             if ranks > 1 or restarts:

@@ -15,14 +15,14 @@ from ..tree import tensors_in
 from .cost import Prices
 from .explain import as_plan
 from .machine import Machine, MachineError, load_machine
-from .plan_file import Plan, load_plan
+from .plan_file import Plan, read_plan
 from .recording import Subject, Target
 from .search import chosen, price, search
 
 Shape = Sequence[int]
 
 
-def make_plan(
+def plan(
     model: nn.Module | Callable[[], nn.Module],
     *shapes: Shape,
     machine: str | Machine,
@@ -51,21 +51,21 @@ def make_plan(
     return as_plan(name, subject, described, chosen(candidates, described), candidates)
 
 
-def load(path: Path | str, machine: str | Machine | None = None, model: Any = None, **training: Any) -> Plan:
+def load_plan(path: Path | str, machine: str | Machine | None = None, model: Any = None, **training: Any) -> Plan:
     """The plan of a file; priced anew if it was made for another machine than ``machine``.
 
     For that it needs ``model``, and the other arguments of ``hc.plan`` that say how it is trained.
     """
-    plan = load_plan(path)
+    read = read_plan(path)
     described = load_machine(machine) if isinstance(machine, str) else machine
-    if described is None or plan.is_for(described):
-        return plan
+    if described is None or read.is_for(described):
+        return read
     if model is None:
         raise PlanError(
-            f"plan {path}: it was priced on {plan.machine}, and to price it on {described.name} the network is needed: "
+            f"plan {path}: it was priced on {read.machine}, and to price it on {described.name} the network is needed: "
             "give model="
         )
-    return repriced(plan, make_subject(model, plan.shapes, **training), described)
+    return repriced(read, make_subject(model, read.shapes, **training), described)
 
 
 def repriced(plan: Plan, subject: Subject, machine: Machine) -> Plan:

@@ -116,7 +116,7 @@ def machine_fingerprint(machine: Machine) -> str:
     return hashlib.sha256(machine.model_dump_json().encode()).hexdigest()[:16]
 
 
-def load_plan(path: Path | str) -> Plan:
+def read_plan(path: Path | str) -> Plan:
     """The plan that a file holds."""
     try:
         text = Path(path).read_text("utf-8")

@@ -110,6 +110,7 @@ def record_step(
         optimizer = subject.optimizer(parameters) if subject.optimizer else None
 
         def step() -> None:
+            model.zero_grad(set_to_none=True)
             with subject.around():
                 loss = subject.loss(model(*inputs), *targets)
             loss.backward()

@@ -19,12 +19,11 @@ from ..program import dry
 from ..program.memory import peak_of
 from ..sizes import bytes_from, free_memory, size_text
 from ..tensor import wrap_with_halo
-from ..world import Mesh
 from ..world.launcher import node_info_of
 from .guard import TrainingError
 from .precision import Precision
 from .settings import Settings
-from .task import TrainingTask, augmentations
+from .task import MeshLayout, TrainingTask, augmentations
 
 _log = logging.getLogger("halocline.train")
 _STATES = {"adam": 2, "adamw": 2, "larc": 2, "sgd": 1}  # tensors that an optimizer keeps for each weight
@@ -50,16 +49,13 @@ class Forecast:
         return f"{size_text(self.total)} a rank ({parts})"
 
 
-def forecast(
-    settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str], precision: Precision
-) -> Forecast:
+def forecast(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision) -> Forecast:
     """The memory that one rank needs for a step, from a dry run on meta tensors."""
-    with dry(mesh.rank, mesh.size), torch.device("meta"):
-        here = Mesh(**mesh.sizes)
+    with dry(rank, layout.arrangement.ranks), torch.device("meta"):
         model = task.make_model().to(precision.dtype)
         weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        model = distribute(model, here)
-        batch, held = _batch(settings, task, here, cut)
+        model = distribute(model, plan=layout.arrangement)
+        batch, held = _batch(settings, task, layout)
         activations = peak_of(lambda: _step(model, task, batch, precision))
     states = _STATES.get(settings.optimizer.name, 2) * weights
     buffers = held * (settings.data.prefetch + 2) + bytes_from("data.memory", settings.data.memory)
@@ -72,9 +68,10 @@ def _step(model: nn.Module, task: TrainingTask, batch: Mapping[str, Tensor], pre
     loss.backward()
 
 
-def _batch(settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str]) -> tuple[dict[str, Tensor], int]:
+def _batch(settings: Settings, task: TrainingTask, on: MeshLayout) -> tuple[dict[str, Tensor], int]:
     """A batch without values, and the bytes of its tiles."""
-    layout = BatchLayout(task.training, mesh, cut, augmentations(settings.data), settings.seed, settings.multiple)
+    moves, multiple = augmentations(settings.data), on.arrangement.multiple
+    layout = BatchLayout(task.training, on.arrangement.mesh(), on.cut, moves, settings.seed, multiple, on.points)
     tensors, size = {}, 0
     for name, each in task.training.items():
         sharding = layout.sharding(name, layout.batch(settings.batch))
@@ -84,12 +81,10 @@ def _batch(settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str,
     return tensors, size
 
 
-def check_room(
-    settings: Settings, task: TrainingTask, mesh: Mesh, cut: Mapping[str, str], precision: Precision
-) -> None:
+def check_room(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision) -> None:
     """Refuse a run that would not fit; say nothing where a dry run cannot tell."""
     try:
-        needed = forecast(settings, task, mesh, cut, precision)
+        needed = forecast(settings, task, layout, rank, precision)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  a network may do what meta tensors cannot; the real step will tell

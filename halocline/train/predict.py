@@ -28,7 +28,7 @@ from .imports import use_code
 from .inputs import Input
 from .precision import Precision
 from .settings import AXES
-from .task import START, make_mesh, model_maker
+from .task import START, make_layout, model_maker
 from .trainer import this_device
 
 Progress = Callable[[int, int], None]
@@ -49,7 +49,8 @@ class Predictor:
         make_model = agree(world, lambda: model_maker(settings), START)
         if math.prod(settings.mesh.values()) != world.size:  # that of the training, which had other ranks
             settings = replace(settings, mesh={})
-        self.mesh, self._cut = make_mesh(settings, self.input.letters, world.size)
+        layout = make_layout(settings, self.input.letters, world.size)
+        self.mesh, self._cut = layout.arrangement.mesh(), layout.cut
         self._model = distribute(self._precision.placed(make_model()), self.mesh)
         with Checkpoints(run / CHECKPOINTS, self.mesh) as checkpoints:
             checkpoint = checkpoints.load_latest({"model": self._model.state_dict()})

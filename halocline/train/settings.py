@@ -187,6 +187,8 @@ class Settings:
     callbacks: list[str] = field(default_factory=list)  # "package.module:Class", told of steps; see training.md
     data: DataSettings = DataSettings()
     mesh: dict[Letter, Count] = field(default_factory=dict)  # parts by letter, such as {N = 2, D = 2}; default: D, H, W
+    plan: str | None = None  # a file of `halocline plan --out`, or "auto"; in place of mesh
+    machine: str | None = None  # that a plan is made or priced for: a shipped one, or a file; default: here.json
     steps: Count = 100  # optimizer steps
     batch: Count = 1  # samples of a batch, over all ranks
     accumulate: Count = 1  # batches of a step
@@ -209,6 +211,8 @@ class Settings:
     def _check(self) -> Settings:
         if (self.workload is None) == (self.model is None):
             raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
+        if self.plan is not None and self.mesh:
+            raise ValueError("plan and mesh: a plan makes its own mesh; leave one of them out")
         if self.model is not None and (self.loss is None or not self._has_data()):
             raise ValueError(
                 "a model of your own needs loss = 'package.module:function', and data = 'path.h5' or paths of both "

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..arrangement import Arrangement
 from ..data import Crop, Field, Flip, Rotate90, Shift
 from ..errors import ConfigError
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
-from ..world import Label, Mesh
+from ..world import Label
 from .imports import called, named
 from .inputs import Input
 from .losses import make_loss
@@ -166,8 +167,26 @@ def augmentations(data: DataSettings) -> list[Any]:
     return moves
 
 
-def make_mesh(settings: Settings, letters: str, ranks: int) -> tuple[Mesh, dict[str, str]]:
-    """The mesh, and which letters of the data are cut along which of its axes."""
+@dataclass(frozen=True)
+class MeshLayout:
+    """How a run lies on its ranks, and which letters of the data are cut along which mesh axes."""
+
+    arrangement: Arrangement
+    cut: Mapping[str, str]
+
+    @property
+    def points(self) -> dict[str, tuple[int, ...]]:
+        """Cut points by letter, where they are not even."""
+        return self.arrangement.letter_points()
+
+
+def planned_layout(arrangement: Arrangement) -> MeshLayout:
+    """That of a plan."""
+    return MeshLayout(arrangement, arrangement.cut_letters())
+
+
+def make_layout(settings: Settings, letters: str, ranks: int) -> MeshLayout:
+    """That of the settings: the mesh they give, or one that cuts ``letters``."""
     parts = dict(settings.mesh) or spread(ranks, letters)
     count = 1
     for number in parts.values():
@@ -175,8 +194,8 @@ def make_mesh(settings: Settings, letters: str, ranks: int) -> tuple[Mesh, dict[
     if count != ranks:
         told = ", ".join(f"{letter} = {number}" for letter, number in parts.items())
         raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; give sizes that multiply to that")
-    mesh = Mesh(**{AXES[letter]: number for letter, number in (parts or {"N": 1}).items()})
-    return mesh, {letter: AXES[letter] for letter in parts}
+    sizes = {AXES[letter]: number for letter, number in (parts or {"N": 1}).items()}
+    return MeshLayout(Arrangement(sizes, multiple=settings.multiple), {letter: AXES[letter] for letter in parts})
 
 
 def spread(ranks: int, letters: str) -> dict[str, int]:

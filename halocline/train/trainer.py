@@ -35,10 +35,11 @@ from .imports import keep_code
 from .log import RunLog
 from .optimizers import load_optimizer, make_optimizer, rate_at
 from .pictures import Examples, memory_used
+from .planning import run_plan
 from .precision import Precision
 from .settings import Settings
 from .step import training_step
-from .task import START, augmentations, make_mesh, make_task
+from .task import START, augmentations, make_layout, make_task, planned_layout
 from .trace import STEPS, Tracer, merge
 
 Listener = Callable[[str, dict[str, Any]], None]
@@ -75,9 +76,15 @@ class Trainer:
         self._device = device = this_device()
         self._precision = Precision(settings.precision, device)
         task = agree(world, lambda: make_task(settings, self._precision.dtype), START)
-        self.mesh, self._cut = make_mesh(settings, task.letters, world.size)
+        self._plan = run_plan(settings, task, self._precision, world, folder)
+        self._layout = (
+            make_layout(settings, task.letters, world.size)
+            if self._plan is None
+            else planned_layout(self._plan.arrangement)
+        )
+        self.mesh = self._layout.arrangement.mesh()
         self._task = task
-        check_room(settings, task, self.mesh, self._cut, self._precision)
+        check_room(settings, task, self._layout, world.rank, self._precision)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)  # or dropout would go on where another run of this process ended
         self.model = self._precision.placed(task.make_model())
@@ -87,7 +94,7 @@ class Trainer:
             agree(world, lambda: load_weights(self.model, settings.weights or ""), START)
         self._callbacks = agree(world, lambda: Callbacks(settings.callbacks), START)
         self.optimizer = make_optimizer(self.model, settings.optimizer)
-        distribute(self.model, self.mesh, **settings.gradients.arguments(self.optimizer))
+        distribute(self.model, plan=self._layout.arrangement, **settings.gradients.arguments(self.optimizer))
         self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
         self._validation = self._loader(task.validation, settings.batch, False, device) if task.validation else None
         self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
@@ -111,11 +118,12 @@ class Trainer:
             fields,
             self.mesh,
             batch=batch,
-            cut=self._cut,
+            cut=self._layout.cut,
             augment=augmentations(data) if shuffle else (),
             seed=self.settings.seed,
             shuffle=shuffle,
-            multiple=self.settings.multiple,
+            multiple=self._layout.arrangement.multiple,
+            points=self._layout.points,
             memory=bytes_from("data.memory", data.memory),
             readers=data.readers,
             prefetch=data.prefetch,
@@ -144,6 +152,9 @@ class Trainer:
             self._note(self._log.no_board)
         if self._log is not None:
             self._log.write("data", text=self._task.words)
+            if self._plan is not None:
+                predicted = self._plan.predicted.model_dump()
+                self._log.write("plan", plan=str(self._plan), machine=self._plan.machine, predicted=predicted)
             self._log.write("choices", values=asdict(self.mesh.choices))
         self._tell("data", {"text": self._task.words})
         self.resume()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...arrangement import Arranged
 from ...errors import DataError
 from ...geometry import shape_of
 from ...sizes import bytes_from
@@ -73,7 +74,8 @@ class Loader:
     ``processes`` says otherwise. ``prefetch`` batches are prepared ahead of the step. ``multiple``: cuts lie at
     multiples of it (give the network's total stride); ``points`` gives the cuts by letter. ``on_bad_sample``: "raise",
     or "skip" to leave a sample that cannot be read out on every rank. ``device``: where batches are copied to. All
-    ranks make their loaders together, with the same arguments.
+    ranks make their loaders together, with the same arguments. ``plan`` (of ``hc.plan``) stands for mesh, cut, multiple
+    and points.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Loader:
         fields: Mapping[str, Store | Field],
         mesh: Mesh | None = None,
         *,
+        plan: Arranged | None = None,
         batch: int = 1,
         cut: Mapping[str, str] | None = None,
         augment: Sequence[Augmentation] = (),
@@ -98,6 +101,12 @@ class Loader:
         device: torch.device | str | None = None,
     ) -> None:
         self.fields, seed = as_fields(fields), int(seed)
+        if plan is not None:
+            if mesh is not None or cut is not None or points is not None:
+                raise DataError("a plan holds mesh, cut and points; leave these out, or the plan")
+            arranged = plan.arrangement
+            mesh, cut, points = arranged.mesh(), arranged.cut_letters(), arranged.letter_points()
+            multiple = arranged.multiple
         mesh, memory = mesh or Mesh(data=-1), bytes_from("memory", memory)
         if cut is not None:
             _check_cut(cut, mesh)

@@ -1,0 +1,122 @@
+"""A run that follows a plan: read from a file or made at the start, compared with what the run is, and written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arrangement import DATA
+from ..data.loading.layout import BatchLayout
+from ..errors import ConfigError, PlanError
+from ..plan.api import repriced
+from ..plan.cost import Prices
+from ..plan.explain import as_plan
+from ..plan.machine import Machine, MachineError, load_machine
+from ..plan.plan_file import Plan, parse_plan, read_plan
+from ..plan.recording import LETTERS, Subject, Target
+from ..plan.search import chosen, search
+from ..program import dry
+from ..world import Mesh, World
+from ..world.agreement import agree
+from ..world.text import broadcast_text
+from .optimizers import make_optimizer
+from .precision import Precision
+from .settings import Settings
+from .task import START, TrainingTask, augmentations
+
+PLAN = "plan.json"  # in the run's folder
+AUTO = "auto"
+_HERE = "here.json"  # what `halocline calibrate` writes
+_LONGEST = 1 << 16  # bytes of a plan without its alternatives
+
+
+def run_plan(settings: Settings, task: TrainingTask, precision: Precision, world: World, folder: Path) -> Plan | None:
+    """The plan that the settings ask for, the same on every rank; rank 0 reads or makes it, and writes it down."""
+    if settings.plan is None:
+        return None
+
+    def prepare() -> Plan | None:
+        if world.rank != 0:
+            return None
+        try:
+            plan = _plan(settings, subject_of(settings, task, precision), world.size)
+        except (PlanError, MachineError) as error:
+            raise ConfigError(f"plan = {settings.plan!r}: {error}") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.save(folder / PLAN)
+        return plan
+
+    made = agree(world, prepare, START)
+    text = "" if made is None else made.model_copy(update={"alternatives": ()}).model_dump_json()
+    told = broadcast_text(world, 0, text, START, _LONGEST) if world.size > 1 else text
+    return parse_plan(told, "of rank 0")
+
+
+def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
+    if settings.plan == AUTO:
+        machine = _machine(settings)
+        candidates = search(subject, machine, ranks, settings.batch, Prices(machine.device))
+        name = settings.workload or settings.model or "network"
+        return as_plan(name, subject, machine, chosen(candidates, machine), candidates)
+    plan = read_plan(settings.plan or "")
+    plan.arrangement.check(subject.meta_model())
+    if plan.arrangement.ranks != ranks:
+        raise PlanError(
+            f"it is for {plan.arrangement.ranks} ranks, and this run has {ranks}; start that many, or use plan = 'auto'"
+        )
+    if plan.shapes != subject.shapes:
+        raise PlanError(
+            f"it is for samples of {list(plan.shapes[0])}, and the data have {list(subject.shapes[0])}; plan with this "
+            "--shape"
+        )
+    if settings.batch % plan.mesh_sizes.get(DATA, 1):
+        raise PlanError(
+            f"its data axis has {plan.mesh_sizes[DATA]} ranks, which do not divide batch = {settings.batch}"
+        )
+    here = load_machine(settings.machine) if settings.machine else _known_machine(plan)
+    if here is not None and not (plan.is_for(here) and plan.batch == settings.batch):
+        return repriced(plan.model_copy(update={"batch": settings.batch}), subject, here)
+    return plan
+
+
+def _machine(settings: Settings) -> Machine:
+    if settings.machine is None and not Path(_HERE).is_file():
+        raise PlanError(
+            "on which machine? Give --machine, such as perlmutter, or run `halocline calibrate`, which measures this "
+            f"one and writes {_HERE}"
+        )
+    return load_machine(settings.machine or _HERE)
+
+
+def _known_machine(plan: Plan) -> Machine | None:
+    """The machine that the plan was made for, if it is there and has not changed."""
+    try:
+        machine = load_machine(plan.machine)
+    except MachineError:
+        return None
+    return machine if plan.is_for(machine) else None
+
+
+def subject_of(settings: Settings, task: TrainingTask, precision: Precision) -> Subject:
+    """The run's own training step: its loss, targets, precision and optimizer."""
+    with dry(0, 1):
+        layout = BatchLayout(task.training, Mesh(data=1), {"N": DATA}, augmentations(settings.data), settings.seed)
+    shapes = {name: (1, *layout.shape(name)) for name in task.training}
+    letters = {name: "N" + each.dims for name, each in task.training.items()}
+    if letters["x"] != LETTERS.get(len(shapes["x"])):
+        raise PlanError(f"x has dims {letters['x']}; plans are made for {', '.join(LETTERS.values())}; give a mesh")
+    names = [name for name in task.training if name != "x"]
+    targets = tuple(Target(shapes[name], letters[name], task.training[name].tensor_dtype) for name in names)
+
+    def loss(output: Any, *tensors: Tensor) -> Tensor:
+        return task.loss(output, dict(zip(names, tensors, strict=True)))
+
+    def optimizer(weights: list[nn.Parameter]) -> Any:
+        if settings.optimizer.name == "larc":
+            return torch.optim.Adam(weights)
+        return make_optimizer(nn.ParameterList(weights), settings.optimizer)
+
+    return Subject(task.make_model, loss, (shapes["x"],), precision.dtype, optimizer, targets, precision.autocast)
