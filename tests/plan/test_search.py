@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_unet import subject
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -17,34 +18,10 @@ from halocline.plan import search as search_module
 from halocline.plan.collectives import sum_seconds
 from halocline.plan.cost import Prices, key_of
 from halocline.plan.machine import Machine, load_machine
-from halocline.plan.recording import Subject, middle_rank, record_step
+from halocline.plan.recording import middle_rank, record_step
 from halocline.plan.replay import replay
 from halocline.plan.search import NoPlan, chosen, factorizations, meshes, price, search
 from halocline.world.events import Begun, Computed, Label, Summed, Waited
-
-SIDE = 24
-
-
-class SmallUNet(nn.Module):
-    """Two levels and a skip connection."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.enter = nn.Conv3d(1, width, 3, padding=1)
-        self.down = nn.Conv3d(width, 2 * width, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm3d(2 * width)
-        self.up = nn.ConvTranspose3d(2 * width, width, 2, stride=2)
-        self.leave = nn.Conv3d(2 * width, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fine = self.enter(x).relu()
-        coarse = self.norm(self.down(fine)).relu()
-        return self.leave(torch.cat([fine, self.up(coarse)], 1))
-
-
-def subject(**changes: object) -> Subject:
-    told = {"make_model": SmallUNet, "loss": lambda y: y.square().mean(), "shapes": ((1, 1, SIDE, SIDE, SIDE),)}
-    return Subject(**{**told, **changes})
 
 
 def test_every_factorization_once() -> None:

@@ -43,6 +43,7 @@ class RecordedRun:
     result: Entry | None = None
     examples: dict[str, Array] | None = None
     traced: bool = False
+    plan: Entry | None = None  # what the run follows, and what a step was predicted to take
     troubles: dict[str, str] = field(default_factory=dict)  # pieces that are there and cannot be read, and why
 
     @property
@@ -99,6 +100,7 @@ def read_run(folder: Path) -> RecordedRun:
         _result(folder, troubles),
         _examples(folder, troubles),
         (folder / TRACE).is_file(),
+        next((entry for entry in reversed(entries) if entry.get("kind") == "plan"), None),
         troubles,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from ...choices import Choices
+from ...sizes import size_text
 from ..trace import TRACE
 from .answers import answers
 from .charts import POINTS, Series, columns, curve_chart, smoothed, stacked_areas
@@ -46,8 +47,8 @@ Part = Section | Missing
 
 
 def parts_of(run: RecordedRun) -> list[Part]:
-    """All parts of the page, in order."""
-    return [make(run) for make in _MAKERS]
+    """All parts of the page, in order. Of a run without a plan, none is missed."""
+    return [make(run) for make in _MAKERS if make is not plan or run.plan is not None]
 
 
 def _card(heading: str, *content: str, class_: str = "card") -> str:
@@ -229,6 +230,40 @@ def _over_time(run: RecordedRun, seconds: Array) -> str:
     return _card("Time of a step", chart, _keys(list(PARTS.items())), *more)
 
 
+def plan(run: RecordedRun) -> Part:
+    """Predicted beside measured: time of a step, waits, memory."""
+    predicted = (run.plan or {}).get("predicted")
+    if run.plan is None or not isinstance(predicted, dict):
+        return Missing("plan", "the run follows no plan (halocline train --plan)")
+    heads = element("tr", *(element("th", text(word)) for word in ("", "predicted", "measured")))
+    rows = [element("tr", *(element("td", text(cell)) for cell in row)) for row in _compared(run, predicted)]
+    intro = _note(
+        f"{run.plan.get('plan')}, predicted for {run.plan.get('machine')}. Medians of the steps but the first."
+    )
+    return Section("plan", "Predicted and measured", intro + element("div", element("table", heads, *rows)))
+
+
+def _compared(run: RecordedRun, predicted: Entry) -> list[tuple[str, str, str]]:
+    steady = replace(run, steps=run.steps[1:] or run.steps)
+    waits = predicted.get("exposed") or {}
+    memory = sum((predicted.get("memory") or {}).values())
+    halos, gradients = waits.get("halo", 0.0) + waits.get("statistics", 0.0), waits.get("gradients", 0.0)
+    used = [entry["memory"] for entry in run.ranks if is_number(entry.get("memory"))]
+
+    def measured(*names: str) -> str:
+        values = sum(steady.column(name) for name in names)
+        return duration(float(np.nanmedian(values))) if steady.steps and np.isfinite(values).any() else ""
+
+    seconds = steady.column("seconds") - np.nan_to_num(steady.column("data"))
+    step = duration(float(np.nanmedian(seconds))) if np.isfinite(seconds).any() else ""
+    return [
+        ("a step, but for waiting for data", duration(predicted.get("seconds", 0.0)), step),
+        (PARTS["halo"], duration(halos), measured("halo")),
+        (PARTS["gradients"], duration(gradients), measured("gradients")),
+        ("memory of a rank", size_text(memory), size_text(int(max(used))) if used else ""),
+    ]
+
+
 # -- ranks
 
 
@@ -307,4 +342,4 @@ def settings(run: RecordedRun) -> Part:
     return Section("settings", "Settings", "".join(trouble) + folded)
 
 
-_MAKERS: tuple[Callable[[RecordedRun], Part], ...] = (loss, validation, examples, time, memory, mesh, settings)
+_MAKERS: tuple[Callable[[RecordedRun], Part], ...] = (loss, validation, examples, time, plan, memory, mesh, settings)
