@@ -16,7 +16,7 @@ from .cost import Prices
 from .explain import as_plan
 from .machine import Machine, MachineError, load_machine
 from .plan_file import Plan, read_plan
-from .recording import Subject, Target
+from .recording import Subject, TargetShape
 from .search import chosen, price, search
 
 Shape = Sequence[int]
@@ -29,7 +29,7 @@ def plan(
     devices: int,
     batch: int | None = None,
     loss: Callable[..., Tensor] | None = None,
-    targets: Sequence[Target] = (),
+    targets: Sequence[TargetShape] = (),
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.Adam,
     dtype: torch.dtype | None = None,
     speeds: Sequence[float] = (),
@@ -79,7 +79,7 @@ def make_subject(
     model: nn.Module | Callable[[], nn.Module],
     shapes: Sequence[Shape],
     loss: Callable[..., Tensor] | None = None,
-    targets: Sequence[Target] = (),
+    targets: Sequence[TargetShape] = (),
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.Adam,
     dtype: torch.dtype | None = None,
 ) -> Subject:

@@ -22,7 +22,7 @@ STEADY = 2  # steps after which gradients have their buckets
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetShape:
     """What the loss compares the outputs with: a shape with a batch of one, and a letter for each dim."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Subject:
     shapes: tuple[tuple[int, ...], ...]  # with a batch of one; the first is the volume
     dtype: torch.dtype = torch.float32
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
-    targets: tuple[Target, ...] = ()
+    targets: tuple[TargetShape, ...] = ()
     #: Entered round forward and loss, such as an autocast.
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -138,7 +138,7 @@ def _input(subject: Subject, shape: tuple[int, ...], arrangement: Arrangement, s
     return arrangement.shard(torch.empty((samples, *shape[1:]), dtype=subject.dtype), letters)
 
 
-def _target(target: Target, arrangement: Arrangement, samples: int) -> Tensor:
+def _target(target: TargetShape, arrangement: Arrangement, samples: int) -> Tensor:
     return arrangement.shard(torch.empty((samples, *target.shape[1:]), dtype=target.dtype), target.letters)
 
 

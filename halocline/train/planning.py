@@ -16,7 +16,7 @@ from ..plan.cost import Prices
 from ..plan.explain import as_plan
 from ..plan.machine import Machine, MachineError, load_machine
 from ..plan.plan_file import Plan, parse_plan, read_plan
-from ..plan.recording import LETTERS, Subject, Target
+from ..plan.recording import LETTERS, Subject, TargetShape
 from ..plan.search import chosen, search
 from ..program import dry
 from ..world import Mesh, World
@@ -109,7 +109,7 @@ def subject_of(settings: Settings, task: TrainingTask, precision: Precision) -> 
     if letters["x"] != LETTERS.get(len(shapes["x"])):
         raise PlanError(f"x has dims {letters['x']}; plans are made for {', '.join(LETTERS.values())}; give a mesh")
     names = [name for name in task.training if name != "x"]
-    targets = tuple(Target(shapes[name], letters[name], task.training[name].tensor_dtype) for name in names)
+    targets = tuple(TargetShape(shapes[name], letters[name], task.training[name].tensor_dtype) for name in names)
 
     def loss(output: Any, *tensors: Tensor) -> Tensor:
         return task.loss(output, dict(zip(names, tensors, strict=True)))

@@ -348,9 +348,6 @@ def test_of_a_run_that_went_on_with_another_mesh_the_last_counts(run: Path) -> N
     assert "whole on one rank" in page_of(run).text
 
 
-# -- the command, and a browser
-
-
 def test_the_command_tells_where_the_page_is(run: Path) -> None:
     told = CliRunner().invoke(app, [str(run)])
     assert told.exit_code == 0 and told.stdout.strip() == str(run / "report.html")
