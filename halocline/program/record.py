@@ -6,7 +6,6 @@ The same recorder serves a dry run (one rank of any number, on meta tensors) and
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ def computed(world: World, function: Any, args: Any, result: Any) -> Computed:
     return Computed(
         next(world.events.numbers),
         world.number,
-        time.perf_counter(),
+        world.events.clock(),
         name=schema_of(function).name.removeprefix("aten::"),
         place=here(),
         phase="backward" if in_backward() else "forward",

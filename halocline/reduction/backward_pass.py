@@ -7,7 +7,6 @@ engine's queue; ``take`` waits for it.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,8 @@ class BackwardPass:
         self.wants_another_plan = self.uneven = False
         self._share = 1.0 / len(engine.ranks)
         self._ready: dict[int, float] = {}
-        self._started = time.perf_counter()
+        self._clock = engine.world.events.clock
+        self._started = self._clock()
         self._sums: dict[int, BucketSum | None] = {}
         self._negotiation: Negotiation | None = None
         #: Of plans that are not dynamic the engine has checked it.
@@ -66,7 +66,7 @@ class BackwardPass:
     def ready(self, index: int) -> None:
         """This rank's gradient of a parameter lies in its ``.grad``."""
         self.touched.add(index)
-        self._ready[index] = time.perf_counter()
+        self._ready[index] = self._clock()
         plan = self.plan
         if plan is None or not self._valid:
             return
@@ -115,7 +115,9 @@ class BackwardPass:
         assert self.plan is not None
         # Ranks that begin the buckets of one size in different orders must hear of it, and not add them up.
         label = Label(self.engine.name, f"backward, bucket {number}", channel, self.plan.urgency(number))
-        return BucketSum(self.plan.buckets[number], transport, self.engine.compression, label, self._share)
+        return BucketSum(
+            self.plan.buckets[number], transport, self.engine.compression, label, self._share, self._clock
+        )
 
     # When it has ended ------------------------------------------------------------------------------------------------
 
@@ -175,7 +177,7 @@ class BackwardPass:
     def _take_all(self) -> None:
         """Wait in the order in which they went."""
         assert self.plan is not None
-        waited = time.perf_counter()
+        waited = self._clock()
         summed = {number: each for number, each in self._sums.items() if each is not None}
         for number in summed:
             self._give(self.plan.buckets[number], self.take(number))

@@ -7,7 +7,6 @@ are never mixed up, and where two such messages meet, both ranks raise.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -169,7 +168,7 @@ class World(ABC):
         """Start an exchange into existing buffers. The caller keeps its tags apart from all others."""
         number, dtype = next(self.events.numbers), (incoming or outgoing or _NOTHING)[0][1].dtype
         sizes = _sizes(outgoing), _sizes(incoming)
-        self.emit(Begun(number, self.number, time.perf_counter(), label, *sizes, dtype))
+        self.emit(Begun(number, self.number, self.events.clock(), label, *sizes, dtype))
         buffers = [buffer for _, buffer, _ in incoming]
         return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, number)
 
@@ -203,7 +202,7 @@ class World(ABC):
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
         number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
-        self.emit(Summed(number, self.number, time.perf_counter(), label, ranks, size, tensor.dtype))
+        self.emit(Summed(number, self.number, self.events.clock(), label, ranks, size, tensor.dtype))
         return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
@@ -299,12 +298,12 @@ class World(ABC):
     def redistributed(self, kind: str, label: Label, size: int = 0) -> int:
         """Emit the event of that kind, of ``size`` bytes; returns how often it happened with this label."""
         number = next(self.events.numbers)
-        self.emit(Redistributed(number, self.number, time.perf_counter(), label, kind, size))
+        self.emit(Redistributed(number, self.number, self.events.clock(), label, kind, size))
         return self.traffic.times(kind, label)
 
     def waited(self, label: Label, event: int, began: float) -> float:
         """A wait for that event has ended well; returns its seconds."""
-        seconds = time.perf_counter() - began
+        seconds = self.events.clock() - began
         self.emit(Waited(next(self.events.numbers), self.number, began, label, event, seconds))
         return seconds
 
@@ -318,7 +317,7 @@ class PendingExchange:
     def wait(self) -> list[Tensor]:
         """What arrived; waiting a second time gives it again."""
         if self.posted is not _DONE:
-            began = time.perf_counter()
+            began = self._world.events.clock()
             self._world.complete(self.posted, self.label)
             self._world.waited(self.label, self._number, began)
             self.posted = _DONE
@@ -337,7 +336,7 @@ class PendingSum:
         """The tensor that was given holds the sum from here on."""
         posted, self._posted = self._posted, _DONE
         if posted is not _DONE:
-            began = time.perf_counter()
+            began = self._world.events.clock()
             self._world.complete_sum(posted, self._label)
             self._world.waited(self._label, self._number, began)
 

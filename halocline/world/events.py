@@ -1,11 +1,12 @@
 """What a rank does, as one stream of typed events; counters, dry records, traces and reports read it.
 
 A world and its duplicates share a stream. An event names its place in it (``number``), the world it happened in (0 for
-the first, n for its n-th duplicate) and its time by ``time.perf_counter``. Listeners run in the thread that emits.
+the first, n for its n-th duplicate) and its time by the stream's clock. Listeners run in the thread that emits.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,6 +119,9 @@ class EventStream:
 
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
+        #: Seconds. A dry run that is priced while it goes on sets it to predicted time, so that gradients are planned
+        #: from when they would be ready on the machine, not on the host that plans.
+        self.clock: Callable[[], float] = time.perf_counter
         self.numbers = count(1)
         self.worlds = count(0)
 

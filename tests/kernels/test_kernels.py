@@ -281,6 +281,7 @@ def test_one_device_needs_no_mesh() -> None:
 
 
 def test_one_device_among_many_ranks_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(hc.MeshError, match="give it a mesh"):
         hc.distribute(nn.Linear(1, 1))

@@ -38,5 +38,6 @@ def duplicates_that_close(wide: bool) -> tuple[list[tuple[int, int]], str]:
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_duplicate_releases_all_it_had(wide: bool) -> None:
     for rank, (seen, text) in enumerate(shared_pool(3).run(duplicates_that_close, wide)):
-        assert len(set(seen[1:])) == 1, seen  # the first may start what stays, such as torch's own threads
+        # The first may start what stays, such as torch's own threads. What an earlier test left may still go.
+        assert all(now <= before for after in seen[2:] for now, before in zip(after, seen[1], strict=True)), seen
         assert f"rank {rank}" in text

@@ -50,12 +50,18 @@ class BucketSum:
     """One bucket on its way to its mean. Holds no engine, since a gradient that outlives its model holds its sum."""
 
     def __init__(
-        self, bucket: Bucket, transport: Transport, compression: GradientCompression, label: Label, share: float
+        self,
+        bucket: Bucket,
+        transport: Transport,
+        compression: GradientCompression,
+        label: Label,
+        share: float,
+        clock: Callable[[], float],
     ) -> None:
         self.bucket, self._transport, self._compression, self._label = bucket, transport, compression, label
-        self._share = share
+        self._share, self._clock = share, clock
         self.replan = False  # told to all ranks with the sum: this rank wants other buckets
-        self.sent = self.done = 0.0  # when, by ``time.perf_counter``
+        self.sent = self.done = 0.0  # when, by the clock
         self.error: BaseException | None = None
         self.over: threading.Event | None = None  # set by the queue, where the sum waits in one
         self.steps: list[SumStep] = []  # jobs that wait for it
@@ -70,7 +76,7 @@ class BucketSum:
 
     def begin(self, done: Callable[[], None] | None = None) -> None:
         """Scale the gradients, round them for the way, and hand them to the transport."""
-        self.sent = time.perf_counter()
+        self.sent = self._clock()
         self.bucket.fill(self._share)
         self.message = self._compression.compress(self.bucket, self.replan)
         self._pending = self._transport.begin(self.message, self._label, done)
@@ -83,7 +89,7 @@ class BucketSum:
             pending.wait()
             if not self._compression.restore(self.bucket, message):
                 self._transport.begin(self.bucket.memory, self._label).wait()
-            self.done = time.perf_counter()
+            self.done = self._clock()
 
     def wait(self) -> None:
         """Until the bucket holds the mean. RankFailure after the deadline."""
