@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,18 @@ disable_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
 item_operator = torch.ops.aten._local_scalar_dense.default
 
 BatchNormBase = torch.nn.modules.batchnorm._BatchNorm  # of batch norms of every kind
+
+
+def convolution_backend(shapes: Sequence[Sequence[int]], dtype: torch.dtype, options: Sequence[Any]) -> str:
+    """Which kernels torch takes on a CPU for a convolution of these volume and weight, such as "Mkldnn" or "Slow3d".
+
+    ``options`` are stride, padding, dilation, transposed, output padding and groups. Memory is asked for, not touched.
+    """
+    select = getattr(torch._C, "_select_conv_backend", None)
+    if select is None:
+        return "unknown"
+    volume, weight = (torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape in shapes)
+    return str(select(volume, weight, None, *(list(o) if isinstance(o, tuple) else o for o in options))).split(".")[-1]
 
 
 def schema_of(operator: Any) -> Any:

@@ -3,52 +3,97 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 
+if TYPE_CHECKING:
+    from ..plan.calibrate import Tell
+
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the description.")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Ranks that a run on this machine would have.")]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="Ranks that a run on this machine would have; one for each core.")
+]
 Folder = Annotated[Path | None, typer.Option("--folder", help="Where data lie; its disk is measured.")]
+Dtypes = Annotated[str, typer.Option("--dtypes", help="Dtypes whose operations are timed, such as float32,bfloat16.")]
+Seconds = Annotated[float, typer.Option("--seconds", min=1, help="At most so long for the operations.")]
 
 
 def calibrate(
-    out: Out = Path("here.json"), ranks: Ranks = 2, folder: Folder = None, as_json: Json = False, debug: Debug = False
+    out: Out = Path("here.json"),
+    ranks: Ranks = None,
+    folder: Folder = None,
+    dtypes: Dtypes = "float32",
+    seconds: Seconds = 200.0,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Measure this machine, and describe it for `halocline plan`.
 
-    Speeds of matrix products, memory and convolutions of growing size on the GPU if there is one, else on one thread of
-    the CPU; messages between two processes; reading from disk. It takes about a minute; let nothing else run meanwhile.
+    Times some two thousand operations of random small networks on the GPU if there is one, else on one thread of the
+    CPU: convolutions, norms, pools and optimizer steps at local shapes, with the memory that each takes while it runs.
+    Then messages and sums between processes, alone and while they compute, and reading from disk. It takes about five
+    minutes; let nothing else run meanwhile. Shapes in between are interpolated.
 
     **Examples**
 
     - `halocline calibrate`: writes here.json; then `halocline plan unet3d --machine here.json --gpus 2`.
 
     - `halocline calibrate --ranks 4 --folder /scratch --out node.json`: four ranks a node, data on another disk.
+
+    - `halocline calibrate --dtypes float32,bfloat16 --seconds 300`: two dtypes, and more operations of each.
     """
     with clear_errors("calibrate", debug):
         import torch
 
-        from ..plan.calibrate import describe, measure_device, measure_link, measure_storage
-        from ..testing.pool import RankPool
+        from ..plan.calibrate import describe, measure_device, measure_storage
+        from ..testing.task import BadUsage
 
+        ranks = ranks or max(2, os.cpu_count() or 2)
+        names = [name.strip() for name in dtypes.split(",")]
+        unknown = [name for name in names if name not in ("float64", "float32", "bfloat16", "float16")]
+        if unknown:
+            raise BadUsage(f"--dtypes: no dtype {unknown[0]!r}; it is float64, float32, bfloat16 or float16")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(1)
-        with stderr().status("starting") as status:
-            measured = measure_device(device, status.update)
-            status.update("messages between two processes")
-            with RankPool(2) as pool:
-                link = pool.run(measure_link, deadline=120)[0]
-            status.update("disk")
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=stderr(), transient=True) as bar:
+            task = bar.add_task("starting", total=1.0)
+
+            def tell(what: str, share: float) -> None:
+                bar.update(task, description=what, completed=share)
+
+            measured = measure_device(device, tell, names, seconds=seconds)
+            link, loads = measure_ranks(ranks, tell)
+            tell("disk", 0.0)
             storage = measure_storage(folder or Path(tempfile.gettempdir()))
-        described = describe(measured, link, storage, ranks)
-        out.write_text(json.dumps(described, indent=2) + "\n")
+        described = describe(measured, link, loads if device.type == "cpu" else [], storage, ranks=ranks)
+        out.write_text(json.dumps(described) + "\n")
     if as_json:
         print_json(described)
     else:
         say(stdout(), f"wrote {out}; now: halocline plan unet3d --machine {out} --gpus {ranks}")
+
+
+def measure_ranks(ranks: int, tell: Tell) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Links, and what 1, 2, ... ranks at work on this machine take from each other."""
+    from ..plan.calibrate import link_on_ranks, measure_load
+    from ..testing.pool import RankPool
+
+    alone, loads, link = None, [], {}
+    counts = sorted({1, 2, ranks})
+    for number, count in enumerate(counts):
+        tell(f"{count} processes at work", number / len(counts))
+        with RankPool(count) as pool:
+            entry, alone = measure_load(pool, count, alone)
+            loads.append(entry)
+            if count == 2:
+                link = pool.run(link_on_ranks, deadline=120)[0]
+    return link, loads

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, log2
 
-from .machine import Machine, NetworkLevel
+from .machine import Machine, NetworkLevel, NodeLoad
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 # Microseconds by protocol, from NCCL's tuning table: once a call, then for each step over a kind of link.
@@ -60,13 +60,13 @@ def _same_node(machine: Machine, first: int, second: int) -> bool:
     return first // machine.devices_per_node == second // machine.devices_per_node
 
 
-def sum_seconds(machine: Machine, size: int, ranks: Sequence[int]) -> float:
-    """An all-reduce of ``size`` bytes over ``ranks``."""
+def sum_seconds(machine: Machine, size: int, ranks: Sequence[int], load: NodeLoad | None = None) -> float:
+    """An all-reduce of ``size`` bytes over ``ranks``, of nodes that are at work as ``load`` says."""
     if len(ranks) < 2 or size == 0:
         return 0.0
     group = group_of(machine, ranks)
     if machine.collectives != "nccl":
-        return _socket_ring(group, size)
+        return _socket_ring(group, size, load)
     return min(_nccl(group, size, algorithm, number)[1] for algorithm in ("ring", "tree") for number in range(3))
 
 
@@ -103,15 +103,21 @@ def latency_us(group: SumGroup, algorithm: str, protocol: int) -> float:
     return _BASE[algorithm][protocol] + 2 * ((group.per_node - 1) * inside + levels * between)
 
 
-def _socket_ring(group: SumGroup, size: int) -> float:
-    """2 (n - 1) steps of size / n bytes, each at the speed of the slowest link, which ranks of a node share."""
+def _socket_ring(group: SumGroup, size: int, load: NodeLoad | None) -> float:
+    """2 (n - 1) steps of size / n bytes, each at the speed of the slowest link, which ranks of a node share.
+
+    Where the whole sum's latency was measured, on ranks that compute, it counts in place of the steps'.
+    """
     link = group.outer or group.inner
     steps = 2 * (group.ranks - 1)
-    return steps * (link.latency_us.value * 1e-6 + size / group.ranks / (link.gb_per_s.value * 1e9))
+    latency = steps * link.latency_us.value if load is None else load.sum_latency_us.value
+    return latency * 1e-6 + steps * size / group.ranks / (link.gb_per_s.value * 1e9)
 
 
-def exchange_seconds(machine: Machine, rank: int, sends: Iterable[tuple[int, int]]) -> float:
-    """Messages ``(peer, bytes)`` of one rank, all under way at once.
+def exchange_seconds(
+    machine: Machine, rank: int, sends: Iterable[tuple[int, int]], load: NodeLoad | None = None
+) -> float:
+    """Messages ``(peer, bytes)`` of one rank, all under way at once; ranks that compute answer as ``load`` says.
 
     Every rank of a node sends at the same time, so a shared port serves ``shared_by`` flows. Messages over different
     levels run beside each other; the slowest level decides.
@@ -123,7 +129,7 @@ def exchange_seconds(machine: Machine, rank: int, sends: Iterable[tuple[int, int
         links[link.name] = link
         bytes_over[link.name] += size
     times = [
-        link.latency_us.value * 1e-6 + bytes_over[name] * link.shared_by / (link.gb_per_s.value * 1e9)
+        (load or link).latency_us.value * 1e-6 + bytes_over[name] * link.shared_by / (link.gb_per_s.value * 1e9)
         for name, link in links.items()
     ]
     return max(times, default=0.0)

@@ -1,39 +1,92 @@
 """What a local operation costs on a device, in seconds.
 
-A measured time of the same operation, dtype and local shapes counts first. Otherwise the roofline does: arithmetic at
-an efficiency that grows with the work, or memory traffic, whichever is slower, and never less than a launch. A time at
-one shape is never scaled to another by the ratio of sizes.
+A measured time of the same operation, dtype and local shapes counts first, then what measured operations of its kind
+say (:mod:`halocline.plan.curves`), then the roofline: arithmetic at an efficiency that grows with the work, or memory
+traffic, whichever is slower, and never less than a launch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
+
+from .._torch_private import schema_of
 from ..errors import HaloclineError
+from ..program.work import FORMULAS
 from ..world.events import Computed
-from .machine import Device
+from .curves import Curves
+from .machine import Device, Machine, MeasuredOperation, NodeLoad
 
-Key = tuple[str, str, tuple[tuple[int, ...], ...], float, int]  # operation, dtype, operands, FLOPs, bytes
+#: Operation, dtype, shapes of the operands, other arguments, FLOPs, bytes.
+Key = tuple[str, str, tuple[tuple[int, ...], ...], tuple[object, ...], float, int]
 
+#: Operations that are bound by arithmetic: those whose work has a formula of its own.
+MULTIPLY = frozenset(schema_of(function).name.removeprefix("aten::") for function in FORMULAS)
 _INTEGERS = ("int", "uint", "bool")
 
 
 def key_of(event: Computed) -> Key:
-    return event.name, str(event.dtype).removeprefix("torch."), event.shapes, event.flops, event.bytes
+    """Operations with the same key take the same time."""
+    return event.name, dtype_name(event), event.shapes, event.options, event.flops, event.bytes
+
+
+def dtype_name(event: Computed) -> str:
+    """Such as "float32"; "None" where the operation has no operands."""
+    return str(event.dtype).removeprefix("torch.")
+
+
+def event_of(measured: MeasuredOperation) -> Computed:
+    """A measured operation, as a record would hold it."""
+    dtype = None if measured.dtype == "None" else getattr(torch, measured.dtype)
+    facts = measured.shapes, dtype, measured.flops, measured.bytes, measured.options
+    return Computed(0, 0, 0.0, measured.name, "", "", *facts)
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Times of operations on one device: measured ones, and the roofline for the rest."""
+    """Times of operations on one device.
+
+    ``speed`` is that of this device over the machine's; ``load`` says how many ranks of the node compute at once.
+    """
 
     device: Device
     measured: dict[Key, float] = field(default_factory=dict)
+    speed: float = 1.0
+    load: NodeLoad | None = None
+    curves: Curves | None = None
+    _alone: dict[Key, float] = field(default_factory=dict)  # seconds, where nobody else computes
+
+    def __post_init__(self) -> None:
+        if self.curves is None and self.device.operations:
+            rows = ((event_of(each), each.us * 1e-6, each.workspace_bytes) for each in self.device.operations)
+            object.__setattr__(self, "curves", Curves(rows))
+
+    def on(self, machine: Machine, ranks: int, speed: float = 1.0) -> Prices:
+        """The same for a run of ``ranks`` ranks on a machine, on a device of that relative speed."""
+        return replace(self, load=machine.load(ranks), speed=speed)
 
     def seconds(self, event: Computed) -> float:
-        known = self.measured.get(key_of(event))
-        return known if known is not None else self.roofline(event)
+        """Of one operation."""
+        key = key_of(event)
+        alone = self.measured.get(key) or self._alone.get(key)
+        if alone is None:
+            alone = self._alone[key] = self._interpolated(event)
+        if self.load is not None:
+            crowd = self.load.arithmetic if self._multiplies(event) else self.load.memory
+            alone = alone * crowd.value + self.load.host_us.value * 1e-6 * self.load.arithmetic.value
+        return alone / self.speed
+
+    def workspace(self, event: Computed) -> int:
+        """Bytes that the operation takes while it runs, beside its operands and results."""
+        return self.curves.workspace(event) if self.curves is not None else 0
+
+    def _interpolated(self, event: Computed) -> float:
+        found = self.curves.seconds(event) if self.curves is not None else None
+        return self.roofline(event) if found is None else found
 
     def roofline(self, event: Computed) -> float:
+        """Of an operation of which nothing is known but its work and its bytes."""
         device = self.device
         moved = event.bytes / (device.memory_gb_per_s.value * 1e9 * device.memory_efficiency.value)
         work = event.flops / 1e9
@@ -43,10 +96,10 @@ class Prices:
 
     def _multiplies(self, event: Computed) -> bool:
         """Only convolutions and products are bound by arithmetic; all else by memory."""
-        return event.flops > 4 * sum(_count(shape) for shape in event.shapes)
+        return event.name in MULTIPLY
 
     def _peak(self, event: Computed) -> float:
-        name = str(event.dtype).removeprefix("torch.")
+        name = dtype_name(event)
         if name.startswith(_INTEGERS) or name in ("None", "complex64", "complex128"):
             name = "float32"
         peak = self.device.peak_tflops.get(name)  # type: ignore[call-overload]
@@ -57,10 +110,3 @@ class Prices:
                 f"knows {known}; add device.peak_tflops.{name}, or plan for one of these dtypes"
             )
         return float(peak.value)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

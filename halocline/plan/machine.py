@@ -61,17 +61,36 @@ Gigabytes = Annotated[Quantity, between(0.1, 1e4, "is it in GB?")]
 GigabytesPerSecond = Annotated[Quantity, between(1e-3, 1e5, "is it in GB/s (bytes, not bits)?")]
 Microseconds = Annotated[Quantity, between(1e-2, 1e5, "is it in microseconds?")]
 Share = Annotated[Quantity, between(1e-3, 1.0, "it is a share of the peak, from 0 to 1")]
+Factor = Annotated[Quantity, between(0.5, 1e3, "it is a ratio of times, about 1 or more")]
 Gflop = Annotated[Quantity, between(1e-6, 1e5, "is it in GFLOP?")]
+
+
+class MeasuredOperation(Strict):
+    """One operation of torch, timed at these shapes; those in between are interpolated (:mod:`halocline.plan.curves`).
+
+    ``options`` are the arguments that are no tensors. ``workspace_bytes`` is what it takes beside its results.
+    """
+
+    name: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    options: tuple[bool | int | tuple[bool | int, ...] | None, ...]
+    flops: float = Field(ge=0)
+    bytes: int = Field(ge=0)
+    us: float = Field(gt=0)
+    workspace_bytes: int = Field(default=0, ge=0)
 
 
 class Device(Strict):
     """One accelerator, or one CPU rank.
 
     An operation of w GFLOP reaches ``efficiency * w / (w + half_work_gflop)`` of the peak of its dtype: small local
-    shapes never run at the speed of large ones.
+    shapes never run at the speed of large ones. On a CPU the thread that computes also runs the program and the
+    messages, so nothing hides behind anything else by itself.
     """
 
     name: str
+    kind: Literal["gpu", "cpu"] = "gpu"
     memory_gb: Gigabytes
     memory_gb_per_s: GigabytesPerSecond
     peak_tflops: dict[Literal["float64", "float32", "bfloat16", "float16"], Tflops]
@@ -79,6 +98,23 @@ class Device(Strict):
     half_work_gflop: Gflop
     memory_efficiency: Share
     launch_us: Microseconds
+    operations: tuple[MeasuredOperation, ...] = ()
+
+
+class NodeLoad(Strict):
+    """What changes with the number of ranks at work on one node, measured by `halocline calibrate`.
+
+    ``arithmetic`` and ``memory`` are how many times longer an operation takes than alone, by what it is bound by.
+    ``host_us`` is the time of the program itself for each operation. ``latency_us`` is what an exchange adds to ranks
+    that compute between exchanges, ``sum_latency_us`` what a sum by the transport adds.
+    """
+
+    ranks: int = Field(ge=1)
+    arithmetic: Factor
+    memory: Factor
+    host_us: Microseconds
+    latency_us: Microseconds
+    sum_latency_us: Microseconds
 
 
 class NetworkLevel(Strict):
@@ -114,6 +150,9 @@ class Machine(Strict):
     links: tuple[NetworkLevel, ...] = Field(min_length=1)
     storage: Storage
     collectives: Literal["nccl", "gloo", "halocline"] = "nccl"
+    #: Of the time that communication runs beside computation: what the computation loses by it.
+    overlap_loss: Share | None = None
+    loads: tuple[NodeLoad, ...] = ()
 
     @model_validator(mode="after")
     def _levels_grow(self) -> Machine:
@@ -136,6 +175,11 @@ class Machine(Strict):
                 return link
         raise AssertionError("the last link joins all")
 
+    def load(self, ranks: int) -> NodeLoad | None:
+        """Of a node when a run has so many ranks: the nearest that was measured. None for machines without loads."""
+        here = min(ranks, self.devices_per_node)
+        return min(self.loads, key=lambda load: abs(load.ranks - here), default=None)
+
     def assumed(self) -> Iterator[tuple[str, Quantity]]:
         """Constants that nobody has measured or published, with their paths."""
         yield from ((path, quantity) for path, quantity in quantities(self) if quantity.source == "assumed")
@@ -153,7 +197,8 @@ def quantities(model: BaseModel, path: str = "") -> Iterator[tuple[str, Quantity
             yield from ((f"{below}.{key}", each) for key, each in value.items())
         elif isinstance(value, tuple):
             for number, each in enumerate(value):
-                yield from quantities(each, f"{below}.{number}")
+                if isinstance(each, BaseModel):
+                    yield from quantities(each, f"{below}.{number}")
 
 
 def shipped() -> list[str]:

@@ -6,21 +6,37 @@ of these shapes. Needs torch and numpy alone.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch_private import TorchDispatchMode
+from .._torch_private import TorchDispatchMode, schema_of
 from ..program.record import computed, is_free
+from ..program.work import size_of
 from ..rules import planning
 from ..world import this_world
+from ..world.events import Computed
 from .cost import Key, key_of
 
 LEAST = 0.02  # seconds that an operation is timed for, at least
 REPEATS = 5
+MMAP_THRESHOLD = -3  # the C library's number of this setting
+STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Call(NamedTuple):
+    """One operation with its arguments on meta tensors, and the event that a record has of it."""
+
+    event: Computed
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Catalogue(TorchDispatchMode):
@@ -29,30 +45,32 @@ class Catalogue(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._world = this_world()
-        self.calls: dict[Key, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self.calls: dict[Key, Call] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not planning() and not is_free(function):
-            key = key_of(computed(self._world, function, args, result))
-            self.calls.setdefault(key, (function, args, dict(kwargs or {})))
+            event = computed(self._world, function, args, result)
+            self.calls.setdefault(key_of(event), Call(event, function, args, dict(kwargs or {})))
         return result
 
 
-def measure(calls: dict[Key, Any], known: dict[Key, float], device: torch.device) -> None:
+def measure(calls: Mapping[Key, Call], known: dict[Key, float], device: torch.device) -> None:
     """Add to ``known`` the seconds of each call that it lacks: the median of a few timings."""
-    for key, (function, args, kwargs) in calls.items():
+    for key, call in calls.items():
         if key not in known:
-            known[key] = time_call(function, args, kwargs, device)
+            known[key] = time_call(call.function, call.args, call.kwargs, device)
 
 
 def time_call(function: Any, args: Any, kwargs: Any, device: torch.device) -> float:
+    """Seconds of one call: the median of a few timings, after one that is not counted."""
     real_args, real_kwargs = materialized(args, device), materialized(kwargs, device)
     with torch.no_grad():
         function(*real_args, **real_kwargs)
         once = _timed(function, real_args, real_kwargs, device, 1)
         repeat = max(1, int(LEAST / max(once, 1e-7) / REPEATS))
-        return statistics.median(_timed(function, real_args, real_kwargs, device, repeat) for _ in range(REPEATS))
+        repeats = REPEATS if once < LEAST else 3
+        return statistics.median(_timed(function, real_args, real_kwargs, device, repeat) for _ in range(repeats))
 
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device, repeat: int) -> float:
@@ -67,6 +85,67 @@ def _timed(function: Any, args: Any, kwargs: Any, device: torch.device, repeat: 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def workspace_of(call: Call, device: torch.device) -> int:
+    """Bytes that one call takes at its peak beside its operands and results; 0 where the system does not tell.
+
+    On a CPU it wants :func:`return_memory_at_once`.
+    """
+    if device.type != "cuda" and not PEAK_RESET.exists():
+        return 0
+    args, kwargs = materialized(call.args, device), materialized(call.kwargs, device)
+    with torch.no_grad():
+        call.function(*args, **kwargs)  # the first finds its kernels
+        _start_peak(device)
+        before = memory_in_use(device)
+        result = call.function(*args, **kwargs)
+        own = 0 if _writes_in_place(call) else size_of(result)
+        return max(0, memory_peak(device) - before - own)
+
+
+def _writes_in_place(call: Call) -> bool:
+    return any(result.alias_info is not None for result in schema_of(call.function).returns)
+
+
+def _start_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        return_free_memory()
+        PEAK_RESET.write_text("5")  # the kernel's word for: the peak begins here
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of the device, or of this process."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_memory("VmRSS")
+
+
+def memory_peak(device: torch.device) -> int:
+    """The most bytes in use since the peak was last reset."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_memory("VmHWM")
+
+
+def return_memory_at_once() -> None:
+    """From here on, tensors that are let go of are no longer memory of this process; asking for memory takes longer.
+
+    The C library keeps freed memory for later. What it keeps follows from the order of calls, not from what is needed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, 1 << 16)
+
+
+def return_free_memory() -> None:
+    """Give memory that nobody uses back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _process_memory(label: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(label))
+    return int(line.split()[1]) * 1024
 
 
 def materialized(value: Any, device: torch.device) -> Any:
@@ -91,3 +170,18 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
     if memory.is_floating_point():
         memory.uniform_(0.1, 1.0)
     return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def spread_over_kinds(calls: Iterable[Call], most: Mapping[bool, int], kind_of: Any) -> list[Call]:
+    """At most so many calls of each kind, in turns, so that a measurement that is cut short has some of every kind.
+
+    ``most`` is by whether the kind multiplies: convolutions and products have more to tell.
+    """
+    by_kind: dict[object, list[Call]] = {}
+    for call in calls:
+        kind = kind_of(call.event)
+        kept = by_kind.setdefault(kind, [])
+        if len(kept) < most[len(kind) > 2]:
+            kept.append(call)
+    turns = max(map(len, by_kind.values()), default=0)
+    return [kept[turn] for turn in range(turns) for kept in by_kind.values() if turn < len(kept)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from ..arrangement import AXIS_OF_LETTER, Arrangement
 from ..distribute import distribute
 from ..program import Record, dry, record
 from ..program.memory import peak_of
+from ..program.record import computed, is_free
+from ..world import World
+from .replay import Replay
 
 #: Letters of the dims of a network's input, by how many there are.
 LETTERS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
@@ -91,13 +95,15 @@ def record_step(
     warm: int = STEADY,
     beside: AbstractContextManager[object] | None = None,
     arrangement: Arrangement | None = None,
+    pricing: Replay | None = None,
 ) -> RecordedStep:
     """A step of ``rank`` on a mesh of these sizes; ``batch`` samples on each rank of the data axis.
 
     With fewer than ``STEADY`` steps before it (``warm``), gradients travel as in a first step: when backward has ended.
 
     The recorded step runs inside ``beside``, which may watch its operations too. ``arrangement`` says more than
-    ``sizes``: cut points, choices, modules that gather or recompute.
+    ``sizes``: cut points, choices, modules that gather or recompute. With ``pricing``, gradients are planned from the
+    times that it predicts, and operations take the workspace that it knows of.
     """
     arrangement = arrangement or Arrangement(sizes)
     rank = middle_rank(sizes) if rank is None else rank
@@ -117,17 +123,23 @@ def record_step(
             if optimizer is not None:
                 optimizer.step()
 
-        for number in range(warm):
-            if number == 0:
-                record(step, mesh)  # which names the module of an operation that needs values
-            else:
-                step()
+        workspace = None
+        if pricing is not None:
+            mesh.world.events.clock = pricing.clock
+            mesh.world.events.add(pricing.take)
+            workspace = partial(_workspace, mesh.world, pricing)
+        for _ in range(warm):
+            record(step, mesh)  # which names the module of an operation that needs values
         recorded: list[Record] = []
         with beside or nullcontext():
-            peak = peak_of(lambda: recorded.append(record(step, mesh)))
+            peak = peak_of(lambda: recorded.append(record(step, mesh)), workspace)
         state = 0 if optimizer is None else _bytes(_state_tensors(optimizer))
     weights = _bytes(parameters)
     return RecordedStep(recorded[0], weights, weights, state, peak)
+
+
+def _workspace(world: World, pricing: Replay, function: Any, args: Any, result: Any) -> int:
+    return 0 if is_free(function) else pricing.workspace(computed(world, function, args, result))
 
 
 def _input(subject: Subject, shape: tuple[int, ...], arrangement: Arrangement, samples: int) -> Tensor:

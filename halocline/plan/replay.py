@@ -1,4 +1,4 @@
-"""A recorded step replayed on a machine: two streams, one for computation and one for each world's communication.
+"""A recorded step replayed on a machine: computation on one stream, each world's channels on streams of their own.
 
 The events of one rank carry all that is needed: local operations run in order, exchanges and sums begin where the
 program begins them and are waited for where it waits. Communication that runs beside computation slows it.
@@ -32,6 +32,15 @@ class Timeline:
         return sum(self.exposed.values())
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """Communication that has begun: what for, when it begins to run, and when it ends."""
+
+    kind: str
+    starts: float
+    ends: float
+
+
 def kind_of(event: Begun | Summed) -> str:
     """What the communication is for, in the words of the explanation."""
     if event.label.channel.startswith("gradients"):
@@ -39,33 +48,74 @@ def kind_of(event: Begun | Summed) -> str:
     return "statistics" if event.label.channel == "control" else "halo"
 
 
+class Replay:
+    """Takes events as they come, and tells what time it would be on the machine.
+
+    A dry run may listen to its own events with one and read the clock off it: then gradients are planned from predicted
+    times.
+    """
+
+    def __init__(self, rank: int, machine: Machine, prices: Prices) -> None:
+        self.timeline = Timeline()
+        self._rank, self._machine, self._prices = rank, machine, prices
+        self._loss = machine.overlap_loss.value if machine.overlap_loss is not None else 0.0
+        self._now = 0.0
+        self._busy: dict[tuple[int, str], float] = defaultdict(float)  # a channel carries one thing after another
+        self._under_way: dict[int, _UnderWay] = {}
+
+    def clock(self) -> float:
+        """Predicted seconds since the first event."""
+        return self._now
+
+    def workspace(self, event: Computed) -> int:
+        """Bytes that the operation takes while it runs, beside its operands and results."""
+        return self._prices.workspace(event)
+
+    def take(self, event: Event) -> None:
+        """The next event of the rank."""
+        if isinstance(event, Computed):
+            seconds = self._prices.seconds(event)
+            self._now += seconds
+            self.timeline.compute += seconds
+        elif isinstance(event, Begun | Summed):
+            self._begin(event)
+        elif isinstance(event, Waited):
+            waited = self._under_way.pop(event.event, None)
+            if waited is not None:
+                self._wait(waited)
+
+    def _begin(self, event: Begun | Summed) -> None:
+        load = self._prices.load
+        seconds = (
+            exchange_seconds(self._machine, self._rank, event.sends, load)
+            if isinstance(event, Begun)
+            else sum_seconds(self._machine, event.bytes, event.ranks, load)
+        )
+        channel = event.world, event.label.channel
+        starts = max(self._now, self._busy[channel])
+        self._busy[channel] = starts + seconds
+        kind = kind_of(event)
+        self._under_way[event.number] = _UnderWay(kind, starts, starts + seconds)
+        self.timeline.communication[kind] += seconds
+
+    def _wait(self, waited: _UnderWay) -> None:
+        hidden = max(0.0, min(self._now, waited.ends) - waited.starts)
+        lost = self._loss * hidden
+        self.timeline.exposed[waited.kind] += lost + max(0.0, waited.ends - self._now)
+        self._now = max(self._now, waited.ends) + lost
+
+    def end(self) -> Timeline:
+        """What has begun and nobody waited for ends the step too."""
+        for waited in self._under_way.values():
+            self._wait(waited)
+        self._under_way.clear()
+        self.timeline.seconds = self._now
+        return self.timeline
+
+
 def replay(events: Iterable[Event], rank: int, machine: Machine, prices: Prices) -> Timeline:
     """The predicted time of a step of that rank."""
-    now, timeline = 0.0, Timeline()
-    busy: dict[tuple[int, str], float] = defaultdict(float)  # a channel of a world carries one thing after another
-    finish: dict[int, tuple[float, str]] = {}
+    running = Replay(rank, machine, prices)
     for event in events:
-        if isinstance(event, Computed):
-            seconds = prices.seconds(event)
-            now += seconds
-            timeline.compute += seconds
-        elif isinstance(event, Begun | Summed):
-            kind = kind_of(event)
-            seconds = (
-                exchange_seconds(machine, rank, event.sends)
-                if isinstance(event, Begun)
-                else sum_seconds(machine, event.bytes, event.ranks)
-            )
-            channel = event.world, event.label.channel
-            busy[channel] = max(now, busy[channel]) + seconds
-            finish[event.number] = busy[channel], kind
-            timeline.communication[kind] += seconds
-        elif isinstance(event, Waited) and event.event in finish:
-            ends, kind = finish.pop(event.event)
-            timeline.exposed[kind] += max(0.0, ends - now)
-            now = max(now, ends)
-    for ends, kind in finish.values():  # begun and never waited for inside the step
-        timeline.exposed[kind] += max(0.0, ends - now)
-        now = max(now, ends)
-    timeline.seconds = now
-    return timeline
+        running.take(event)
+    return running.end()

@@ -16,14 +16,13 @@ import torch
 from ..arrangement import DATA, Arrangement
 from ..errors import PlanError
 from ..program import dry
-from ..world.events import Computed
 from .cost import Prices
 from .estimate import Estimate, Estimator
 from .machine import Machine
 from .measure import Catalogue, measure
 from .recompute import blocks, least_work
 from .recording import RecordedStep, Subject, middle_rank, record_step
-from .replay import Timeline, replay
+from .replay import Replay, Timeline, replay
 from .shares import uneven_points
 
 MARGIN = 0.03  # a plan must be predicted so much faster than plain data parallel to take its place
@@ -258,30 +257,22 @@ def price(
     ranks = range(len(speeds)) if speeds else (middle_rank(sizes),)
     steps: list[tuple[Timeline, RecordedStep]] = []
     for rank in ranks:
+        paced = prices.on(machine, arrangement.ranks, speeds[rank] if speeds else 1.0)
         catalogue = None
         if device is not None:
             with dry(0, 1):
                 catalogue = Catalogue()
-        recorded = record_step(subject, sizes, local, rank, beside=catalogue, arrangement=arrangement)
+        recorded = record_step(
+            subject, sizes, local, rank, beside=catalogue, arrangement=arrangement, pricing=Replay(rank, machine, paced)
+        )
         if catalogue is not None and device is not None:
             measure(catalogue.calls, prices.measured, device)
-        paced = Paced(prices.device, prices.measured, speeds[rank]) if speeds else prices
         steps.append((replay(recorded.record.events, rank, machine, paced), recorded))
     timeline, recorded = max(steps, key=lambda step: step[0].seconds)
     memory = max(recorded.memory for _, recorded in steps)
     return Candidate(
         arrangement, local * sizes[DATA], timeline, recorded, memory <= machine.device.memory_gb.value * 1e9
     )
-
-
-@dataclass(frozen=True)
-class Paced(Prices):
-    """Prices on a device that is ``speed`` times as fast as the machine's."""
-
-    speed: float = 1.0
-
-    def seconds(self, event: Computed) -> float:
-        return super().seconds(event) / self.speed
 
 
 def chosen(candidates: Sequence[Candidate], machine: Machine) -> Candidate:

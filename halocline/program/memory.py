@@ -10,20 +10,27 @@ from .._torch_private import TorchDispatchMode, storage_key
 from ..rules import planning
 from ..tree import tensors_in
 
+Workspace = Callable[[Any, Any, Any], int]
+
 
 class _Living(TorchDispatchMode):
     """Counts the bytes of all storages that local operations made and nobody has let go of."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace | None) -> None:
         super().__init__()
         self.bytes = self.peak = 0
         self._known: set[int] = set()
+        self._workspace = workspace
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not planning():
+            given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}  # written in place: made elsewhere
             for tensor in tensors_in(result):
-                self._count(tensor.untyped_storage())
+                if storage_key(tensor) not in given:
+                    self._count(tensor.untyped_storage())
+            if self._workspace is not None:
+                self.peak = max(self.peak, self.bytes + self._workspace(function, args, result))
         return result
 
     def _count(self, storage: Any) -> None:
@@ -40,8 +47,11 @@ class _Living(TorchDispatchMode):
         self.bytes -= size
 
 
-def peak_of(step: Callable[[], object]) -> int:
-    """The most bytes that are alive at once of what ``step()`` makes; run it on meta tensors, inside ``dry``."""
-    with _Living() as living:
+def peak_of(step: Callable[[], object], workspace: Workspace | None = None) -> int:
+    """The most bytes that are alive at once of what ``step()`` makes; run it on meta tensors, inside ``dry``.
+
+    ``workspace(function, args, result)`` is what an operation takes beside its results while it runs.
+    """
+    with _Living(workspace) as living:
         step()
     return living.peak

@@ -101,7 +101,17 @@ def computed(world: World, function: Any, args: Any, result: Any) -> Computed:
         dtype=inputs[0].dtype if inputs else None,
         flops=flops(function, args, result),
         bytes=size_of(inputs) + size_of(result),
+        options=tuple(map(_frozen, args)),
     )
+
+
+def _frozen(argument: Any) -> object:
+    """An argument as part of a key; None for tensors and for numbers that change from step to step."""
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, list | tuple) and all(isinstance(item, int) for item in argument):
+        return tuple(argument)
+    return None
 
 
 def record(step: Callable[[], object], mesh: Mesh) -> Record:

@@ -115,9 +115,7 @@ class BackwardPass:
         assert self.plan is not None
         # Ranks that begin the buckets of one size in different orders must hear of it, and not add them up.
         label = Label(self.engine.name, f"backward, bucket {number}", channel, self.plan.urgency(number))
-        return BucketSum(
-            self.plan.buckets[number], transport, self.engine.compression, label, self._share, self._clock
-        )
+        return BucketSum(self.plan.buckets[number], transport, self.engine.compression, label, self._share, self._clock)
 
     # When it has ended ------------------------------------------------------------------------------------------------
 

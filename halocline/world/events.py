@@ -108,6 +108,7 @@ class Computed(NamedTuple):
     dtype: torch.dtype | None  # of the first operand
     flops: float
     bytes: int  # read and written
+    options: tuple[object, ...] = ()  # arguments that are no tensors: integers, flags, and tuples of them
 
 
 Event = Begun | Summed | Waited | Redistributed | Averaged | Computed

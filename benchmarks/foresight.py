@@ -1,0 +1,201 @@
+"""``bench foresight``: predicted steps and memory, held against runs that the calibration has not seen.
+
+The machine is calibrated first, without any operation at a shape that a judged run has. Each run is then recorded on
+meta tensors and priced, and measured: its step by the slowest rank, in turns with the others, and its peak of memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from halocline.arrangement import Arrangement
+from halocline.plan.calibrate import describe, link_on_ranks, measure_device, measure_load
+from halocline.plan.cost import Key, Prices, key_of
+from halocline.plan.machine import Machine
+from halocline.plan.recording import record_step
+from halocline.plan.replay import Timeline
+from halocline.plan.search import price
+from halocline.testing.pool import RankPool
+
+from . import foresight_ranks as on_ranks
+from .cluster import Cluster
+from .foresight_cases import Case, cluster_cases, local_cases, subject_of
+from .machine import Others
+from .machine import describe as describe_run
+
+DEADLINE = 300.0  # seconds for a case on its ranks
+STEPS = 3  # of one turn; their median counts
+DISTINCT = 0.10  # two cuts whose measured steps differ by less are not ranked
+STORAGE = 1e9  # bytes a second; no case reads
+TARGETS = {"median_error": 0.10, "worst_error": 0.25, "memory_error": 0.10, "ranking": 0.90}
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measured:
+    """What a run really took."""
+
+    seconds: list[float] = field(default_factory=list)  # of each turn
+    memory: int = 0  # bytes of the rank that takes most
+
+
+@dataclass(frozen=True)
+class Predicted:
+    timeline: Timeline
+    memory: int
+
+
+def measure_foresight(
+    repeat: int, rates: Sequence[str], seconds: float, say: Say = lambda text: None
+) -> dict[str, Any]:
+    """Calibrate, predict, measure, compare. ``rates`` are those of the emulated cluster's links; none: no cluster."""
+    torch.set_num_threads(1)
+    cases = [*local_cases(), *cluster_cases(rates)]
+    say(f"{len(cases)} runs; collecting their shapes")
+    judged = {key for case in cases for key in shapes_of(case)}
+    say(f"calibrating without their {len(judged):,} operations (up to {seconds:g} s)")
+    device = measure_device(torch.device("cpu"), lambda what, share: None, without=judged, seconds=seconds)
+    seen = sum(_row_key(row) in judged for row in device["operations"])
+    assert seen == 0, f"{seen} judged operations were calibrated"
+    rows, alone, others = [], None, []
+    for place, group in by_place(cases).items():
+        with ranks_at(place) as ranks:
+            machine, alone = describe_ranks(ranks, place, device, alone)
+            say(f"{place}: {len(group)} runs")
+            predictions = {case.name: predict(case, machine) for case in group}
+            watch = Others(ranks.run)
+            runs = measure_runs(ranks, group, repeat, say)
+            others.append(watch.share())
+            for case in group:
+                runs[case.name].memory = max(ranks.run(on_ranks.memory_peak_of, case, deadline=DEADLINE))
+        rows += [row(case, predictions[case.name], runs[case.name]) for case in group]
+    facts = describe_run(max((share for share in others if share is not None), default=None))
+    return {**summary(rows, cases), "calibrated_operations": len(device["operations"]), "machine": facts}
+
+
+def shapes_of(case: Case) -> set[Key]:
+    """The operations of a case, as a key names them."""
+    recorded = record_step(subject_of(case), case.sizes, case.batch // case.sizes["data"], warm=0)
+    return {key_of(event) for event in recorded.record.operations}
+
+
+def _row_key(row: dict[str, Any]) -> Key:
+    return row["name"], row["dtype"], row["shapes"], row["options"], row["flops"], row["bytes"]
+
+
+# ---- where a case runs ----
+
+Place = tuple[int, str | None]  # ranks, and the rate of the cluster's links, or None on loopback
+
+
+def by_place(cases: Sequence[Case]) -> dict[Place, list[Case]]:
+    found: dict[Place, list[Case]] = defaultdict(list)
+    for case in cases:
+        found[case.ranks, case.rate].append(case)
+    return dict(sorted(found.items(), key=lambda item: (item[0][1] or "", item[0][0])))
+
+
+@contextmanager
+def ranks_at(place: Place) -> Iterator[Any]:
+    count, rate = place
+    if rate is None:
+        with RankPool(count) as pool:
+            yield pool
+    else:
+        with Cluster(nodes=count, rate=rate, collective_timeout=DEADLINE) as cluster:
+            yield cluster
+
+
+def describe_ranks(ranks: Any, place: Place, device: dict[str, Any], alone: Any) -> tuple[Machine, Any]:
+    """The machine as these ranks see it: their links, and what they take from each other."""
+    count, rate = place
+    load, alone = measure_load(ranks, count, alone)
+    links = ranks.run(link_on_ranks, deadline=DEADLINE)[0] if count > 1 else NO_LINK
+    if rate is not None:  # a node is a namespace, and all share this machine's cores
+        described = describe(device, links, [{**load, "ranks": 1}], STORAGE, nodes=count, ranks=1)
+    else:
+        described = describe(device, links, [load], STORAGE, ranks=count)
+    return Machine.model_validate(described), alone
+
+
+NO_LINK = {"latency_us": 1.0, "gb_per_s": 10.0, "overlap_loss": 1.0}
+
+
+# ---- predicted and measured ----
+
+
+def predict(case: Case, machine: Machine) -> Predicted:
+    """As `halocline plan` does."""
+    found = price(subject_of(case), machine, Arrangement(case.sizes, case.points), case.batch, Prices(machine.device))
+    return Predicted(found.timeline, found.recorded.memory)
+
+
+def measure_runs(ranks: Any, cases: Sequence[Case], repeat: int, say: Say) -> dict[str, Measured]:
+    """In turns, so that noise hits all cases alike."""
+    ranks.run(on_ranks.warm_up, deadline=DEADLINE)
+    found = {case.name: Measured() for case in cases}
+    for case in cases:
+        ranks.run(on_ranks.prepare, case, deadline=DEADLINE)
+    for number in range(repeat):
+        say(f"turn {number + 1} of {repeat}")
+        for case in cases:
+            found[case.name].seconds.append(max(ranks.run(on_ranks.timed_steps, case.name, STEPS, deadline=DEADLINE)))
+    return found
+
+
+def row(case: Case, predicted: Predicted, run: Measured) -> dict[str, Any]:
+    """One line of the table."""
+    step = median(run.seconds)
+    line = predicted.timeline
+    return {
+        "case": case.name,
+        "ranks": case.ranks,
+        "oversubscribed": case.ranks > (os.cpu_count() or 1),
+        "measured_s": step,
+        "spread": (max(run.seconds) - min(run.seconds)) / step,
+        "predicted_s": line.seconds,
+        "error": line.seconds / step - 1,
+        "compute_s": line.compute,
+        "exposed_s": dict(line.exposed),
+        "measured_bytes": run.memory,
+        "predicted_bytes": predicted.memory,
+        "memory_error": predicted.memory / run.memory - 1,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]], cases: Sequence[Case]) -> dict[str, Any]:
+    """The figures that the table is judged by."""
+    errors = [abs(each["error"]) for each in rows]
+    by_name = {each["case"]: each for each in rows}
+    pairs = [
+        (by_name[a.name], by_name[b.name])
+        for number, a in enumerate(cases)
+        for b in cases[:number]
+        if a.group == b.group
+    ]
+    distinct = [
+        pair
+        for pair in pairs
+        if abs(pair[0]["measured_s"] - pair[1]["measured_s"]) > DISTINCT * min(p["measured_s"] for p in pair)
+    ]
+    right = sum((a["measured_s"] < b["measured_s"]) == (a["predicted_s"] < b["predicted_s"]) for a, b in distinct)
+    return {
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        "memory_error": median(abs(each["memory_error"]) for each in rows),
+        "worst_memory_error": max(abs(each["memory_error"]) for each in rows),
+        "ranking": right / len(distinct) if distinct else None,
+        "ranked_pairs": len(distinct),
+        "cached_cases": 0,  # every operation of every case was kept from the calibration
+        "targets": TARGETS,
+        "cases": list(rows),
+    }
