@@ -17,7 +17,7 @@ from ..errors import ConfigError, HaloclineError
 from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
-from ..train.log import json_line
+from ..train.log import json_line, write_whole
 from . import end_at_once_on_failure
 from .output import stderr
 
@@ -96,9 +96,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         "seconds": time.monotonic() - began,
     }
     if this_rank() == 0:
-        part = folder / f".{RESULT}.part"
-        part.write_text(json_line(outcome))
-        part.replace(folder / RESULT)
+        write_whole(folder / RESULT, json_line(outcome))
     return outcome
 
 

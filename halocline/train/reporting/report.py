@@ -1,4 +1,4 @@
-"""A run told on one page: ``RUN/report.html``, which opens anywhere and needs nothing else."""
+"""A run on one page: ``RUN/report.html``, which opens anywhere and needs nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class RunReport:
 
 
 def write_report(run: Path, out: Path | None = None) -> RunReport:
-    """The same run gives the same bytes: nothing on the page tells when it was written."""
+    """Write the report of a run, by default into its folder. Raises NoRun.
+
+    The same run gives the same bytes: the page does not say when it was written.
+    """
     read = read_run(run)
     parts = parts_of(read)
     written = page(read, parts).encode()
