@@ -122,7 +122,7 @@ def check(
 
 
 def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:
-    """The zoo that is asked for, if nothing is that goes with one network only."""
+    """The zoo that was asked for. BadUsage if an option was given that goes with one network only."""
     if zoo is None:
         raise BadUsage("name a network, such as unet3d, or a zoo, such as --zoo monai; --only and --list go with a zoo")
     if target is not None:
@@ -133,6 +133,7 @@ def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
+    """The JSON of ``--args`` as a dict. Raises BadUsage."""
     try:
         arguments = json.loads(text)
     except ValueError as error:
@@ -143,6 +144,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def parse_shape(text: str) -> list[int]:
+    """A shape such as ``1,1,32,32,32``. Raises BadUsage."""
     try:
         return [int(size) for size in text.split(",")]
     except ValueError as error:
@@ -150,6 +152,7 @@ def parse_shape(text: str) -> list[int]:
 
 
 def parse_cut(text: str) -> dict[str, int]:
+    """A cut such as ``depth=2,height=2``. Raises BadUsage."""
     pairs = [part.partition("=") for part in text.split(",")]
     try:
         cut = {axis.strip(): int(size) for axis, _, size in pairs}
@@ -161,6 +164,7 @@ def parse_cut(text: str) -> dict[str, int]:
 
 
 def show(report: NetworkReport) -> None:
+    """Print the report of one network as a table, and what its verdict means."""
     console = stdout()
     cut = ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
     facts = refused_facts(report) if report.verdict == "refused" else measured_facts(report)
@@ -171,6 +175,7 @@ def show(report: NetworkReport) -> None:
 
 
 def measured_facts(report: NetworkReport) -> dict[str, str]:
+    """The rows of a network that ran: errors, memory, and what was moved and gathered."""
     worst = f"{report.worst_parameter}; allowed {report.tolerance:.0e}"
     facts = {
         "output error": f"{report.output_error:.1e}",
@@ -192,6 +197,7 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
 
 
 def refused_facts(report: NetworkReport) -> dict[str, str]:
+    """The rows of a network that was refused: where, why, and what to do."""
     facts: dict[str, str] = {}
     for refusal in report.refusals:
         facts |= {part: escape(text) for part, text in refusal.items()}

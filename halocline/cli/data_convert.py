@@ -110,5 +110,6 @@ def convert(
 
 
 def _size(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())

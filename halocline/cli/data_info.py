@@ -65,6 +65,7 @@ def info(
 
 
 def _samples(store: Any) -> dict[str, Any]:
+    """The samples of a store, for JSON."""
     return {
         "count": len(store),
         "dims": store.dims,
@@ -76,6 +77,7 @@ def _samples(store: Any) -> dict[str, Any]:
 
 
 def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
+    """What ranks would read of a sample that is cut so, and the chunks that suit that cut, for JSON."""
     from ..data.tools.advise import advised_chunks, reading
 
     plan = reading(store, wanted)
@@ -94,6 +96,7 @@ def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
+    """Print the arrays as a table, or on a narrow terminal one below the other, then samples and cut."""
     files = f" and {result['files'] - 1} more files like the first" if result["files"] > 1 else ""
     title = f"{path}: {result['kind']}{files}"
     if stdout().width < _WIDE:
@@ -120,6 +123,7 @@ def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
 
 
 def _row(array: Mapping[str, Any]) -> tuple[str, ...]:
+    """One array's cells, in the order of the headings."""
     attributes = ", ".join(f"{name}={value}" for name, value in array["attributes"].items())
     lies = _sizes(array["chunks"]) + (f" in shards of {_sizes(array['shards'])}" if array["shards"] else "")
     row = (array["name"] or "-", _sizes(array["shape"]), array["dims"] or "?", array["dtype"], lies or "none")
@@ -127,6 +131,7 @@ def _row(array: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sample_facts(samples: Mapping[str, Any]) -> dict[str, str]:
+    """The rows about samples."""
     return {
         "samples": str(samples["count"]),
         "dims": samples["dims"],
@@ -139,6 +144,7 @@ def _sample_facts(samples: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cut_facts(cut: Mapping[str, Any]) -> dict[str, str]:
+    """The rows about a cut: the rank that reads most for its part counts."""
     worst = max(range(cut["ranks"]), key=lambda rank: cut["amplification"][rank])
     read = size_text(cut["read_bytes"][worst])
     facts = {

@@ -46,6 +46,7 @@ def demo(steps: Steps = 40, out: Out = Path("demo-output"), as_json: Json = Fals
 
 
 def play(steps: int, out: Path) -> dict[str, Any]:
+    """Make the data, train twice and compare the loss curves; writes into ``out``, which is replaced."""
     import shutil
 
     from ..train.reporting import write_report
@@ -79,13 +80,13 @@ def play(steps: int, out: Path) -> dict[str, Any]:
 
 
 def check_ours(out: Path) -> None:
-    """What is there is removed: only if an earlier demo made it."""
+    """Raise ConfigError if ``out`` holds files that no earlier demo made: it will be removed."""
     if out.is_dir() and any(out.iterdir()) and not (out / "universes.h5").is_file():
         raise ConfigError(f"--out {out}: this folder holds other files, and the demo would replace it; give a new one")
 
 
 def make_data(path: Path) -> None:
-    """Datasets x and y, chunked so that each half of a cube is read by itself."""
+    """Write datasets x and y, chunked so that each half of a cube can be read by itself."""
     import h5py
 
     from ..workloads.universes import universes
@@ -100,6 +101,7 @@ def make_data(path: Path) -> None:
 
 
 def settings_of(data: Path, steps: int) -> Settings:
+    """The settings of both runs: in float64, so that their losses can be compared to eight digits."""
     from ..train.config import make_settings
 
     return make_settings(
@@ -118,6 +120,7 @@ def settings_of(data: Path, steps: int) -> Settings:
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the two runs side by side, and where the report is."""
     verdict = "they agree" if result["agree"] else "THEY DIFFER"
     facts = {
         "loss, first and last": f"{result['one_rank'][0]:.6f}, {result['one_rank'][-1]:.6f}",

@@ -82,6 +82,7 @@ def predict(
 
 
 def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Predict with processes that are started here; they get the request, and leave the result, in files."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:

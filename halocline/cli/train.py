@@ -1,4 +1,4 @@
-"""``halocline train``: a workload, or a network of your own, trained from one command."""
+"""``halocline train``: trains a workload, or a network of your own."""
 
 from __future__ import annotations
 
@@ -110,6 +110,8 @@ def train(
 
 
 def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> tuple[Settings, Path]:
+    """The settings and the folder of a run, from a run's folder, a TOML file or a workload's name. Raises
+    ConfigError."""
     from ..train.config import CONFIG, load_settings, make_settings, with_changes
     from ..train.task import defaults_of
     from ..workloads import WORKLOADS
@@ -141,6 +143,8 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
 
 
 def _told(path: Path) -> dict[str, Any]:
+    """A TOML file as a dict, only to see whether it names a workload; empty if it cannot be read, which
+    ``load_settings`` reports."""
     import tomllib
 
     try:
@@ -150,7 +154,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 
 def _new_folder(name: str) -> Path:
-    """``runs/NAME-1``, or the next number that is free. Ranks of a launcher must be told one folder."""
+    """``runs/NAME-1``, or the next number that is free. ConfigError for ranks of a launcher, which need one folder."""
     place = this_rank_info()
     if place is not None and place.size != 1:
         raise ConfigError("under torchrun, srun and mpiexec all ranks must write into one folder: give --out")
@@ -161,7 +165,7 @@ def _new_folder(name: str) -> Path:
 
 
 def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
-    """Train on processes that are started here, and again after a failure, as often as ``restarts`` says."""
+    """Train in processes that are started here, and restart them after a failure, at most ``restarts`` times."""
     from ..train.config import CONFIG, write_settings
 
     checkpoints = Folder(folder / CHECKPOINTS)
@@ -175,6 +179,7 @@ def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int)
 
 
 def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: Stop, lock: int) -> dict[str, Any]:
+    """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again."""
     command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
     for attempt in range(restarts + 1):
         ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline, lock))
@@ -190,6 +195,7 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
+    """Print the result as JSON or as tables."""
     losses = [entry["loss"] for entry in read_log(folder, "step")]
     if as_json:
         print(json_line({**result, "losses": losses}), flush=True)
@@ -206,7 +212,7 @@ def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
 
 
 def class_table(metrics: Mapping[str, float]) -> Table | None:
-    """Metrics by class, such as ``dice/liver``: a row for each class."""
+    """A table of metrics by class, such as ``dice/liver``, a row for each class; None if there are none."""
     names = list(dict.fromkeys(key.partition("/")[0] for key in metrics if "/" in key))
     classes = list(dict.fromkeys(key.partition("/")[2] for key in metrics if "/" in key))
     if not classes:

@@ -1,4 +1,4 @@
-"""One rank of a run: trains, shows progress if it is the first, and leaves its last words if it fails."""
+"""One rank of a run: trains, shows progress if it is rank 0, and leaves its error for the launcher if it fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _WIDE = 110  # columns of a terminal from which on the progress is told in full
 
 
 class Show:
-    """Progress on the terminal: loss, speed, and where the time goes."""
+    """Progress on the terminal: loss, speed, and where the time goes. Where the output is no terminal, a line now and
+    then."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         self._narrow = console.width < _WIDE
@@ -57,6 +58,7 @@ class Show:
             self._plain.print(_line(kind, values), soft_wrap=True, markup=False)
 
     def _step(self, values: dict[str, Any]) -> None:
+        """Update the bar, or print a line for one step in twenty."""
         shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
         data, ranks = f"{shown['data']:.0%}", f"{shown['halo'] + shown['gradients']:.0%}"
         facts = f"loss {values['loss']:.4g}, {values['samples_per_second']:.3g} samples/s, "
@@ -68,6 +70,7 @@ class Show:
 
 
 def _line(kind: str, values: dict[str, Any]) -> str:
+    """An event other than a step as a line of text."""
     if "text" in values:
         return str(values["text"])
     totals = {
@@ -115,7 +118,7 @@ def main() -> None:
 
 
 def last_words(error: Exception, folder: Path, rank: int) -> str:
-    """One line; the traceback of an error in the user's own code goes to a file, which the line names."""
+    """An error in one line. The traceback of an error in the user's own code goes to a file, which the line names."""
     if isinstance(error, (HaloclineError, OSError)):
         return explain(error)
     path = folder / LOGS / f"rank-{rank}.traceback"

@@ -257,7 +257,11 @@ class PredictionWriter:
         self.shape: tuple[int, ...] = ()
 
     def write(self, first: int, answer: Tensor) -> None:
-        """Write the predictions of the samples from ``first`` on."""
+        """Write the predictions of the samples from ``first`` on. By all ranks together.
+
+        Of ranks that hold the same tile one writes. Formats that allow it are written by all ranks at once, others by
+        one rank after another.
+        """
         sharding = answer.sharding if isinstance(answer, ShardedTensor) else None
         tile = unwrap(answer).cpu().numpy()
         tile = tile.astype(np.uint8) if tile.dtype == bool else tile

@@ -1,4 +1,8 @@
-"""Settings read from TOML files and ``--set key=value``, checked by pydantic, and written as TOML."""
+"""Settings read from TOML files and ``--set key=value``, checked by pydantic, and written as TOML.
+
+Three layers are merged before the check: defaults (of a workload), the file, and changes of the command line. An
+unknown key is an error with a hint, since a misspelt setting would otherwise be ignored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One line for an error in the user's own code: where it was raised, what it was, and a hint."""
+"""One line for an error in the user's own code: where it was raised, what it was, and a hint.
+
+Commands print it in place of a traceback, which would show mostly torch's and this library's own lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights alone, in files that need nothing of this library to be read."""
+"""Weights alone, in files that need nothing of this library to be read.
+
+Unlike a checkpoint such a file has no optimizer state and no mesh: it is for inference, and for starting other runs.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,11 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 
 
 def load_weights(model: nn.Module, path: Path | str) -> None:
-    """Load weights from a file into ``model``. CheckpointError unless names and shapes are the model's own."""
+    """Load weights from a file into ``model``. CheckpointError unless names and shapes are the model's own.
+
+    The file may hold more, with the weights under a key such as ``state_dict``. The error lists the first names that do
+    not fit.
+    """
     weights = import_weights(path)
     for name in _NESTED:
         if isinstance(weights.get(name), Mapping):

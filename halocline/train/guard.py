@@ -142,7 +142,10 @@ class Guard:
     def _report_drift(
         self, step: int, tensors: Mapping[str, Tensor], words: Tensor, differ: Sequence[int], consequence: str = ""
     ) -> None:
-        """Report the first tensor that differs, and the ranks whose values are not those of the majority."""
+        """Report the first tensor that differs, and the ranks whose values are not those of the majority.
+
+        By all ranks together: finding the majority takes one more exchange. Of two ranks, neither is the majority.
+        """
         names = list(tensors)
         placement = placement_of(tensors[names[differ[0]]])
         where = f"(among ranks that share it; it is {', '.join(f'{kind} on {a}' for a, kind in placement.items())})"

@@ -25,7 +25,10 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class Pulse:
-    """The launcher's end of one rank's pipe. ``silence``: seconds without a sign of life while this process ran."""
+    """The launcher's end of one rank's pipe. ``silence``: seconds without a sign of life while this process ran.
+
+    Time in which the launcher itself was stopped does not count: its ranks were then probably stopped, too.
+    """
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()  # the rank inherits the writer

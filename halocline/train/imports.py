@@ -1,4 +1,8 @@
-"""The user's own Python code: imported by name, called with arguments from the settings, copied into the run."""
+"""The user's own Python code: imported by name, called with arguments from the settings, copied into the run.
+
+Settings name code as ``package.module:name``. The copy is what `predict` uses later, so that it does not depend on the
+folder in which the network was trained.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A description of a network's input, kept with the run, so that `predict` does not need the training data."""
+"""A description of a network's input, kept with the run, so that `predict` does not need the training data.
+
+It holds dims, channels, dtype and normalisation: whatever other samples must share for the network to make sense of
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ INPUT = "input.json"
 
 @dataclass(frozen=True)
 class Input:
-    """The field x of the training, as much of it as other samples must share."""
+    """The field x of the training, as much of it as other samples must share.
+
+    Written by training, read by `predict`, which opens other samples by it and refuses those that do not fit.
+    """
 
     dims: str  # of a sample as the network takes it, such as "CDHW"
     channels: int | None  # how many, if there is a C

@@ -1,4 +1,8 @@
-"""The ranks of a run: started by torchrun, Slurm or MPI, or as processes of this machine by :class:`LocalRanks`."""
+"""The ranks of a run: started by torchrun, Slurm or MPI, or as processes of this machine by :class:`LocalRanks`.
+
+The launcher of local ranks does not use torch: it starts processes, reads their heartbeats, and finds out which of them
+failed first. Restarts and signals are the business of the commands.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Entry = dict[str, Any]
 class RunLog:
     """The log that rank 0 appends to. A kill cuts off at most the last line, which reading skips.
 
-    ``no_board`` says why nothing is written for TensorBoard; empty if it is.
+    ``no_board`` says why nothing is written for TensorBoard; empty if it is. A resumed run appends to the same file.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -41,7 +41,11 @@ def meter_maker(settings: Settings) -> Callable[[], Meter] | None:
 
 
 class Metrics:
-    """The metrics of one validation. The first batch decides which metrics by name apply."""
+    """The metrics of one validation, over cut tensors. The first batch decides which metrics by name apply.
+
+    Metrics of classes come from one confusion matrix, metrics of numbers from one pass, and functions of the user's own
+    are averaged by samples.
+    """
 
     def __init__(self, names: Sequence[str], own: dict[str, Any], class_names: Sequence[str]) -> None:
         self._names, self._class_names = names, class_names
@@ -63,7 +67,10 @@ class Metrics:
             each.update(output, batch)
 
     def _begin(self, output: Any, y: Tensor) -> None:
-        """Choose metrics by the first batch. ConfigError for a metric that does not fit output and y."""
+        """Choose metrics by the first batch. ConfigError for a metric that does not fit output and y.
+
+        ``auto`` stands for the metrics of classes or numbers that fit, and for none if neither does.
+        """
         self._begun = True
         of_classes, of_numbers = _no_classes(output, y), _no_numbers(output, y)
         for name in (each for each in self._names if ":" not in each):

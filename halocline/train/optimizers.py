@@ -1,4 +1,7 @@
-"""Optimizers of torch by name, LARC, and the schedule of the learning rate."""
+"""Optimizers of torch by name, LARC, and the schedule of the learning rate.
+
+Gradients are whole on every rank when an optimizer steps, so any optimizer of torch works; nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,11 @@ Optimizer = torch.optim.Optimizer | LARC
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
-    """The optimizer that the settings name, over the parameters that require gradients. Raises ConfigError."""
+    """The optimizer that the settings name, over the parameters that require gradients. Raises ConfigError.
+
+    For a class of the user's own (``package.module:Class``) its own defaults hold, except for the learning rate and a
+    weight decay that is set. Moments of parameters that are not whole are marked for checkpoints.
+    """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     makers: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

@@ -48,7 +48,10 @@ class _Opened:
 
 
 def own_data(data: DataSettings, dtype: torch.dtype) -> OwnData:
-    """The fields x and y of all samples, with the last samples held out for validation. Raises ConfigError."""
+    """The fields x and y of all samples, with the last samples held out for validation. Raises ConfigError.
+
+    Files are opened and their headers read, so that samples which do not pair up are found before training starts.
+    """
     x, y = _opened(data, "x", dtype), _opened(data, "y", dtype)
     _check_pairs(x.store, y.store)
     _check_shapes(x.field.store, y.field.store)

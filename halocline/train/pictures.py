@@ -1,4 +1,7 @@
-"""The samples that a report shows: numbers of every validation sample, or middle slices of the first few."""
+"""The samples that a report shows: numbers of every validation sample, or middle slices of the first few.
+
+They are gathered during the last validation and written as ``examples.npz``, which the report reads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _MOST = 4  # samples of which slices are kept
 
 
 class Examples:
-    """Predictions beside the truth, collected in the last validation on every rank alike, and written by rank 0."""
+    """Predictions beside the truth, collected in the last validation on every rank alike, and written by rank 0.
+
+    Only planes of volumes are gathered, never whole volumes.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, list[Any]] = {"x": [], "y": [], "p": []}

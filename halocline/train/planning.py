@@ -63,7 +63,11 @@ def run_plan(settings: Settings, task: TrainingTask, precision: Precision, world
 
 
 def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
-    """Make a plan, or read and check the one that the settings name. On rank 0. Raises PlanError."""
+    """Make a plan, or read and check the one that the settings name. On rank 0. Raises PlanError.
+
+    A plan for another network, sample size, number of ranks or batch that its data axis does not divide is refused; one
+    for another machine or batch is priced anew, which changes its predictions and not its cuts.
+    """
     if settings.plan == AUTO:
         if settings.machine is None and not Path(_HERE).is_file():
             raise PlanError(
@@ -105,7 +109,10 @@ def _known_machine(plan: Plan) -> Machine | None:
 
 
 def subject_of(settings: Settings, task: TrainingTask, precision: Precision) -> Subject:
-    """What a planner records: the run's own training step with its loss, targets, precision and optimizer."""
+    """What a planner records: the run's own training step with its loss, targets, precision and optimizer.
+
+    LARC is recorded as the Adam that it wraps.
+    """
     with dry(0, 1):
         layout = BatchLayout(task.training, Mesh(data=1), {"N": DATA}, augmentations(settings.data), settings.seed)
     shapes = {name: (1, *layout.shape(name)) for name in task.training}

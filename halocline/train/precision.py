@@ -1,4 +1,7 @@
-"""The number formats of a step, and the loss scaling that keeps small gradients in fp16."""
+"""The number formats of a step, and the loss scaling that keeps small gradients in fp16.
+
+Weights and optimizer state are always in fp32 or fp64; bf16 and fp16 are for computing only.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,10 @@ Progress = Callable[[int, int], None]
 
 
 class Predictor:
-    """The network of a run, with the weights of its newest good checkpoint. Made by all ranks together."""
+    """The network of a run, with the weights of its newest good checkpoint. Made by all ranks together.
+
+    If the run's mesh does not fit the number of ranks, samples are cut as they would be by default.
+    """
 
     def __init__(self, run: Path) -> None:
         settings = read_settings(run)

@@ -56,12 +56,15 @@ class TrainingTask:
 
 
 def make_task(settings: Settings, dtype: torch.dtype) -> TrainingTask:
-    """The task that the settings describe. Raises ConfigError or DataError."""
+    """The task that the settings describe, the same on every rank. Raises ConfigError or DataError.
+
+    Data files are opened, and user code is imported; no network is made yet.
+    """
     return _of_workload(settings, dtype) if settings.workload is not None else _of_user(settings, dtype)
 
 
 def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:
-    """A workload's own settings, over which the user's go."""
+    """A workload's own settings at a scale, as a nested dict over which the user's settings go."""
     _known("workload", workload, WORKLOADS)
     _known("scale", scale, ("small", "full"))
     training = dict(getattr(WORKLOADS[workload], scale).training)
@@ -86,7 +89,10 @@ def _known(key: str, value: object, there: Iterable[str]) -> None:
 
 
 def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:
-    """The task of a workload. Settings that only make sense for the user's own data are refused."""
+    """The task of a workload. Settings that only make sense for the user's own data are refused.
+
+    Training and validation samples are made with different seeds.
+    """
     workload = known_workload(settings.workload or "")
     scale = getattr(workload, settings.scale)
     data = settings.data

@@ -154,7 +154,10 @@ class Trainer:
                 self._log.close()
 
     def _run(self) -> Result:
-        """Resume, make all steps that are left, then save, validate and write what the report needs."""
+        """Resume, make all steps that are left, then save, validate and write what the report needs.
+
+        The last checkpoint is written before the last validation, so that an error there loses nothing.
+        """
         if self._log is not None:
             if self._log.no_board:
                 self._note(self._log.no_board)

@@ -1,7 +1,7 @@
-"""The port at which a rank is called by others.
+"""The port at which other ranks connect.
 
-Strangers call there too: port scanners, monitors, another job. They are sent away, at the latest after two seconds, and
-none of them keeps a rank waiting or makes it fail.
+Other programs connect there, too: port scanners, monitors, another job. They are disconnected after two seconds at
+most, and none of them delays a rank or makes it fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GREETING = 2.0  # seconds that a caller has to say it
 
 
 class Listener:
-    """Accepts connections of other ranks: a caller says a token that the ranks alone know, its rank, and a lane."""
+    """Accepts connections of other ranks, which send a secret token, their rank and a lane first."""
 
     def __init__(self, host: str) -> None:
         self._token = secrets.token_bytes(16)
@@ -28,12 +28,12 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Host, port and token, for the other ranks alone."""
+        """Host, port and token, for other ranks only."""
         host, port = self._socket.getsockname()[:2]
         return f"{host} {port} {self._token.hex()}"
 
     def look(self, seconds: float) -> None:
-        """Take in who calls, waiting so long at most for anybody."""
+        """Accept and identify callers, and wait at most so many seconds for one."""
         poll = select.poll()
         for descriptor in (self._socket.fileno(), *self._greeting):
             poll.register(descriptor, select.POLLIN)
@@ -47,6 +47,7 @@ class Listener:
                 self._send_away(descriptor)
 
     def _accept(self) -> None:
+        """Accept all connections that are waiting."""
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -57,6 +58,7 @@ class Listener:
             self._read(connection.fileno())
 
     def _read(self, descriptor: int) -> None:
+        """Read a caller's greeting as far as it has come, and admit or disconnect the caller."""
         connection, said, _ = self._greeting[descriptor]
         try:
             part = connection.recv(HELLO.size - len(said))
@@ -78,5 +80,6 @@ class Listener:
         self._greeting.pop(descriptor)[0].close()
 
     def close(self) -> None:
+        """Close the port and all connections that were not taken from ``callers``."""
         for connection in (*self.callers.values(), *(greeted[0] for greeted in self._greeting.values()), self._socket):
             connection.close()

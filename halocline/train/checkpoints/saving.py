@@ -186,7 +186,11 @@ class Checkpoints:
                 )
 
     def _write(self, step: int, parts: Parts) -> None:
-        """Write a checkpoint and give it its name. In the background thread of every rank."""
+        """Write a checkpoint and give it its name. In the background thread of every rank.
+
+        All ranks write tensors; rank 0 then writes state and manifest, renames the folder and removes old checkpoints.
+        If anything fails, the part is removed and all ranks raise.
+        """
         folder = self._files.part(step)
 
         def finish(files: dict[str, Facts]) -> None:

@@ -130,7 +130,11 @@ class _Reader(FileSystemReader):
 
 
 class Stored:
-    """The tensors of one checkpoint, described by its metadata and read on demand."""
+    """The tensors of one checkpoint, described by its metadata and read on demand.
+
+    The metadata was verified by checksum, but may come from elsewhere: entries that are no tensors, or name files
+    outside the checkpoint, are refused.
+    """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         self.folder = folder

@@ -122,7 +122,10 @@ def named_tensors(value: Any) -> dict[str, Tensor]:
 
 
 def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that a tree describes, with these tensors in it."""
+    """The state that a tree describes, with these tensors in it. The inverse of :class:`Parts`.
+
+    CheckpointError for a key that begins with ``$`` and is not known, as a later version might write.
+    """
     match tree:
         case list():
             return [assembled(item, tensors) for item in tree]

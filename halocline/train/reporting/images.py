@@ -1,4 +1,7 @@
-"""Arrays as pictures for a page: PNG files in data URLs, colours of classes and of values."""
+"""Arrays as pictures for a page: PNG files in data URLs, colours of classes and of values.
+
+Planes are arrays of float64 by (height, width); pictures are uint8 by (height, width, 3).
+"""
 
 from __future__ import annotations
 

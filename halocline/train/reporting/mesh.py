@@ -114,7 +114,11 @@ def _figure(heading: str, tiles: list[Tile], view: DrawingAxes) -> str:
 
 
 class DrawnBox:
-    """One box in the drawing's own units: where rows, columns and edges lie."""
+    """One box in the drawing's own units: where rows, columns and edges lie.
+
+    The longest edge has a fixed length and the others are to scale, except that very thin ones are widened so that
+    numbers fit.
+    """
 
     def __init__(self, tiles: Sequence[Tile], view: DrawingAxes, layer: Pair, title: str) -> None:
         self._view, self._title = view, title

@@ -19,7 +19,7 @@ _SEALED = (
 
 
 def page(run: RecordedRun, parts: list[Part]) -> str:
-    """The whole report as HTML."""
+    """The whole report as HTML: headline figures, links, the sections, and a list of those that are missing."""
     shown = [part for part in parts if isinstance(part, Section)]
     figures = element("dl", *(_fact(name, value) for name, value in facts(run)), class_="facts")
     body = element("header", _head(run), figures, _links(shown))

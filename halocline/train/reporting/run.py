@@ -33,7 +33,10 @@ class NoRun(HaloclineError, ValueError):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder as the report reads it; parts that are missing say why."""
+    """A run's folder as the report reads it; parts that are missing or damaged are empty.
+
+    ``troubles`` says of each damaged part why it could not be read. Entries are those of the log.
+    """
 
     name: str
     config: str = ""  # as written

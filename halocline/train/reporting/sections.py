@@ -1,4 +1,8 @@
-"""The sections of a report. A section that cannot be shown gives the reason in its place."""
+"""The sections of a report. A section that cannot be shown gives the reason in its place.
+
+Each section is a function from a recorded run to a :class:`Section` or a :class:`Missing`; ``_MAKERS`` at the end is
+their order.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +115,10 @@ def _keys(entries: list[tuple[str, str]]) -> str:
 
 
 def validation(run: RecordedRun) -> Part:
-    """The metrics by step."""
+    """The metrics by step, the last ones by class, and which samples were held out.
+
+    With one validation a table says all; with several, each metric has a chart and the table is folded.
+    """
     entries = run.validations
     if not entries:
         data = run.settings.get("data")
