@@ -15,6 +15,7 @@ def main() -> None:
     try:
         from .app import app
     except ModuleNotFoundError as error:
+        # Only the packages of the extra "cli" are reported; anything else missing is a bug.
         if error.name not in ("typer", "rich", "click", "pydantic", "annotated_types"):
             raise
         sys.exit(f"halocline: the commands need {error.name}; install them with: pip install 'halocline[cli]'")

@@ -12,7 +12,7 @@ from ..testing.check import BadUsage, NetworkReport, check_network
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 from .zoo import check_all, list_names
 
-STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}
+STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}  # exit status by verdict
 MEANING = {
     "exact": "[green]exact[/green]: the cut run gives the answer of one rank, to rounding",
     "gathered": "[yellow]gathered[/yellow]: the answer is right, but so much is gathered that cutting saves little",
@@ -106,7 +106,7 @@ def check(
         plan = parse_cut(cut) if cut is not None else None
         settings: dict[str, Any] = {"ranks": ranks, "cut": plan, "dtype": dtype, "steps": steps, "seed": seed}
         settings["deadline"] = deadline
-        if target is None or zoo or only or names:
+        if target is None or zoo or only or names:  # a zoo, or a mistake that zoo_alone names
             named = zoo_alone(target, zoo, bool(shape) or args != "{}")
             if names:
                 raise typer.Exit(list_names(named))
@@ -158,7 +158,7 @@ def parse_cut(text: str) -> dict[str, int]:
         cut = {axis.strip(): int(size) for axis, _, size in pairs}
     except ValueError as error:
         raise BadUsage(f"--cut {text}: a cut is axes and numbers of ranks, such as depth=2,height=2") from error
-    if len(cut) < len(pairs):
+    if len(cut) < len(pairs):  # a dict keeps the last of two
         raise BadUsage(f"--cut {text}: an axis is named twice; name each once, such as depth=2,height=2")
     return cut
 

@@ -86,6 +86,7 @@ def convert(
         )
         with open_store(path, dims, dataset) as store:
             total = store.sample_bytes * len(store)
+            # Twice the bytes: what is written is read back and compared.
             with byte_bar("writing and reading back", 2 * total) as count:
                 written = write(store, new, wish, force=force, progress=count)
             samples = len(store)

@@ -49,6 +49,7 @@ def info(
             "files": len(files),
             "arrays": [asdict(each) for each in there],
         }
+        # Without dims a store cannot be opened; the description of the file is shown all the same.
         known = len(there) == 1 and there[0].dims is not None
         if known or not there or dims is not None or cut is not None:
             with open_store(path, dims, dataset) as store:
@@ -99,7 +100,7 @@ def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
     """Print the arrays as a table, or on a narrow terminal one below the other, then samples and cut."""
     files = f" and {result['files'] - 1} more files like the first" if result["files"] > 1 else ""
     title = f"{path}: {result['kind']}{files}"
-    if stdout().width < _WIDE:
+    if stdout().width < _WIDE:  # one table per array, with a row for each fact
         say(stdout(), f"[bold]{escape(title)}[/bold]")
         for array in result["arrays"]:
             facts = dict(zip(_HEADINGS[1:], map(escape, _row(array)[1:]), strict=True))
@@ -154,7 +155,7 @@ def _cut_facts(cut: Mapping[str, Any]) -> dict[str, str]:
         "chunks": "no two ranks read the same" if cut["aligned"] else "some are read by several ranks",
         "advised chunks": " x ".join(f"{letter} {size}" for letter, size in cut["advised_chunks"].items()),
     }
-    if cut["runs"] is not None:
+    if cut["runs"] is not None:  # the file has no chunks
         facts["chunks"] = f"none; a part lies in {cut['runs']} stretches of the file"
     return facts
 

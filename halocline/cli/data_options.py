@@ -41,6 +41,7 @@ def by_letter(text: str | None, option: str) -> dict[str, int] | None:
         numbers = {letter.strip(): int(number) for letter, number in pairs}
     except ValueError:
         raise DataError(f"{option} {text}: give letters and numbers, such as D=2,H=2") from None
+    # A dict keeps the last of two equal letters: compare the counts.
     if len(numbers) != len(pairs) or any(len(letter) != 1 or not number > 0 for letter, number in numbers.items()):
         raise DataError(f"{option} {text}: give each letter once, with a number from 1, such as D=2,H=2")
     return numbers

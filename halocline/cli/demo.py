@@ -17,9 +17,9 @@ from .output import Debug, Json, clear_errors, fact_table, print_json, say, stde
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8
-RANKS = 2
-CLOSE = 1e-8  # of two runs in float64: they round in different orders
+SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8  # edge of a cube, channels, samples for training and validation
+RANKS = 2  # of the second run
+CLOSE = 1e-8  # largest relative difference of two losses in float64, which round in different orders
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of both runs.")]
 Out = Annotated[
@@ -64,7 +64,7 @@ def play(steps: int, out: Path) -> dict[str, Any]:
                       f"{'cut in two along depth' if ranks > 1 else 'whole'}")  # fmt: skip
         metrics[ranks] = on_this_machine(settings_of(out / "universes.h5", steps), folder, ranks, 0)["metrics"]
         curves[ranks] = [entry["loss"] for entry in read_log(folder, "step")]
-    report = write_report(folder)
+    report = write_report(folder)  # of the run on several ranks
     worst = max(abs(a - b) / abs(a) for a, b in zip(curves[1], curves[RANKS], strict=True))
     memory = [entry["memory"] for entry in read_log(folder, "rank")]
     return {

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..doctor import DoctorReport, examine
 from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 
+#: How a status is shown.
 MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
 
 Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks to start on this machine.")]

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import HaloclineError
-from ..sizes import size_text as size_text
+from ..sizes import size_text as size_text  # commands import it from here
 from ..testing.pool import RankError
 from ..train.explain import explain
 
-USAGE = 2  # exit status of what cannot be run as asked
+USAGE = 2  # exit status of a command that cannot run as asked
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, and no table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the Python traceback of an error.")]
@@ -29,7 +29,7 @@ class _NoTypeOfFlags:
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
-            if getattr(each, "is_flag", False) and each.metavar is None:
+            if getattr(each, "is_flag", False) and each.metavar is None:  # typer would show BOOLEAN
                 each.metavar = ""
         return params
 
@@ -85,6 +85,7 @@ def clear_errors(command: str, debug: bool) -> Iterator[None]:
     except Exception as error:  # the user's own code may raise anything
         if debug:
             raise
+        # Errors of the user's own code, here or on a rank, need a traceback; the library's say what to do.
         foreign = isinstance(error, RankError) or not isinstance(error, (HaloclineError, OSError))
         hint = " (--debug shows the traceback)" if foreign else ""
         stderr().print(f"halocline {command}: {explain(error)}{hint}", style="red", markup=False, soft_wrap=True)

@@ -25,7 +25,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from ..train.predict import predict
 
     with exit_on_sigterm(), Progress(console=stderr(), disable=this_rank() != 0) as bar:
-        task = bar.add_task("samples", total=None, visible=False)  # an error before the first needs no bar
+        task = bar.add_task("samples", total=None, visible=False)  # shown with the first sample, not before an error
         run, source, out = Path(request.pop("run")), request.pop("source"), Path(request.pop("out"))
 
         def progress(done: int, total: int) -> None:

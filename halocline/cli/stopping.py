@@ -32,13 +32,14 @@ class Stop:
     def _hand_on(self) -> None:
         """Send the ranks SIGTERM, or after a second signal SIGKILL."""
         for each in self._running:
+            # SIGTERM lets ranks write a checkpoint; a second signal means that this takes too long.
             each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
     def follow(self, start: Callable[[], LocalRanks]) -> Ending | None:
         """Start ranks and wait for their end. A signal that came while they started is forwarded then."""
         self._running = [running := start()]
         try:
-            if self.asked:
+            if self.asked:  # while the ranks were starting
                 self._hand_on()
             return running.wait()
         finally:
@@ -48,7 +49,7 @@ class Stop:
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """A context in which SIGTERM raises SystemExit, so that ``finally`` clauses run and remove files."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
         yield
         return
     before = signal.signal(signal.SIGTERM, _exit)
@@ -59,4 +60,4 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def _exit(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+    raise SystemExit(128 + number)  # as a shell reports a signal

@@ -91,7 +91,7 @@ def train(
     **Exit status**: 0 trained, or stopped on request after a checkpoint; 2 otherwise, with one line that says why.
     """
     with clear_errors("train", debug):
-        if debug:
+        if debug:  # for ranks that are started here
             os.environ["HALOCLINE_DEBUG"] = "1"
         told = [*(changes or []), *(["trace=true"] if trace else [])]
         told += [f"{key}={value}" for key, value in (("plan", plan), ("machine", machine)) if value is not None]
@@ -102,7 +102,7 @@ def train(
             result = run_rank(settings, folder)
             if this_rank() != 0:
                 return
-        elif ranks == 1 and not restarts:
+        elif ranks == 1 and not restarts:  # no other process is needed
             result = run_rank(settings, folder)
         else:
             result = on_this_machine(settings, folder, ranks, restarts)
@@ -121,6 +121,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
         if full:
             raise ConfigError("--full: a resumed run keeps its size; leave --full out")
         return load_settings(path / CONFIG, changes), out or path
+    # Say what the target is not, before it is taken for a workload's name.
     if path.suffix != ".toml" and target not in WORKLOADS:
         if path.exists():
             raise ConfigError(f"{target} is neither a TOML file nor the folder of a run: it has no {CONFIG}")
@@ -129,6 +130,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
                 f"{target} is neither a workload ({', '.join(WORKLOADS)}) nor, seen from {Path.cwd()}, a TOML file or "
                 "the folder of a run"
             )
+    # A workload's defaults go below the file and the changes, which may both name it.
     told = with_changes(_told(path), changes) if path.suffix == ".toml" else with_changes({"workload": target}, changes)
     if told.get("workload") is None:
         if full:
@@ -150,7 +152,7 @@ def _told(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
-        return {}  # said better by whoever reads it next
+        return {}  # ``load_settings`` will report it
 
 
 def _new_folder(name: str) -> Path:
@@ -169,7 +171,7 @@ def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int)
     from ..train.config import CONFIG, write_settings
 
     checkpoints = Folder(folder / CHECKPOINTS)
-    checkpoints.claim()  # before anything of a run that may be going on in this folder is touched
+    checkpoints.claim()  # before any file of a run that may still be active in this folder is changed
     try:
         write_settings(settings, folder / CONFIG)
         with Stop() as stop:
@@ -188,7 +190,7 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
         words = f"rank {ending.rank}: {ending.words}"
         if stop.asked:
             raise LaunchError(f"stopped on request before the ranks could write a checkpoint ({words})")
-        if attempt == restarts or ending.is_final:
+        if attempt == restarts or ending.is_final:  # wrong settings would fail again
             raise LaunchError(words)
         say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
     raise HaloclineError("unreachable")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
 RESULT = "result.json"
-_WIDE = 110  # columns of a terminal from which on the progress is told in full
+_WIDE = 110  # columns of a terminal from which progress is shown in full
 
 
 class Show:
@@ -38,8 +38,8 @@ class Show:
         facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True))
         self._bar = Progress(bar, MofNCompleteColumn(), TimeElapsedColumn(), facts, console=console)
         self._task = self._bar.add_task("training", total=settings.steps, facts="")
-        self._plain = None if console.is_terminal else console
-        self._every = max(1, settings.steps // 20)
+        self._plain = None if console.is_terminal else console  # for lines in place of a bar
+        self._every = max(1, settings.steps // 20)  # steps between lines
 
     def __enter__(self) -> Show:
         if self._plain is None:
@@ -75,7 +75,7 @@ def _line(kind: str, values: dict[str, Any]) -> str:
         return str(values["text"])
     totals = {
         name: value for name, value in values.items() if name != "step" and "/" not in name
-    }  # classes: at the end
+    }  # metrics by class are shown at the end
     rest = ", ".join(f"{name} {value:.4g}" for name, value in totals.items())
     return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
 
@@ -89,7 +89,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
     with Show(settings, stderr() if first else Console(quiet=True)) as show:
         trainer = Trainer(settings, folder, show if first else (lambda kind, values: None), lock)
         if first:
-            (folder / RESULT).unlink(missing_ok=True)  # of a run that ended earlier: this one has not
+            (folder / RESULT).unlink(missing_ok=True)  # that of an earlier attempt: this one has not ended
         result = trainer.train()
     outcome = {
         "run": str(folder),

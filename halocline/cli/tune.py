@@ -28,7 +28,7 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
     from ..kernels.tune import gpu_seconds
     from ..kernels.tune import tune as measure
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # with --json the reason is the result
         message = "halocline tune measures a CUDA GPU, and there is none here"
         print_json({"error": message}) if as_json else say(stderr(), message)
         raise typer.Exit(2)

@@ -13,7 +13,7 @@ from ..testing.zoo import ZooReport, check_zoo
 from ..zoo import find_zoo
 from .output import print_json, say, size_text, stderr, stdout
 
-COLOURS = {"exact": "green", "wrong": "red"}
+COLOURS = {"exact": "green", "wrong": "red"}  # of verdicts; yellow for others
 
 
 def list_names(zoo: str) -> int:
@@ -37,6 +37,7 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
         print_json(report.as_json())
     else:
         show(report)
+    # Gathered networks give the right answer, too.
     right = report.counts["exact"] + report.counts["gathered"]
     if right < at_least:
         say(console, f"[red]{right} networks are exact or gathered, and {at_least} were to be[/red]")

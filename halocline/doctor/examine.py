@@ -71,7 +71,7 @@ def examine(
         try:
             run = rank_info_of(env)
             run = run if adopt_environment() else None
-        except MeshError as error:  # it says what to do
+        except MeshError as error:  # its text says what to do
             wrong = [Finding("launch", "environment", "problem", str(error), "set MASTER_ADDR by hand")]
     here, world = (node_info_of(env).local_size, run.size) if run else (count, count)
     report.findings += checks.check_software(report.versions, report.backends, gpus)
@@ -80,9 +80,9 @@ def examine(
     report.findings += wrong or checks.check_launch(run, env, gpus)
     if run and run.rank:
         report.voice = "problems"
-    if wrong or not meet:  # where the environment contradicts itself, nobody can say which rank this is
+    if wrong or not meet:  # with contradictory variables it is unknown which rank this is
         return report
-    # Ranks that are started here find a port of their own: a port that is taken does not hinder them.
+    # Ranks that are started here choose a free port, so that a taken one does not matter.
     if problems(report.findings, *(("launch",) if run else ("software", "network"))):
         report.findings.append(NOT_TRIED)
         return report

@@ -24,7 +24,7 @@ class Finding:
 class Fault(NamedTuple):
     """A possible result of a check: whether it holds, and what to report and to advise then."""
 
-    holds: object  # by its truth
+    holds: object  # tested for truth
     found: str
     remedy: str
     status: Status = "problem"

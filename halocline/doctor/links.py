@@ -18,12 +18,12 @@ from ..world import Label, Receive, Send, World
 from ..world.agreement import errors_on_any_rank
 from .finding import Finding, judged, problem_if, ranks_text, warn_if
 
-ROUNDS, WARM = 200, 20  # small messages
+ROUNDS, WARM = 200, 20  # measured and discarded round trips of small messages
 LARGE, LARGE_ROUNDS = 8 << 20, 6  # bytes of a large message; the first is not counted
 ALL_PAIRS, MOST_PEERS = 4, 32  # beyond so many ranks only pairs with rank 0, and not all of those
-WORDS = 1000  # in a message whose content is checked
+WORDS = 1000  # numbers of a message whose content is checked
 RING = 1 << 16  # elements of a sum that goes round the backend's ring
-SLOW_US, SLOW_MB_S = 1000.0, 100.0  # a local network has a tenth of the one and ten times the other
+SLOW_US, SLOW_MB_S = 1000.0, 100.0  # a local network has a tenth of this latency and ten times this bandwidth
 
 LABEL = Label("doctor", "halocline doctor")
 
@@ -173,7 +173,7 @@ def _pair(world: World, pair: tuple[int, int], device: torch.device) -> Tensor:
 
     trip = _median(lambda: round_trip(small), ROUNDS, WARM)
     there = _median(lambda: round_trip(large), LARGE_ROUNDS, 1)
-    rate = LARGE / max(there - trip / 2, 1e-9) / 1e6  # the answer takes a small message's way back
+    rate = LARGE / max(there - trip / 2, 1e-9) / 1e6  # the reply is a small message
     return torch.tensor([trip / 2 * 1e6, rate], dtype=torch.float64)
 
 

@@ -1,6 +1,7 @@
 """The facts that the checks look at: this machine, its software and its network.
 
-Every function returns plain data, and None or an empty value where the system does not say. None of them waits without a limit.
+Every function returns plain data, and None or an empty value where the system does not say. None of them waits without
+a limit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ OPTIONAL = {
 }
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _RESOLVE = 5.0  # seconds for a name server
-_MPI_WAIT = 30.0  # seconds
+_MPI_WAIT = 30.0  # seconds for the process that starts MPI
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def devices() -> dict[str, Any]:
     has_gpus = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
     limit, has = file_text("/sys/fs/cgroup/memory.max"), dict.fromkeys(("memory", "files", "shared"))
-    # A name that this system lacks leaves its figure unknown.
+    # Where the system lacks a function the value stays None.
     with suppress(ValueError, OSError, AttributeError):
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         has["memory"] = min(pages, int(limit)) if limit.isdigit() else pages
@@ -123,7 +124,7 @@ def versions() -> dict[str, str | None]:
     return {**own, **installed}
 
 
-#: In a process of its own: an MPI that does not fit its machine may end the process that starts it.
+#: Runs in a process of its own: an MPI library that does not fit the machine may end the process.
 _ASK_MPI = """
 import mpi4py
 mpi4py.rc.thread_level = "multiple"

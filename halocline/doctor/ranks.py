@@ -45,8 +45,8 @@ class About:
     versions: dict[str, str | None]
     gpus: int = 0
     threads: int = 1
-    cores: int = 0  # of the machine; 0 where it does not matter
-    loopback: bool = False  # gloo would stay on the machine
+    cores: int = 0  # of the machine; 0 if threads are not to be compared with it
+    loopback: bool = False  # gloo would use loopback
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -143,7 +143,8 @@ def measure_on_rank(interfaces: str, deadline: float) -> Links:
 
 def _silence(who: str, error: Exception, deadline: float) -> Finding:
     """The finding for ranks that cannot communicate."""
-    said = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(", at")  # a stack follows
+    # The first line: a stack follows where it ends in ", at".
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(", at")
     remedy = (
         "see whether a firewall stands between them, whether memory or open files ran out, and whether the interface "
         f"in GLOO_SOCKET_IFNAME is the one they share; if they were merely slow, --deadline {deadline * 4:g}"
@@ -162,7 +163,7 @@ def join_ranks(where: Rendezvous, size: int, me: About, deadline: float, say: Sa
     """
     try:
         _reach(where, me.rank, deadline)
-        # A store that is another program's may never answer, and torch then waits without end.
+        # Another program at that port may never answer, and torch would wait for ever.
         store = within(deadline + 1, lambda: _store(where, me.rank, deadline))
         return lead(store, size, me, deadline, say) if me.rank == 0 else follow(store, size, me, deadline)
     except (RuntimeError, OSError) as error:  # torch's stores raise RuntimeError
@@ -192,7 +193,7 @@ def _store(where: Rendezvous, rank: int, deadline: float) -> Any:
     options: dict[str, Any] = {}
     serve = rank == 0 and not where.served
     address = machine.resolve(where.address) or where.address
-    if serve and machine.is_loopback(address):  # one that the store opens itself listens to the whole network
+    if serve and machine.is_loopback(address):  # a port that the store opens itself would listen on every interface
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         options["master_listen_fd"] = socket.create_server((address, where.port), family=family).detach()
     limit = timedelta(seconds=deadline)

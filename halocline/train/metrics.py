@@ -23,7 +23,7 @@ from .settings import Settings
 AUTO = "auto"
 _CLASSES = ("dice", "iou", "accuracy")
 _NUMBERS = ("mse", "mae")
-_MOST = 64  # classes that are told one by one
+_MOST = 64  # classes that are reported one by one, at most
 
 
 def meter_maker(settings: Settings) -> Callable[[], Meter] | None:

@@ -21,7 +21,7 @@ from .imports import called, named
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
     from .settings import OptimizerSettings, ScheduleSettings
 
-#: A weight or a gradient that is all zero says nothing about a good step; then it is this.
+#: The local rate for a weight or a gradient that is all zero, whose norms say nothing about a good step.
 LARC_EPSILON = 1.0 / 16000.0
 
 
@@ -33,7 +33,7 @@ class LARC:
     and nothing waits for the host.
     """
 
-    one_by_one = True  # a step in parts is a step
+    one_by_one = True  # next-forward may make its step in parts
 
     def __init__(self, base: torch.optim.Optimizer, trust: float = 0.002, mode: str = "clip") -> None:
         self.base, self.trust, self.mode = base, trust, mode
@@ -96,7 +96,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
     }
     if settings.name in makers:
         maker, arguments = makers[settings.name]
-    else:  # its own defaults hold, but for what was set
+    else:  # the user's own class: its defaults hold, except for what was set
         decay = {"weight_decay": settings.weight_decay} if settings.weight_decay else {}
         maker, arguments = named("optimizer.name", settings.name), {"lr": settings.lr, **decay}
     made = called("optimizer.options", maker, weights, **{**arguments, **settings.options})

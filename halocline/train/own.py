@@ -23,7 +23,7 @@ from ..geometry import Interval
 from .inputs import Input
 from .settings import DataSettings, FieldSettings
 
-#: What the dims of x are where nobody names them, by how many there are.
+#: Dims of x, by their number, if neither the file nor the settings name them.
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
@@ -34,7 +34,7 @@ class OwnData:
     training: dict[str, Field]
     validation: dict[str, Field] | None
     input: Input
-    words: str  # which samples are for what
+    words: str  # which samples are for training and which for validation, in words
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Opened:
 
     field: Field
     store: FileStore  # the files, before a channel was added
-    stored: str | None  # dims as given
+    stored: str | None  # dims that were given or guessed; None: the file names them
     dataset: str
 
 
@@ -192,7 +192,7 @@ def _check_pairs(x: FileStore, y: FileStore) -> None:
     if x.paths == y.paths or not len(x.paths) == len(y.paths) == len(x):
         return
     of_x, of_y = _keys(x.paths), _keys(y.paths)
-    if of_x == of_y or not set(of_x) & set(of_y):  # names without anything in common say nothing
+    if of_x == of_y or not set(of_x) & set(of_y):  # names that have nothing in common cannot be compared
         return
     odd = next(place for place, (a, b) in enumerate(zip(of_x, of_y, strict=True)) if a != b)
     raise ConfigError(

@@ -47,7 +47,8 @@ class Examples:
         """Gather a tensor and keep a copy; ``dim``, of size 1, is dropped after that, so that only a plane is
         gathered."""
         tensor = gather(tensor) if dim is None else gather(tensor).squeeze(dim)
-        self._kept[name].append(tensor.detach().float().cpu().numpy().copy())  # the batch goes back
+        # A copy, since the memory of the batch goes back to the loader.
+        self._kept[name].append(tensor.detach().float().cpu().numpy().copy())
 
     def write(self, folder: Path) -> None:
         """Write what was kept into the run's folder, for the report."""

@@ -26,7 +26,7 @@ class Precision:
         self.name, self._device = name, device
         self.dtype = torch.float64 if name == "fp64" else torch.float32  # of weights and inputs
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.skipped = False  # the last step, since a gradient overflowed
+        self.skipped = False  # whether the last step was left out because a gradient overflowed
         if name in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = name == "tf32"

@@ -49,7 +49,7 @@ class Predictor:
         world = this_world()
         self.input = agree(world, lambda: Input.read(run), START)
         make_model = agree(world, lambda: model_maker(settings), START)
-        if math.prod(settings.mesh.values()) != world.size:  # that of the training, which had other ranks
+        if math.prod(settings.mesh.values()) != world.size:  # the training had another number of ranks
             settings = replace(settings, mesh={})
         layout = make_layout(settings, self.input.letters, world.size)
         self.mesh, self._cut = layout.arrangement.mesh(), layout.cut
@@ -123,7 +123,7 @@ def predict(
     ``progress(done, total)`` is called after each batch. Returns name, number of samples, their shape and the
     checkpoint's step.
     """
-    read_settings(run)  # a folder that is none of a run is named first
+    read_settings(run)  # first of all, so that a wrong folder is the error that is shown
     if not isinstance(source, Store):
         source = Input.read(run).open(str(source), dims, dataset)
     _check(out, force, source)

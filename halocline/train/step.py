@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 def training_step(
     model: nn.Module,
-    batches: Sequence[Mapping[str, Tensor]],  # more than one: their gradients pile up
+    batches: Sequence[Mapping[str, Tensor]],  # several: their gradients accumulate
     loss_of: Loss,
     optimizer: Optimizer,
     precision: Precision,

@@ -46,8 +46,8 @@ class TrainingTask:
     training: dict[str, Field]
     validation: dict[str, Field] | None
     input: Input
-    words: str  # which samples are for training and which for validation
-    loss_module: nn.Module | None = None  # whose buffers, such as class weights, go to the device
+    words: str  # which samples are for training and which for validation, for the log
+    loss_module: nn.Module | None = None  # the loss, if it is a module: its buffers move to the device
 
     @property
     def letters(self) -> str:

@@ -53,8 +53,8 @@ _RANKS = Label("memory of ranks", "the training loop", "control")
 class Result:
     """The outcome of a run, the same on every rank."""
 
-    steps: int  # made so far
-    losses: list[float] = field(default_factory=list)  # of those made this time
+    steps: int  # made so far, earlier attempts included
+    losses: list[float] = field(default_factory=list)  # of the steps made by this process
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False  # by a signal, after a checkpoint
 
@@ -90,7 +90,7 @@ class Trainer:
         self._task = task
         check_room(settings, task, self._layout, world.rank, self._precision)
         torch.manual_seed(settings.seed)
-        random.seed(settings.seed)  # or dropout would go on where another run of this process ended
+        random.seed(settings.seed)  # else dropout would continue the numbers of an earlier run of this process
         self.model = self._precision.placed(task.make_model())
         if task.loss_module is not None:
             self._precision.placed(task.loss_module)
@@ -143,7 +143,7 @@ class Trainer:
         """Train to the end, or until a signal asks to stop. By all ranks together."""
         try:
             with _calling(self._ask_to_stop), ExitStack() as opened:
-                # They close in their own way after an error: nobody waits for a lost rank.
+                # They close in an orderly way, and after an error without waiting for a lost rank.
                 for each in (self.checkpoints, self.loader, self._validation):
                     if each is not None:
                         opened.enter_context(each)
@@ -174,14 +174,14 @@ class Trainer:
             for batches in self._tracer.waits(self._groups()):
                 with self._tracer.step(self.step):
                     loss = self._one_step(batches)
-                batches.clear()  # or their memory could not take the next ones
+                batches.clear()  # releases their memory for the next ones
                 result.losses.append(loss)
                 self._callbacks("on_step", self, self.step - 1, loss)
                 if self._after_step():
                     result.stopped = True
                     break
         if not result.stopped:
-            self.save(wait=True)  # first: what is learned must not depend on how its pictures come out
+            self.save(wait=True)  # before validation, whose errors must not lose the weights
             result.metrics = self.validate(last=True)
         result.steps = self.step
         self._callbacks("on_end", self, result)
@@ -345,7 +345,7 @@ class Trainer:
         checkpoint = self.checkpoints.load_latest(self._tensors())
         if checkpoint is None:
             return
-        told = checkpoint.state.get("settings", self.settings.as_dict())  # those of older versions do not tell
+        told = checkpoint.state.get("settings", self.settings.as_dict())  # older versions did not save them
         check_optimizer(told, self.settings)
         self.model.load_state_dict(checkpoint.tensors["model"])
         load_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
@@ -361,7 +361,7 @@ class Trainer:
 
     def _ask_to_stop(self, number: int = signal.SIGTERM, _: object = None) -> None:
         """Handler of signals: stop after this step; a second Ctrl-C stops at once."""
-        if self._stop_asked and number == signal.SIGINT:  # whoever presses Ctrl-C twice does not want to wait
+        if self._stop_asked and number == signal.SIGINT:  # the second Ctrl-C: do not wait for the end of the step
             raise KeyboardInterrupt
         self._stop_asked = True
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-#: Folders of installed packages. Their generators only hand on what the program's own yield: progress bars, which are
-#: often shown on rank 0 alone and take another path there.
+#: Folders of installed packages. Their generators do not count in a path: progress bars pass items on, and are often
+#: shown on rank 0 alone, where the path would then differ.
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _PACKAGE = Path(__file__).parents[1]
 #: Parts of the library that run on behalf of the program, by paths that depend on caches and on other ranks.

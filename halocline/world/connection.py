@@ -20,11 +20,11 @@ from .transport_errors import Diverged
 
 READ_AHEAD = 1 << 13  # bytes: headers and small payloads are read together, since a call costs more than a copy
 _HEADER = struct.Struct("<qqq")  # tag, bytes, place
-_FOLLOWS = -1  # in place of a place: the payload comes next on the socket
-_OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of words about shared memory
-_WORTH_SHARING = 1 << 14  # bytes
-_LOW_WATER = 1 << 18  # bytes of a half-read payload that are to lie in the kernel's buffer before it wakes us
-_PARTS = 8  # pieces of memory that are handed to the kernel in one call
+_FOLLOWS = -1  # as place: the payload follows on the socket
+_OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of messages about shared memory, without a payload but for the offer
+_WORTH_SHARING = 1 << 14  # bytes from which a message goes through shared memory
+_LOW_WATER = 1 << 18  # bytes of a half-read payload that the kernel collects before it reports the socket as readable
+_PARTS = 8  # buffers that one call gives to the kernel
 
 Item = TypeVar("Item")
 
@@ -94,23 +94,24 @@ class Connection:
         self.socket, self.peer = connected, peer
         self.closed = False
         # Out
-        self.outbox: deque[memoryview] = deque()  # goes to the kernel next, whatever comes
-        self._leaving: PendingSend | None = None  # whose last part is in the outbox
+        self.outbox: deque[memoryview] = deque()  # bytes of messages that have begun: they go to the kernel next
+        self._leaving: PendingSend | None = None  # the message whose last part is in the outbox
         self._later: list[tuple[float, int, int, memoryview, PendingSend]] = []  # a heap: by urgency, then by age
         self._count = 0  # messages sent so far
         # In
         self._awaited = ByTag[PendingReceive]()
-        self._early = ByTag[memoryview]()  # has come, and nobody has asked for it yet
+        self._early = ByTag[memoryview]()  # messages that have arrived and were not asked for yet
         self._header, self._target, self._filled = memoryview(bytearray(_HEADER.size)), memoryview(b""), 0
         self._tag: int | None = None  # of the payload being read; None: a header is being read
         self._arrival: PendingReceive | None = None
-        self._buffer, self._begin, self._end = memoryview(bytearray(read_ahead)), 0, 0  # read, and not yet taken
+        # Bytes that were read ahead and not used yet: from ``_begin`` to ``_end``.
+        self._buffer, self._begin, self._end = memoryview(bytearray(read_ahead)), 0, 0
         self._low_water = 1
         # Shared memory
         self._share, self._accepted = share, False
         self._outgoing: Mailbox | None = None
         self._incoming: Mailbox | None = None
-        self._unshared: deque[tuple[int, memoryview, PendingSend]] = deque()  # waits for room in the mailbox
+        self._unshared: deque[tuple[int, memoryview, PendingSend]] = deque()  # wait for room in the mailbox
 
     def __del__(self) -> None:
         self.socket.close()
@@ -240,7 +241,7 @@ class Connection:
             return 0
         except OSError:
             count = 0
-        self.closed = not count  # the peer is gone; what it sent before is here
+        self.closed = not count  # 0 bytes: the peer has closed; everything it sent before is here
         return count
 
     def _wake_at(self, low_water: int) -> None:

@@ -148,8 +148,8 @@ class Traffic:
     gathered_bytes: int = 0
     sums: int = 0
     summed_bytes: int = 0
-    transport_bytes: int = 0  # given to the transport: messages sent, and tensors summed
-    #: Seconds by channel: what did not hide behind work.
+    transport_bytes: int = 0  # of messages sent and tensors summed
+    #: Seconds by channel that a rank has waited: communication that was not hidden by work.
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathers: Counter[str] = field(default_factory=Counter)
     shuffles: Counter[str] = field(default_factory=Counter)

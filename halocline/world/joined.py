@@ -26,10 +26,10 @@ from .tags import called_elsewhere, divergence
 from .transport_errors import Diverged
 
 DEFAULT_DEADLINE = 120.0  # seconds
-_PATIENCE = 4.0  # where nobody has set a deadline: of the longest wait that ended well
-_DEEPEST = 64  # calls that are compared where ranks meet
-_QUICK = 1.0  # seconds that the store has to answer, where an answer is of use during a wait only
-_GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
+_PATIENCE = 4.0  # times the longest successful wait: the deadline, if none was chosen
+_DEEPEST = 64  # calls of the stack that ranks compare when they join
+_QUICK = 1.0  # seconds for an answer of the store during a wait
+_GRACE = 3.0  # seconds in which other ranks may write where they stopped, once one has failed
 
 
 class JoinedWorld(World):
@@ -42,7 +42,7 @@ class JoinedWorld(World):
         self._store_is_silent = False
         self._closed = False
         self._adapts = False
-        self._first = False  # the one that all ranks joined, in which the program communicates
+        self._first = False  # whether it is the world that all ranks joined, not a duplicate
 
     def set_deadline(self, seconds: float) -> None:
         """Set the seconds that any wait for another rank may take."""
@@ -84,7 +84,7 @@ class JoinedWorld(World):
         if self._closed:
             return
         if not self._failed:
-            with suppress(RankFailure):  # no rank may go while another waits for its last message
+            with suppress(RankFailure):  # no rank may close while another waits for its last message
                 self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
         self._closed = True
         self._release()
@@ -149,7 +149,7 @@ class JoinedWorld(World):
                         heard[rank] = store.get(f"halocline/failed/{rank}")
                 time.sleep(0.05)
 
-        with suppress(RuntimeError, ValueError, OSError):  # the store may be gone, or stopped, with whoever holds it
+        with suppress(RuntimeError, ValueError, OSError):  # the store may have ended with the process that serves it
             within(_GRACE, talk)
         return dict(heard)
 
@@ -184,5 +184,5 @@ class JoinedWorld(World):
             yield
         except TimeoutError:
             self._store_is_silent = True
-        except (RuntimeError, ValueError):  # gone with the rank that held it
+        except (RuntimeError, ValueError):  # the store has ended with the rank that served it
             pass

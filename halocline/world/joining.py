@@ -14,7 +14,8 @@ from .mpi_joining import join_by_mpi
 
 TRANSPORTS = ("torch", "mpi")
 
-_joined_by_mpi: list[bool] = []  # from then on torch.distributed runs too, and its variables are set
+#: Not empty once ranks have joined over MPI: torch.distributed then runs, too, and its variables no longer tell.
+_joined_by_mpi: list[bool] = []
 
 
 def connect(deadline: float = DEFAULT_DEADLINE, transport: str | None = None) -> JoinedWorld | None:

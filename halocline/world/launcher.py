@@ -21,7 +21,7 @@ _MPI = (
 class RankInfo:
     """This process among the ranks of its run. ``size`` is 0 where the environment does not say."""
 
-    by: str  # "torchrun" (or whoever sets its variables), "Slurm" or "MPI"
+    by: str  # "torchrun" (or another launcher that sets its variables), "Slurm" or "MPI"
     rank: int
     size: int
 

@@ -13,7 +13,7 @@ import struct
 import time
 
 HELLO = struct.Struct("<16sqq")  # token, rank, lane
-_GREETING = 2.0  # seconds that a caller has to say it
+_GREETING = 2.0  # seconds that a caller has to send it
 
 
 class Listener:
@@ -23,7 +23,8 @@ class Listener:
         self._token = secrets.token_bytes(16)
         self._socket = socket.create_server((host, 0), backlog=256)
         self._socket.setblocking(False)
-        self._greeting: dict[int, tuple[socket.socket, bytearray, float]] = {}  # by descriptor: since when
+        #: Callers that are not identified yet, by descriptor: socket, what it has sent, and since when.
+        self._greeting: dict[int, tuple[socket.socket, bytearray, float]] = {}
         self.callers: dict[tuple[int, int], socket.socket] = {}  # by rank and lane
 
     @property
@@ -51,7 +52,7 @@ class Listener:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except (BlockingIOError, ConnectionError):  # nobody, or one that has hung up already
+            except (BlockingIOError, ConnectionError):  # no caller, or one that has hung up already
                 return
             connection.setblocking(False)
             self._greeting[connection.fileno()] = connection, bytearray(), time.monotonic()

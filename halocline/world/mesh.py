@@ -66,7 +66,7 @@ class Mesh:
         self.sizes: Mapping[str, int] = _resolve(sizes, self.world.size)
         self.names = tuple(self.sizes)
         self._key = (self.names, tuple(self.sizes.values()), id(self.world), self.choices)
-        self.channels_last = False  # has any tensor of this mesh been laid out so?
+        self.channels_last = False  # whether any tensor of this mesh has that memory format
         self._ranks = lru_cache(maxsize=None)(self._ranks_along)
 
     def __repr__(self) -> str:

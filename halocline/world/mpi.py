@@ -29,14 +29,14 @@ from .tags import folded
 from .tensor_bytes import in_host_memory
 from .transport_errors import Diverged, TransportError
 
-_PARTING = "parting"  # a communicator on which a rank that leaves says so
-_LAST = 0.1  # seconds for what a rank sent before it left
-_COMPARE = 1.0  # seconds of waiting after which, and again, ranks compare where they are in the program
+_PARTING = "parting"  # the communicator on which a rank tells that it leaves
+_LAST = 0.1  # seconds in which messages that a rank sent before it left may still arrive
+_COMPARE = 1.0  # seconds of waiting between comparisons of where ranks are in the program
 _MAKING = 10.0  # seconds, beyond the deadline, to make a communicator of ranks that have all come
-_SOON = 3.0  # seconds that the others have to end, where something has failed
-_LONG = 1 << 14  # bytes from which a message may need the receiver before it goes
+_SOON = 3.0  # seconds to wait for the end of other ranks after a failure
+_LONG = 1 << 14  # bytes from which MPI may send a message only when the receiver asks for it
 _TAG_BITS = 31
-#: What MPI adds as torch does, by dtype; truth values are or-ed, as torch adds them.
+#: MPI's datatypes for dtypes that it adds as torch does; booleans are or-ed, as torch adds them.
 _TYPES = {
     torch.float64: "DOUBLE",
     torch.float32: "FLOAT",
@@ -47,7 +47,7 @@ _TYPES = {
     torch.uint8: "UINT8_T",
     torch.bool: "UINT8_T",
 }
-_HALVES = (torch.float16, torch.bfloat16)  # MPI knows none: torch adds them
+_HALVES = (torch.float16, torch.bfloat16)  # MPI lacks these: torch adds them
 
 
 @dataclass(eq=False)
@@ -59,7 +59,8 @@ class _Posted:
     peers: list[int] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)  # bytes of the receives, which are the first of the requests
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to a tensor that MPI could not write
+    #: Tensors that MPI cannot write, with the host memory to copy from when it is done.
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     memory: list[Tensor] = field(default_factory=list)
     statuses: list[Any] = field(default_factory=list)
     is_sum: bool = False
@@ -81,7 +82,7 @@ class MpiWorld(JoinedWorld):
         self._comms = {name: self._communicator(name) for name in (*CHANNELS, _PARTING)}
         self._rings: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._under_way: set[_Posted] = set()
-        self._left: dict[int, float] = {}  # who has said so, and when it was heard
+        self._left: dict[int, float] = {}  # ranks that have told that they leave, and when this rank learned it
         self._told: list[Any] = []
         self._woken = Event()
         self._progress = progress()
@@ -295,10 +296,10 @@ class MpiWorld(JoinedWorld):
     def _look_for(self, peers: Sequence[int]) -> None:
         """Raise TransportError if one of these peers has left. What it sent before gets a moment to arrive."""
         comm, status, now = self._comms[_PARTING], self._mpi.Status(), time.monotonic()
-        if self._told:  # by another thread, so that this one need not wait
+        if self._told:  # another thread of this rank has failed: waiting is of no use
             raise TransportError(peers[0], "connection closed: this rank has left")
         while comm.Iprobe(self._mpi.ANY_SOURCE, 0, status):
-            comm.Recv([None, 0, self._mpi.BYTE], status.Get_source(), 0)  # it is there
+            comm.Recv([None, 0, self._mpi.BYTE], status.Get_source(), 0)  # does not block: Iprobe has seen it
             self._left[status.Get_source()] = now
         for peer in peers:
             if now - self._left.get(peer, now) > _LAST:
@@ -306,7 +307,7 @@ class MpiWorld(JoinedWorld):
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
         """As in :class:`JoinedWorld`, after telling the other ranks."""
-        if not isinstance(error, Diverged):  # whose peer is to see for itself
+        if not isinstance(error, Diverged):  # the other rank of a divergence finds it, too
             self.farewell()  # the others need not wait for their deadlines
         return super()._failure(peer, error, label)
 

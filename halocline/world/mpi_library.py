@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from ..errors import MeshError
 
-_SPIN = 20e-6  # seconds of asking again at once
-_YIELD = 100e-6  # and of letting others have the core in between: where ranks share cores, those we wait for
-_PAUSES = 20e-6, 500e-6  # seconds of sleep after that, from the first to the longest
-_MOVED = 10e-6  # a call of this many seconds has moved something, and there may be more
+_SPIN = 20e-6  # seconds of polling without a pause
+_YIELD = 100e-6  # seconds of polling that yields the core: where ranks share cores, the awaited rank may need it
+_PAUSES = 20e-6, 500e-6  # seconds of sleep between polls after that: the first and the longest
+_MOVED = 10e-6  # seconds: a call that takes longer has moved data, and there may be more
 _STDERR = 2
-_UNUSED = 600.0  # seconds to wait for the others' end, where no world says how long
+_UNUSED = 600.0  # seconds to wait for other ranks at the end, if no world was made
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -35,9 +35,9 @@ def library() -> Any:
         started_here = "mpi4py.MPI" not in sys.modules
         if started_here:
             mpi4py.rc.thread_level = "multiple"
-            mpi4py.rc.finalize = False  # it would wait without end for a rank that has failed
+            mpi4py.rc.finalize = False  # MPI_Finalize would wait for ever for a rank that has failed
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # the second where there is no MPI for it to load
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library to load
         raise MeshError(
             f"ranks over MPI need mpi4py and an MPI library ({error}); pip install 'halocline[mpi]', and mpich where "
             "the machine has no MPI of its own, or start the ranks with torchrun"

@@ -30,10 +30,10 @@ from .tcp import LARGEST, WIDE_POSSIBLE, TcpTransport
 from .tensor_bytes import in_host_memory, memory_of, sendable
 from .transport_errors import TransportError
 
-_TAG_BITS = 31  # of gloo
+_TAG_BITS = 31  # that gloo has for a tag
 _MESSAGES = "messages"
 _NOTHING = torch.empty(0)
-Job = tuple[int, Any, Tensor, Tensor]  # a peer, what is under way, and a tensor with its place in host memory
+Job = tuple[int, Any, Tensor, Tensor]  # a peer, what is under way, and a tensor with its copy in host memory
 
 
 class _Large(NamedTuple):
@@ -52,7 +52,7 @@ class ProcessWorld(JoinedWorld):
     """
 
     def __init__(self, deadline: float = DEFAULT_DEADLINE, wide: bool = False) -> None:
-        self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups
+        self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups by purpose and ranks
         self._new_group = threading.Lock()  # a thread may set the deadline of groups while another adds one
         self._nccl: NcclGroups | None = None
         self._sockets: TcpTransport | None = None
@@ -71,12 +71,12 @@ class ProcessWorld(JoinedWorld):
         self._wide, self._everyone = wide, tuple(range(self.size))
         self._name = f"halocline/world {world_number(self.rank, deadline)}"
         self._store = own_store(deadline)
-        if not all_on_sockets:  # each group of gloo's has threads, which wake up a hundred times a second
+        if not all_on_sockets:  # else saved: the threads of a gloo group wake up a hundred times a second
             self._group(_MESSAGES, self._everyone)
         if own_sockets:
             self._sockets = TcpTransport(self.rank, deadline, self._store, f"{self._name}/sockets", all_on_sockets)
         self._largest_on_sockets = math.inf if all_on_sockets else LARGEST
-        if on_devices:  # flags and shapes travel as CPU tensors, so that NCCL alone would not do
+        if on_devices:  # gloo is needed, too, since flags and shapes are CPU tensors
             self._nccl = nccl_groups(self.size, deadline)
 
     def set_deadline(self, seconds: float) -> None:
@@ -98,7 +98,7 @@ class ProcessWorld(JoinedWorld):
             made = gloo_group(self._store, name, ranks.index(self.rank), len(ranks), deadline)
             with self._new_group:
                 self._gloo[key] = made
-            if deadline != self.deadline:  # it was set meanwhile, for the groups that there were
+            if deadline != self.deadline:  # the deadline has changed while the group was made
                 set_group_timeout(made, self._wait)
         return self._gloo[key]
 
@@ -212,7 +212,7 @@ class ProcessWorld(JoinedWorld):
 
     def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
         """As in :class:`JoinedWorld`; a wide world leaves first, so that all ranks stop and are heard."""
-        if self._wide:  # all are to stop at once, so that all are heard
+        if self._wide:  # all ranks then stop at once, and say where
             self.leave()
         return super()._hear_others(called, ranks)
 

@@ -20,7 +20,7 @@ from ..background import in_background
 from .launcher import rendezvous_of
 
 T = TypeVar("T")
-_MARGIN = 1.0  # seconds that torch's own timeout, whose text says more, has before ours
+_MARGIN = 1.0  # seconds by which our timeout is later than torch's own, whose text says more
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
@@ -85,7 +85,7 @@ def serve_store(address: str) -> tuple[Any, int]:
     """A store in this process, for ranks that it starts, and its port. It ends with the returned object."""
     import socket
 
-    listener = socket.create_server((address, 0))  # one that the store opens itself listens on every interface
+    listener = socket.create_server((address, 0))  # a port that the store opens itself would listen on every interface
     port = int(listener.getsockname()[1])
     store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
     return store(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-_SIZE = 1 << 24  # bytes; pages are had when first written
+_SIZE = 1 << 24  # bytes; the system allocates a page when it is first written
 _TOKEN = 16  # bytes
 
 

@@ -28,15 +28,15 @@ from .listener import HELLO, Listener
 from .rendezvous import BoundedStore
 from .transport_errors import Diverged, TransportError
 
-LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
+LARGEST = 1 << 17  # bytes of a message that fits into the kernel's buffers, so that sending does not wait
 WIDE_POSSIBLE = hasattr(os, "eventfd") and hasattr(os, "memfd_create")  # on Linux
-_EXPRESS = 1 << 16  # bytes up to which a message of a wide world waits for none that is half sent
-_LEAST_UNSENT = 1 << 16  # bytes that the kernel may have unsent, however little is asked for
-_PROBE = 1.0  # seconds of waiting for a call after which, and again, a rank sees whether the caller still listens
-_KNOCK = 0.02  # seconds at the door before looking after those who are in
-_SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
+_EXPRESS = 1 << 16  # bytes up to which a message of a wide world goes past large ones that are half sent
+_LEAST_UNSENT = 1 << 16  # bytes: the smallest limit on the kernel's unsent bytes
+_PROBE = 1.0  # seconds between checks that a rank which has not called yet still listens
+_KNOCK = 0.02  # seconds to wait for a caller before serving the open connections again
+_SPIN = 50e-6  # seconds to spin before sleeping, since a wake-up takes longer
 
-#: The peer, what is under way, and whatever the caller needs to know of it.
+#: The peer, the pending message, and anything else that the caller keeps with it.
 Job = tuple[Any, ...]
 
 
@@ -56,12 +56,12 @@ class TcpTransport:
         self.set_deadline(deadline)
         self._connections: dict[tuple[int, int], Connection] = {}  # by peer and lane
         self._poll = select.poll()
-        self._open: dict[int, Connection] = {}  # by descriptor: those that are polled
-        self._writing: set[int] = set()  # of these, where something is left to write
+        self._open: dict[int, Connection] = {}  # by descriptor: connections that are polled
+        self._writing: set[int] = set()  # descriptors of those with bytes left to write
         self._gone: set[int] = set()  # peers that have closed a connection
-        self._unsent = 0  # bytes that the kernel may have unsent; 0: as many as it likes
+        self._unsent = 0  # limit on the kernel's unsent bytes; 0: none
         self._spin = 0.0 if wide else _spin()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK) if wide else -1  # with it other threads end a wait
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK) if wide else -1  # an event by which other threads end a wait
         if wide:
             self._poll.register(self._bell, select.POLLIN)
         named = cards() if wide else cards()[:1]
@@ -95,8 +95,8 @@ class TcpTransport:
 
     def adopt(self, connected: socket.socket, peer: int, lane: int) -> Connection:
         """Use a connected socket, whose other end is that lane of ``peer``."""
-        share = self._wide and connected.getpeername()[0] == connected.getsockname()[0]  # it is on this node
-        # On lanes of large messages each one is asked for before it is read: see Connection.
+        share = self._wide and connected.getpeername()[0] == connected.getsockname()[0]  # the peer is on this node
+        # Large messages are asked for before they are read, and need no copy: see Connection.
         reads_ahead = lane < len(self._listeners)
         made = Connection(connected, peer, share, READ_AHEAD if reads_ahead else 0)
         self._limit(made)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _SENT_AS_IT_IS = (torch.float32, torch.float64)
-_PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # which numpy knows too
+_PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)  # dtypes that numpy has, too
 
 
 def in_host_memory(tensor: Tensor, fill: bool = False) -> Tensor:

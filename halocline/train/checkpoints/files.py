@@ -22,7 +22,7 @@ from .peers import CheckpointError, reason
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 FORMAT = 1
-CHECKPOINTS = "checkpoints"  # the folder of these folders in that of a run
+CHECKPOINTS = "checkpoints"  # name of the folder of all checkpoints in that of a run
 _LOCK_PATIENCE = 10.0  # seconds: child processes of a killed run may hold its lock a little longer
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.(step-\d{8,})\.(part|old|gone)")

@@ -28,9 +28,9 @@ from .images import (
 from .run import Array
 from .svg import element, short, text, tooltip
 
-EDGE, PAD = 230.0, 38.0  # of a small square chart
+EDGE, PAD = 230.0, 38.0  # of a small square chart: its edge, and the margin for labels
 NUMBERS = 12  # charts of numbers at most
-DOTS = 400  # of a chart
+DOTS = 400  # points of a chart at most
 FEW = 40  # classes at most
 
 
@@ -146,7 +146,7 @@ def _classes(planes: dict[str, Array]) -> str:
     for number in range(len(planes["y"])):
         y, p = planes["y"][number], planes["p"][number]
         under = planes["x"][number] if "x" in planes else np.zeros_like(y)
-        known = y >= 0  # what lies below is a mark for pixels that nobody knows
+        known = y >= 0  # negative numbers mark pixels without a known class
         share = float((known & (y != p)).sum() / max(1, known.sum()))
         base = grey(thin(under))
         wrong = thin(((y != p) & known).astype(np.float64)) > 0

@@ -17,8 +17,8 @@ from .svg import element, path_of, polygon, short, text, tooltip
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 40
-POINTS = 600  # that a curve is drawn with at most
-STRIPS = 150  # that answer to the pointer
+POINTS = 600  # of a curve at most
+STRIPS = 150  # columns that show a tooltip, at most
 Words = Callable[[float], str]
 
 
@@ -53,7 +53,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     ([0.0, 2.0, 4.0, 6.0, 8.0], [0.9, 0.95, 1.0])
     """
     rough = (high - low) / wanted
-    if not 1e-200 < rough < 1e200:  # nothing that could be told apart
+    if not 1e-200 < rough < 1e200:  # the ends cannot be told apart
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -123,8 +123,8 @@ class Series:
     name: str
     steps: Array
     values: Array
-    class_: str  # of its colour
-    raw: bool = False  # faint: it is smoothed by another
+    class_: str  # CSS class of its colour
+    raw: bool = False  # drawn faintly
     dots: bool = False
     words: Words = field(default=short)
 

@@ -18,7 +18,7 @@ from .svg import element
 
 Picture = NDArray[np.uint8]  # [height, width, 3]
 LARGEST = 384  # pixels of an edge; larger slices are thinned
-#: A class each, from 1 on; class 0 is left as it is, and red is for errors.
+#: Colours of classes from 1 on; class 0 has none, and red is for errors.
 CLASSES = ("#f2b134", "#2fb7c4", "#b86be0", "#5fbf5a", "#4c7fe8", "#f58f9c", "#9c7a54", "#c9d34a")
 WRONG = "#ff2d44"
 RAMP = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")

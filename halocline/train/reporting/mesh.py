@@ -14,10 +14,10 @@ from .charts import svg
 from .run import Entry
 from .svg import element, polygon, text, tooltip
 
-SIDE, MANY = 190.0, 330.0  # of the longest edge; where there are many tiles along one
-THIN = 34.0  # of the shortest: what is thinner could not bear a number
-SLANT = 0.42  # how much of its length an edge that goes back shows, across and up
-COPIES = 4  # drawn; more are alike
+SIDE, MANY = 190.0, 330.0  # length of the longest edge; and where there are many tiles along it
+THIN = 34.0  # length of the shortest edge, so that a number fits
+SLANT = 0.42  # share of its length that an edge which goes back has across, and up
+COPIES = 4  # copies that are drawn; others look the same
 Pair = tuple[int, int]
 Copy = tuple[tuple[str, int], ...]  # places along axes that are not drawn
 
@@ -187,7 +187,7 @@ def _number(rank: int, x: float, y: float, room: float) -> str:
     """A rank's number in the middle of its tile; none where it would be too small, since the tooltip has it."""
     size = min(17.0, 0.55 * room)
     if size < 6:
-        return ""  # the tooltip tells
+        return ""  # the tooltip has it
     return element("text", text(rank), x=x, y=y + 0.36 * size, class_="rank mid", font_size=size)
 
 

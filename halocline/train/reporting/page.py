@@ -11,7 +11,7 @@ from .sections import Missing, Part, Section
 from .style import STYLE
 from .svg import duration, element, short, text
 
-#: The browser itself holds the page to it: nothing is fetched, and no script runs.
+#: The browser enforces that nothing is fetched and no script runs.
 _SEALED = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'\">"

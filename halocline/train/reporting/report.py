@@ -20,7 +20,7 @@ class RunReport:
 
     path: Path
     bytes: int
-    sections: list[str]  # those that the run had something for
+    sections: list[str]  # names of those that are shown
 
 
 def write_report(run: Path, out: Path | None = None) -> RunReport:

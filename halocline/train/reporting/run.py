@@ -24,7 +24,7 @@ from ..trace import TRACE
 RESULT = "result.json"
 Array = NDArray[np.float64]
 Entry = dict[str, Any]
-_HUGE = 1e100  # a run that has come so far is lost: as good as infinite, and no chart could be drawn to it
+_HUGE = 1e100  # such a loss counts as infinite: no chart could show it
 
 
 class NoRun(HaloclineError, ValueError):
@@ -39,18 +39,18 @@ class RecordedRun:
     """
 
     name: str
-    config: str = ""  # as written
+    config: str = ""  # the text of config.toml
     settings: Entry = field(default_factory=dict)
     steps: list[Entry] = field(default_factory=list)
     validations: list[Entry] = field(default_factory=list)
     ranks: list[Entry] = field(default_factory=list)
     split: str = ""  # which samples were trained on and which held out
-    choices: Entry = field(default_factory=dict)  # what the mesh decided by, as hc.Choices has it
+    choices: Entry = field(default_factory=dict)  # the fields of hc.Choices
     result: Entry | None = None
     examples: dict[str, Array] | None = None
     traced: bool = False
-    plan: Entry | None = None  # what the run follows, and what a step was predicted to take
-    troubles: dict[str, str] = field(default_factory=dict)  # pieces that are there and cannot be read, and why
+    plan: Entry | None = None  # the plan that the run follows, and its predictions
+    troubles: dict[str, str] = field(default_factory=dict)  # parts that cannot be read, and why
 
     @property
     def subject(self) -> str:

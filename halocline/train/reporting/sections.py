@@ -20,7 +20,7 @@ from .mesh import mesh_figures
 from .run import Array, Entry, RecordedRun, column, is_number
 from .svg import duration, element, short, text
 
-#: Parts of a step's time, from below: what is left of it is computing.
+#: Parts of a step's time, from below; computing is what the waits leave.
 PARTS = {
     "compute": "computing",
     "halo": "waiting for halos and sums",
