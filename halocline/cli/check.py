@@ -112,6 +112,7 @@ def check(
                 raise typer.Exit(list_names(named))
             raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
         inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
+        # Progress goes to stderr, so that stdout holds the result alone.
         with stderr().status("starting ranks") as status:
             report = check_network(target, say=status.update, **inputs, **settings)  # type: ignore[arg-type]
     if as_json:

@@ -69,6 +69,7 @@ def convert(
 
     - `halocline data convert all.npy "samples/{}.h5" --dims NCDHW`: each sample to a file of its own.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.stores.open import open_store
     from ..data.tools.convert import Wish
     from ..data.tools.convert import convert as write

@@ -36,6 +36,7 @@ def info(
 
     - `halocline data info universe.h5 --dataset full --dims NCDHW --cut D=2,H=2`: what each of 2 x 2 ranks would read.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.stores.contents import contents
     from ..data.stores.open import files_of, open_store
 

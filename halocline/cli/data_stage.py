@@ -74,6 +74,7 @@ def stage(
 
     **Exit status**: 0 all files are in place; 2 otherwise, and the message names node, file and reason.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.staging import StageError
     from ..data.staging import stage as stage_files
     from ..world import init, this_world

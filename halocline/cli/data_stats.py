@@ -41,6 +41,7 @@ def stats(
     - `halocline data stats labels.zarr --classes`: how often each class occurs, and weights for a loss: 1 / sqrt of
       the frequency, scaled to sum 1.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.stores.open import open_store
     from ..data.tools.statistics import Statistics, beside
 

@@ -87,6 +87,7 @@ def check_ours(out: Path) -> None:
 
 def make_data(path: Path) -> None:
     """Write datasets x and y, chunked so that each half of a cube can be read by itself."""
+    # Imported here, so that other commands do not need h5py.
     import h5py
 
     from ..workloads.universes import universes

@@ -112,6 +112,7 @@ def train(
 def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> tuple[Settings, Path]:
     """The settings and the folder of a run, from a run's folder, a TOML file or a workload's name. Raises
     ConfigError."""
+    # Imported here: settings need pydantic, which other commands do without.
     from ..train.config import CONFIG, load_settings, make_settings, with_changes
     from ..train.task import defaults_of
     from ..workloads import WORKLOADS
@@ -160,7 +161,7 @@ def _new_folder(name: str) -> Path:
     place = this_rank_info()
     if place is not None and place.size != 1:
         raise ConfigError("under torchrun, srun and mpiexec all ranks must write into one folder: give --out")
-    number = 1
+    number = 1  # two commands at once may choose the same: the lock on checkpoints then refuses one
     while (Path("runs") / f"{name}-{number}").exists():
         number += 1
     return Path("runs") / f"{name}-{number}"
@@ -193,7 +194,7 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
         if attempt == restarts or ending.is_final:  # wrong settings would fail again
             raise LaunchError(words)
         say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
-    raise HaloclineError("unreachable")
+    raise HaloclineError("unreachable")  # for mypy: the last attempt returns or raises
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:

@@ -22,6 +22,7 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
 
     - `XDG_CACHE_HOME=$PWD/caches halocline tune`: into a folder that travels with the project.
     """
+    # Imported here, so that help and other commands start without them.
     import torch
 
     from ..kernels.sizes import DEFAULTS, describe, table_path, write_table

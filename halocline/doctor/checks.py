@@ -166,7 +166,10 @@ def _nccl_takes(name: str, setting: str) -> bool:
 
 
 def contradictions(env: Mapping[str, str]) -> Check:
-    """Variables of launchers that contradict each other: with one of them, joining the ranks would fail or hang."""
+    """Variables of launchers that contradict each other: with one of them, joining the ranks would fail or hang.
+
+    These are values that are no numbers, a RANK without the variables that go with it, and ranks beyond their number.
+    """
     rubbish = [name for name in NUMBERS if not env.get(name, "0").isdigit()]
     if rubbish:
         text = ", ".join(f"{name}={env[name]}" for name in rubbish)
@@ -242,7 +245,7 @@ def _bind(port: int) -> None:
 
 
 def _why_not(take: Callable[[], object]) -> str:
-    """Why a port cannot be taken; "" if it can."""
+    """Why a port cannot be taken, by calling ``take``; "" if it can."""
     try:
         take()
     except OSError as error:

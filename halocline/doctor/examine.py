@@ -64,6 +64,7 @@ def examine(
     If launcher variables contradict each other, ranks are not met: no one could say which rank this is. With problems
     that would make a meeting fail, it is not tried, and a finding says so.
     """
+    # Whatever can be checked without other ranks comes first: it explains most failures to meet.
     say("looking at this machine")
     env, host, report, run = os.environ, socket.gethostname(), DoctorReport(), None
     wrong, gpus = list(checks.contradictions(env)), len(report.devices["gpus"])

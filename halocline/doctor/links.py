@@ -116,7 +116,10 @@ def measure_links(world: World) -> Links:
 
 
 def pairs(size: int) -> list[tuple[int, int]]:
-    """The pairs to measure: all of few ranks, else rank 0 with peers spread over the rest."""
+    """The pairs to measure: all of few ranks, else rank 0 with peers spread over the rest.
+
+    So the number of pairs stays below 33, however many ranks there are.
+    """
     if size <= ALL_PAIRS:
         return list(combinations(range(size), 2))
     step = -(-(size - 1) // MOST_PEERS)
@@ -127,7 +130,10 @@ def pairs(size: int) -> list[tuple[int, int]]:
 
 
 def _exchange(world: World, device: torch.device) -> list[str]:
-    """Exchange numbers that are different for each pair, and return a text if wrong ones arrive."""
+    """Exchange numbers that are different for each pair, and return a text if wrong ones arrive.
+
+    By all ranks together. A message that was delivered to another rank, or damaged, is found.
+    """
     everyone, peers = tuple(range(world.size)), _peers(world.rank, world.size)
     sends = [Send(peer, _words(world.rank, peer, device)) for peer in peers]
     receives = [Receive(peer, WORDS) for peer in peers]

@@ -66,7 +66,11 @@ class Meeting:
 
 
 def compare(ranks: Sequence[About]) -> Iterator[Finding]:
-    """Findings about all ranks together, and those of other ranks about themselves, each text only once."""
+    """Findings about all ranks together, and those of other ranks about themselves, each text only once.
+
+    Ranks must have the same versions, and all or none of them GPUs; their threads must fit the cores of their machine;
+    and gloo must not use loopback between machines.
+    """
     differ, remedy = False, "start every rank from the same environment: virtual environment, container or module"
     for name in COMPARED:
         holders = _grouped(ranks, [str(one.versions.get(name)) for one in ranks])

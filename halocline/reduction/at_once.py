@@ -62,13 +62,12 @@ def _average_in_graph(engine: GradientAverage, indices: Sequence[int]) -> None:
 
 
 def _average_bucket(engine: GradientAverage, indices: list[int]) -> None:
-    parameters = [engine.parameters[index] for index in indices]
-    bucket = Bucket(indices, parameters)
+    bucket = Bucket(indices, engine.parameters)
     bucket.begin(engine.parameters)
-    for index, parameter in zip(indices, parameters, strict=True):
-        bucket.put(index, parameter.grad)
+    for index in indices:
+        bucket.put(index, engine.parameters[index].grad)
     bucket.fill(1.0 / len(engine.ranks))
     label = Label(engine.name, "backward", "gradients")
     engine.world.begin_sum(bucket.seal(), engine.ranks, label).wait()
-    for index, parameter in zip(indices, parameters, strict=True):
-        parameter.grad = bucket.gradient(index)
+    for index in indices:
+        engine.parameters[index].grad = bucket.gradient(index)

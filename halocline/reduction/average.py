@@ -29,9 +29,10 @@ from .hooks import ParameterHooks
 from .owners import AveragedMark, is_averaged, mark_averaged, refuse_unaveraged
 from .schedule.clock import Clock, FixedClock, measured_link
 from .schedule.control import Control, Doubling
+from .schedule.negotiation import Agreement
 from .schedule.overlap import Overlap
 from .transport.compression import GradientCompression
-from .transport.leases import Agreement, lease
+from .transport.leases import lease
 from .transport.rings import Rings
 from .transport.sum_queue import FlatTransport, SumQueue, Transport
 

@@ -66,7 +66,7 @@ def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
         for parameter in pieces:
             _check_placed(parameter, ranks)
         if pieces:
-            module.register_forward_pre_hook(lambda module, _: mark(set(module.parameters(recurse=False))))
+            module.register_forward_pre_hook(_mark_parameters)
         owned |= pieces
     mark(owned)
     return owned
@@ -106,6 +106,11 @@ def mark(parameters: set[Tensor]) -> None:
     """Note that another component averages these parameters' gradients."""
     for parameter in parameters:
         setattr(parameter, AVERAGED, True)
+
+
+def _mark_parameters(module: nn.Module, _: Any) -> None:
+    """A forward pre-hook: FSDP2 swaps parameters in each forward. A function of its own, so that models pickle."""
+    mark(set(module.parameters(recurse=False)))
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ class _Slot(NamedTuple):
 
 
 class Bucket:
-    """Gradients of parameters of one real dtype and device; ``indices`` are the engine's numbers of the parameters.
+    """Gradients of parameters of one real dtype and device; ``indices`` are their places in ``parameters``.
 
     Owns the memory that is summed. A step is: :meth:`begin`, :meth:`put` for each gradient, :meth:`fill`, the sum of
     :meth:`seal`'s tensor over ranks, then :meth:`report` and :meth:`gradient`.
@@ -56,13 +56,14 @@ class Bucket:
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]) -> None:
         self.indices = list(indices)
-        self.dtype, self.device = real_dtype(parameters[0]), parameters[0].device
+        first = parameters[self.indices[0]]
+        self.dtype, self.device = real_dtype(first), first.device
         self.counted_in = self.dtype  # dtype in which the last message travelled
         self.largest: float | None = None  # largest element of the last mean, which compression scales by
         self.scale = 1.0  # of the message under way
         self._slots: list[_Slot] = []
         end = 0
-        for parameter in parameters:
+        for parameter in (parameters[index] for index in self.indices):
             end += end % 2 if parameter.is_complex() else 0  # torch views pairs as complex at even offsets only
             # Dense parameters keep their own strides (channels last, for instance); others become contiguous.
             strides = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()

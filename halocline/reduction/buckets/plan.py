@@ -109,8 +109,7 @@ class BucketPlan:
         if dynamic or goal != "end of backward":  # gradients that did not come may come later
             absent = [index for index, ready in enumerate(facts.ready) if ready < 0 and not facts.sparse[index]]
             runs += by_kind(absent, parameters)
-        buckets = [Bucket(run, [parameters[index] for index in run]) for run in runs if run]
-        return cls(buckets, sparse, facts, dynamic, goal)
+        return cls([Bucket(run, parameters) for run in runs if run], sparse, facts, dynamic, goal)
 
     @property
     def on_cpus(self) -> bool:
@@ -133,9 +132,7 @@ class BucketPlan:
     def twin(self, parameters: Sequence[Tensor]) -> BucketPlan:
         """The same plan on other memory, for a pass that runs while this one's sums are under way. Twins alternate."""
         if self._twin is None:
-            buckets = [
-                Bucket(bucket.indices, [parameters[index] for index in bucket.indices]) for bucket in self.buckets
-            ]
+            buckets = [Bucket(bucket.indices, parameters) for bucket in self.buckets]
             self._twin = BucketPlan(buckets, self.sparse, self.facts, self.dynamic, self.goal, _twin=self)
         return self._twin
 

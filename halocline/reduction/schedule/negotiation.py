@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 
 from ...errors import RankFailure
+from ...world import CommThread, World
+from ..transport.leases import MOST, lease
 from ..transport.sum_queue import BucketSum
 from .control import Control, packed, unpacked
 
@@ -89,3 +91,16 @@ class Negotiation:
             if bits[bucket] and bucket not in self.sums:
                 nobody = bits[self._buckets + bucket]
                 self.sums[bucket] = None if nobody else self._begin_sum(bucket)
+
+
+class Agreement:
+    """A duplicated world and its thread, in which ranks agree while backward runs. Made by all ranks together."""
+
+    def __init__(self, world: World, control: Callable[[World, str], Control], name: str) -> None:
+        leased = lease(world, "duplicated world", lambda _: (world.duplicate(), CommThread("halocline agreement")))
+        assert leased is not None, f"more than {MOST} models whose ranks take different paths"
+        self.lease = leased
+        self.world: World = leased.thing[0]
+        self.thread: CommThread = leased.thing[1]
+        self.world.traffic.clear()
+        self.control = control(self.world, name)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ...world import CommThread, Label, World
-from ..schedule.control import Control
+from ...world import Label, World
 from .sum_queue import SumQueue
 
 MOST = 63  # resources of one kind: bits of a word
@@ -74,16 +73,3 @@ def lease(
     else:
         return None
     return ChannelLease(pool, number)
-
-
-class Agreement:
-    """A duplicated world and its thread, in which ranks agree while backward runs. Made by all ranks together."""
-
-    def __init__(self, world: World, control: Callable[[World, str], Control], name: str) -> None:
-        leased = lease(world, "duplicated world", lambda _: (world.duplicate(), CommThread("halocline agreement")))
-        assert leased is not None, f"more than {MOST} models whose ranks take different paths"
-        self.lease = leased
-        self.world: World = leased.thing[0]
-        self.thread: CommThread = leased.thing[1]
-        self.world.traffic.clear()
-        self.control = control(self.world, name)
