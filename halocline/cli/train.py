@@ -113,7 +113,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
     """The settings and the folder of a run, from a run's folder, a TOML file or a workload's name. Raises
     ConfigError."""
     # Imported here: settings need pydantic, which other commands do without.
-    from ..train.config import CONFIG, load_settings, make_settings, with_changes
+    from ..train.config import CONFIG, load_settings, make_settings, read_toml, with_changes
     from ..train.task import defaults_of
     from ..workloads import WORKLOADS
 
@@ -131,29 +131,17 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
                 f"{target} is neither a workload ({', '.join(WORKLOADS)}) nor, seen from {Path.cwd()}, a TOML file or "
                 "the folder of a run"
             )
-    # A workload's defaults go below the file and the changes, which may both name it.
-    told = with_changes(_told(path), changes) if path.suffix == ".toml" else with_changes({"workload": target}, changes)
-    if told.get("workload") is None:
-        if full:
-            raise ConfigError(f"--full: {target} is not a workload, and only workloads have a full size")
-        return load_settings(path, changes), out or _new_folder(path.stem)
-    if full:
-        changes = [*changes, "scale=full"]
-    defaults = defaults_of(told["workload"], "full" if full else told.get("scale", "small"))
-    if path.suffix == ".toml":
-        return load_settings(path, changes, defaults), out or _new_folder(path.stem)
-    return make_settings({}, changes, defaults), out or _new_folder(target)
-
-
-def _told(path: Path) -> dict[str, Any]:
-    """A TOML file as a dict, only to see whether it names a workload; empty if it cannot be read, which
-    ``load_settings`` reports."""
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}  # ``load_settings`` will report it
+    is_file = path.suffix == ".toml"
+    told = read_toml(path) if is_file else {"workload": target}
+    where = str(path) if is_file else "the settings"
+    chosen = with_changes(told, changes)  # the file or a change may name a workload, and its scale
+    defaults = {}
+    if chosen.get("workload") is not None:
+        changes = [*changes, "scale=full"] if full else changes
+        defaults = defaults_of(chosen["workload"], "full" if full else chosen.get("scale", "small"))
+    elif full:
+        raise ConfigError(f"--full: {target} is not a workload, and only workloads have a full size")
+    return make_settings(told, changes, defaults, where), out or _new_folder(path.stem)
 
 
 def _new_folder(name: str) -> Path:

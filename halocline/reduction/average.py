@@ -124,7 +124,7 @@ class GradientAverage:
         mark_averaged(parameter, AveragedMark(weakref.ref(self)))
         self._hooks.append(ParameterHooks(self, index, parameter))
 
-    def hands_out(self, index: int) -> bool:
+    def returns_gradients(self, index: int) -> bool:
         """A gradient was computed. Is its pass an ``autograd.grad``, which returns gradients and accumulates none?"""
         task = backward_number()
         if self._open is not None and self._open.task != task:
@@ -170,7 +170,7 @@ class GradientAverage:
         self.clock.link = link
 
     def _new_clock(self) -> Clock:
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        sizes = [parameter.nbytes for parameter in self.parameters]
         return FixedClock(sizes) if self._deterministic else Clock(len(sizes))
 
     def __deepcopy__(self, memo: object) -> None:

@@ -72,7 +72,7 @@ class ParameterHooks:
         engine = self._engine()
         if engine is None:
             return self._changed_by_users(gradient)
-        if engine.hands_out(self._index):
+        if engine.returns_gradients(self._index):
             return self._changed_by_users(engine.mean(gradient, engine.names[self._index]))
         parameter = engine.parameters[self._index]
         if self._on_gradient.hooks and parameter.grad is not None and self._before is None:

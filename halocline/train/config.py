@@ -29,13 +29,17 @@ CONFIG = "config.toml"
 def load_settings(path: Path, changes: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Settings:
     """Settings of a file over ``defaults``, with ``changes`` such as ``optimizer.lr=1e-3`` over both. Raises
     ConfigError."""
+    return make_settings(read_toml(path), changes, defaults, str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as nested dicts. ConfigError if it cannot be read."""
     try:
-        told = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # not TOML, or not text
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return make_settings(told, changes, defaults, str(path))
 
 
 def make_settings(

@@ -206,7 +206,7 @@ class World(ABC):
             return self.tape.sum(tensor, ranks, label)
         if len(ranks) == 1:
             return tensor
-        if tensor.numel() * tensor.element_size() < _LARGE:
+        if tensor.nbytes < _LARGE:
             result = self._double(tensor, ranks, torch.add, label)
         else:
             # The transport's sums have no tags: a small tagged sum first checks that all ranks mean the same one.
@@ -219,7 +219,7 @@ class World(ABC):
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in the same
         order."""
-        number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
+        number, size = next(self.events.numbers), tensor.nbytes
         self.emit(Summed(number, self.number, time.perf_counter(), label, ranks, size, tensor.dtype))
         return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 

@@ -9,12 +9,14 @@ gradient (a layer, a moving average of weights, ``state_dict``, clipping, a prin
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import currentframe
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..._torch_private import TENSOR_MODULE, no_torch_function, own_parameters, run_eagerly
+from ...tree import map_tensors, tensors_in
 
 _DUE = "_halocline_due"  # the attribute of a deferred parameter that holds its update
 _PROPERTIES = """
@@ -98,21 +100,15 @@ def undefer(parameter: Tensor) -> Callable[[], None] | None:
 
 def settle(value: Any) -> None:
     """Make the steps of all deferred parameters in a structure of arguments. Waits for their sums."""
-    if type(value) is DeferredParameter:
-        update = undefer(value)
-        if update is None:  # another thread was first
-            return
+    for tensor in tensors_in(value):
+        update = undefer(tensor)
+        if update is None:  # a plain tensor, or another thread was first
+            continue
         try:
             update()
         except BaseException:  # the step is not made: later readers must not take the old values for new ones
-            defer(value, update)
+            defer(tensor, update)
             raise
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            settle(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            settle(item)
 
 
 def settle_own(module: nn.Module, _: Any) -> None:
@@ -135,10 +131,11 @@ class PendingGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*_arrived(args, function in ABOUT), **_arrived(kwargs or {}, function in ABOUT))
+        plain = partial(_arrived, only_about=function in ABOUT)
+        return function(*map_tensors(plain, args), **map_tensors(plain, kwargs or {}))
 
     def as_subclass(self, cls: Any) -> Any:
-        return _arrived(self, False).as_subclass(cls)
+        return _arrived(self, only_about=False).as_subclass(cls)
 
 
 def pending(gradient: Tensor, arrive: Callable[[], None]) -> PendingGradient:
@@ -156,20 +153,14 @@ def resolved(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _arrived(value: Any, only_about: bool) -> Any:
-    """Arguments with pending gradients as plain tensors, after their means have arrived unless ``only_about``."""
-    if type(value) is PendingGradient:
-        if not only_about:
-            value._arrive()
-        if type(value) is not PendingGradient:
-            return value
-        with no_torch_function():
-            return Tensor.as_subclass(value, Tensor)
-    if isinstance(value, (tuple, list)):
-        return (list if isinstance(value, list) else tuple)(_arrived(item, only_about) for item in value)
-    if type(value) is dict:
-        return {name: _arrived(item, only_about) for name, item in value.items()}
-    return value
+def _arrived(tensor: Tensor, only_about: bool) -> Tensor:
+    """A pending gradient as a plain tensor, after its mean has arrived unless ``only_about``; others as they are."""
+    if isinstance(tensor, PendingGradient) and not only_about:
+        tensor._arrive()  # makes it a plain tensor
+    if type(tensor) is not PendingGradient:
+        return tensor
+    with no_torch_function():
+        return Tensor.as_subclass(tensor, Tensor)
 
 
 def is_pending(gradient: Tensor | None) -> bool:
