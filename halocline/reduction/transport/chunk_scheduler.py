@@ -79,7 +79,7 @@ class ChunkScheduler:
     """
 
     def __init__(self, world: World, depth: int) -> None:
-        self._world, self._depth = world, depth
+        self.world, self._depth = world, depth
         self._dry = not world.capabilities.moves_data
         self.thread = CommThread("halocline rings", self, world.wake if world.capabilities.priorities else None)
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class ChunkScheduler:
         """Wait for any exchange, and post the next round of its chunk; False if :meth:`World.wake` came before."""
         exchanges = [transfer.exchange for transfer in self._under_way if transfer.exchange is not None]
         try:
-            number = self._world.wait_any(exchanges, self._progress + self._world.deadline)
+            number = self.world.wait_any(exchanges, self._progress + self.world.deadline)
             if number is not None:
                 self._progress = time.monotonic()
                 self._step(self._under_way[number])
@@ -168,7 +168,7 @@ class ChunkScheduler:
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None and not isinstance(error, RankFailure):
-            self._world.leave()  # tells the other ranks; after a RankFailure the world has done so itself
+            self.world.leave()  # tells the other ranks; after a RankFailure the world has done so itself
         with self._lock:
             self._error = self._error or error
         unfinished = [*self._under_way, *(transfer for _, _, transfer in self._queue)]
@@ -194,16 +194,6 @@ class ChunkScheduler:
         if len(spare) > _SPARE:
             spare.pop(0)
 
-    def post(
-        self, transfer: ChunkTransfer, number: int, each: Round, into: Tensor, carried: Tensor | None = None
-    ) -> PendingExchange:
-        """Begin the exchange of one round: sends ``carried`` or the chunk's own span, receives ``into``."""
-        tag = transfer.tag(number)
-        out = transfer.elements[each.sent.start : each.sent.stop] if carried is None else carried
-        sends = [] if each.to is None else [(each.to, out, tag)]
-        receives = [] if each.source is None else [(each.source, into, tag)]
-        return self._world.begin_tagged(sends, receives, transfer.chunked.label)
-
 
 class ChunkTransfer:
     """A chunk on its way. Its course is a generator that yields each round's exchange and resumes when it is done.
@@ -219,6 +209,14 @@ class ChunkTransfer:
         self.exchange: PendingExchange | None = None
         self.course = self._course() if chunk.result is None else self._carrying_course(chunk.result)
 
+    def _post(self, number: int, each: Round, into: Tensor, carried: Tensor | None = None) -> PendingExchange:
+        """Begin the exchange of one round: sends ``carried`` or the chunk's own span, receives ``into``."""
+        tag = self.tag(number)
+        out = self.elements[each.sent.start : each.sent.stop] if carried is None else carried
+        sends = [] if each.to is None else [(each.to, out, tag)]
+        receives = [] if each.source is None else [(each.source, into, tag)]
+        return self._scheduler.world.begin_tagged(sends, receives, self.chunked.label)
+
     def tag(self, number: int) -> int:
         """Of a round's messages: unique among those under way, and different where ranks sum different things."""
         return (self._signature << _ROUND | number & (1 << _ROUND) - 1) << _SERIAL | self.serial & (1 << _SERIAL) - 1
@@ -230,18 +228,14 @@ class ChunkTransfer:
             if each.idle:
                 continue
             own = self.elements[each.received.start : each.received.stop]
-            if each.taking == "copy":
-                exchange = scheduler.post(self, number, each, own)
-                yield exchange
-                exchange.wait()
-                continue
-            memory = scheduler.borrow(own.numel(), own)
-            arrived = memory[: own.numel()]
-            exchange = scheduler.post(self, number, each, arrived)
+            memory = None if each.taking == "copy" else scheduler.borrow(own.numel(), own)
+            into = own if memory is None else memory[: own.numel()]
+            exchange = self._post(number, each, into)
             yield exchange
             exchange.wait()
-            add(own, arrived, to_it=each.taking == "add to it")
-            scheduler.give_back(memory)
+            if memory is not None:
+                add(own, into, to_it=each.taking == "add to it")
+                scheduler.give_back(memory)
 
     def _carrying_course(self, result: Tensor) -> Iterator[PendingExchange]:
         """Rounds of a reduce-scatter, which carry partial sums on and leave the chunk's own elements unchanged."""
@@ -251,7 +245,7 @@ class ChunkTransfer:
             arriving = scheduler.borrow(own.numel(), own) if own.numel() else None
             into = own if arriving is None else arriving[: own.numel()]
             if not each.idle:
-                exchange = scheduler.post(self, number, each, into, carried)
+                exchange = self._post(number, each, into, carried)
                 yield exchange
                 exchange.wait()
                 add(into, own, to_it=False)
@@ -267,7 +261,7 @@ class ChunkTransfer:
         for number, each in enumerate(self._rounds):
             if not each.idle:
                 into = self.elements[each.received.start : each.received.stop]
-                self._scheduler.post(self, number, each, into).wait()
+                self._post(number, each, into).wait()
         self.chunked.one_less()
 
 
