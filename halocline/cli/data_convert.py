@@ -113,5 +113,5 @@ def convert(
 
 def _size(path: Path) -> int:
     """The bytes of a file, or of all files in a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
+    files = path.rglob("*") if path.is_dir() else [path]  # a Zarr array is a folder
     return sum(file.stat().st_size for file in files if file.is_file())

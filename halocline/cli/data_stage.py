@@ -81,7 +81,7 @@ def stage(
 
     with clear_errors(COMMAND, debug):
         init()
-        first = this_world().rank == 0
+        first = this_world().rank == 0  # shows progress and prints the report for all
         with byte_progress(first) as progress:
             task = progress.add_task("staging, all nodes", total=None)
             try:

@@ -80,7 +80,7 @@ def clear_errors(command: str, debug: bool) -> Iterator[None]:
     is."""
     try:
         yield
-    except (typer.Exit, typer.Abort, typer.BadParameter):
+    except (typer.Exit, typer.Abort, typer.BadParameter):  # typer's own ways to end a command
         raise
     except Exception as error:  # the user's own code may raise anything
         if debug:

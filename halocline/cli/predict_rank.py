@@ -17,7 +17,7 @@ from .output import stderr
 from .stopping import exit_on_sigterm
 from .train_rank import RESULT, last_words
 
-REQUEST = "request.json"
+REQUEST = "request.json"  # arguments of ``predict``, left by the command for its ranks
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .output import stderr
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-RESULT = "result.json"
+RESULT = "result.json"  # in the run's folder, once it has ended
 _WIDE = 110  # columns of a terminal from which progress is shown in full
 
 
