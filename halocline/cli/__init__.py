@@ -1,4 +1,4 @@
-"""The command line. One file a command; they alone know typer and rich."""
+"""The command line: one file for each command. Only this package uses typer and rich."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run ``halocline``."""
+    """Run ``halocline``. A rank of a launcher ends at once if it fails, so that other ranks do not wait for it."""
     try:
         from .app import app
     except ModuleNotFoundError as error:
+        # Only the packages of the extra "cli" are reported; anything else missing is a bug.
         if error.name not in ("typer", "rich", "click", "pydantic", "annotated_types"):
             raise
         sys.exit(f"halocline: the commands need {error.name}; install them with: pip install 'halocline[cli]'")
@@ -28,7 +29,7 @@ def main() -> None:
 
 
 def _is_rank() -> bool:
-    """Of any launcher but mpiexec: MPI ends in a way of its own, on all ranks together."""
+    """Did a launcher start this process as a rank? Not mpiexec: MPI ends on all ranks together, in its own way."""
     from ..errors import MeshError
     from ..world import this_rank_info
 
@@ -40,7 +41,7 @@ def _is_rank() -> bool:
 
 
 def end_at_once_on_failure(run: Callable[[], object]) -> None:
-    """For a rank: what fails waits neither for its threads nor for other ranks, which hear of it by its end."""
+    """For a rank: a failure waits neither for threads nor for other ranks, which notice the end of the process."""
     try:
         run()
     except SystemExit as ending:

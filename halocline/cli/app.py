@@ -1,4 +1,4 @@
-"""What ``halocline`` says of itself, and its list of commands."""
+"""The command ``halocline``: its help, and the list of its commands."""
 
 from __future__ import annotations
 
@@ -22,21 +22,14 @@ from .train import train
 from .tune import tune
 
 app = new_app()
-add_command(app, check)
-add_command(app, demo)
-add_command(app, train)
-add_command(app, report)
-add_command(app, plan)
-add_command(app, calibrate)
-add_command(app, predict)
-add_command(app, launch)
-add_command(app, doctor)
-add_command(app, tune)
+for _command in (check, demo, train, report, plan, calibrate, predict, launch, doctor, tune):  # as help lists them
+    add_command(app, _command)
 app.add_typer(data, name="data")
 add_benchmarks(app)
 
 
 def _version(asked: bool) -> None:
+    """Print the version and end, before any command is looked for."""
     if asked:
         typer.echo(f"halocline {__version__}")
         raise typer.Exit

@@ -12,6 +12,7 @@ _CHECKOUT = Path(__file__).parents[2]
 
 def add_benchmarks(app: typer.Typer, checkout: Path = _CHECKOUT) -> None:
     """Add the commands of a checkout; elsewhere, one that says where to find them."""
+    # Only in a checkout: an installed wheel may have a package of that name beside it.
     if not ((checkout / "benchmarks" / "commands").is_dir() and (checkout / "pyproject.toml").is_file()):
         anything = {"allow_extra_args": True, "ignore_unknown_options": True}
         app.command("bench", context_settings=anything)(_absent)

@@ -12,7 +12,7 @@ from ..testing.check import BadUsage, NetworkReport, check_network
 from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
 from .zoo import check_all, list_names
 
-STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}
+STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}  # exit status by verdict
 MEANING = {
     "exact": "[green]exact[/green]: the cut run gives the answer of one rank, to rounding",
     "gathered": "[yellow]gathered[/yellow]: the answer is right, but so much is gathered that cutting saves little",
@@ -106,12 +106,13 @@ def check(
         plan = parse_cut(cut) if cut is not None else None
         settings: dict[str, Any] = {"ranks": ranks, "cut": plan, "dtype": dtype, "steps": steps, "seed": seed}
         settings["deadline"] = deadline
-        if target is None or zoo or only or names:
+        if target is None or zoo or only or names:  # a zoo, or a mistake that zoo_alone names
             named = zoo_alone(target, zoo, bool(shape) or args != "{}")
             if names:
                 raise typer.Exit(list_names(named))
             raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
         inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
+        # Progress goes to stderr, so that stdout holds the result alone.
         with stderr().status("starting ranks") as status:
             report = check_network(target, say=status.update, **inputs, **settings)  # type: ignore[arg-type]
     if as_json:
@@ -122,7 +123,7 @@ def check(
 
 
 def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:
-    """The zoo that is asked for, if nothing is that goes with one network only."""
+    """The zoo that was asked for. BadUsage if an option was given that goes with one network only."""
     if zoo is None:
         raise BadUsage("name a network, such as unet3d, or a zoo, such as --zoo monai; --only and --list go with a zoo")
     if target is not None:
@@ -133,6 +134,7 @@ def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
+    """The JSON of ``--args`` as a dict. Raises BadUsage."""
     try:
         arguments = json.loads(text)
     except ValueError as error:
@@ -143,6 +145,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def parse_shape(text: str) -> list[int]:
+    """A shape such as ``1,1,32,32,32``. Raises BadUsage."""
     try:
         return [int(size) for size in text.split(",")]
     except ValueError as error:
@@ -150,17 +153,19 @@ def parse_shape(text: str) -> list[int]:
 
 
 def parse_cut(text: str) -> dict[str, int]:
+    """A cut such as ``depth=2,height=2``. Raises BadUsage."""
     pairs = [part.partition("=") for part in text.split(",")]
     try:
         cut = {axis.strip(): int(size) for axis, _, size in pairs}
     except ValueError as error:
         raise BadUsage(f"--cut {text}: a cut is axes and numbers of ranks, such as depth=2,height=2") from error
-    if len(cut) < len(pairs):
+    if len(cut) < len(pairs):  # a dict keeps the last of two
         raise BadUsage(f"--cut {text}: an axis is named twice; name each once, such as depth=2,height=2")
     return cut
 
 
 def show(report: NetworkReport) -> None:
+    """Print the report of one network as a table, and what its verdict means."""
     console = stdout()
     cut = ", ".join(f"{axis}={size}" for axis, size in report.cut.items())
     facts = refused_facts(report) if report.verdict == "refused" else measured_facts(report)
@@ -171,6 +176,7 @@ def show(report: NetworkReport) -> None:
 
 
 def measured_facts(report: NetworkReport) -> dict[str, str]:
+    """The rows of a network that ran: errors, memory, and what was moved and gathered."""
     worst = f"{report.worst_parameter}; allowed {report.tolerance:.0e}"
     facts = {
         "output error": f"{report.output_error:.1e}",
@@ -192,6 +198,7 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
 
 
 def refused_facts(report: NetworkReport) -> dict[str, str]:
+    """The rows of a network that was refused: where, why, and what to do."""
     facts: dict[str, str] = {}
     for refusal in report.refusals:
         facts |= {part: escape(text) for part, text in refusal.items()}

@@ -1,4 +1,4 @@
-"""``halocline data``: look at data, take their statistics, write them anew."""
+"""``halocline data``: the commands that look at data and prepare them for ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from .data_stats import stats
 from .output import add_command, new_app
 
 data = new_app(help="Look at data, and prepare them for ranks.")
-add_command(data, info)
-add_command(data, stats)
-add_command(data, convert)
-add_command(data, stage)
+for _command in (info, stats, convert, stage):  # as help lists them
+    add_command(data, _command)
 
 
 @data.callback()

@@ -69,6 +69,7 @@ def convert(
 
     - `halocline data convert all.npy "samples/{}.h5" --dims NCDHW`: each sample to a file of its own.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.stores.open import open_store
     from ..data.tools.convert import Wish
     from ..data.tools.convert import convert as write
@@ -86,6 +87,7 @@ def convert(
         )
         with open_store(path, dims, dataset) as store:
             total = store.sample_bytes * len(store)
+            # Twice the bytes: what is written is read back and compared.
             with byte_bar("writing and reading back", 2 * total) as count:
                 written = write(store, new, wish, force=force, progress=count)
             samples = len(store)
@@ -110,5 +112,6 @@ def convert(
 
 
 def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
+    """The bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]  # a Zarr array is a folder
     return sum(file.stat().st_size for file in files if file.is_file())

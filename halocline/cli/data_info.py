@@ -36,6 +36,7 @@ def info(
 
     - `halocline data info universe.h5 --dataset full --dims NCDHW --cut D=2,H=2`: what each of 2 x 2 ranks would read.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.stores.contents import contents
     from ..data.stores.open import files_of, open_store
 
@@ -49,6 +50,7 @@ def info(
             "files": len(files),
             "arrays": [asdict(each) for each in there],
         }
+        # Without dims a store cannot be opened; the description of the file is shown all the same.
         known = len(there) == 1 and there[0].dims is not None
         if known or not there or dims is not None or cut is not None:
             with open_store(path, dims, dataset) as store:
@@ -65,6 +67,7 @@ def info(
 
 
 def _samples(store: Any) -> dict[str, Any]:
+    """The samples of a store, for JSON."""
     return {
         "count": len(store),
         "dims": store.dims,
@@ -76,6 +79,7 @@ def _samples(store: Any) -> dict[str, Any]:
 
 
 def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
+    """What ranks would read of a sample that is cut so, and the chunks that suit that cut, for JSON."""
     from ..data.tools.advise import advised_chunks, reading
 
     plan = reading(store, wanted)
@@ -94,9 +98,10 @@ def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
+    """Print the arrays as a table, or on a narrow terminal one below the other, then samples and cut."""
     files = f" and {result['files'] - 1} more files like the first" if result["files"] > 1 else ""
     title = f"{path}: {result['kind']}{files}"
-    if stdout().width < _WIDE:
+    if stdout().width < _WIDE:  # one table per array, with a row for each fact
         say(stdout(), f"[bold]{escape(title)}[/bold]")
         for array in result["arrays"]:
             facts = dict(zip(_HEADINGS[1:], map(escape, _row(array)[1:]), strict=True))
@@ -120,6 +125,7 @@ def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
 
 
 def _row(array: Mapping[str, Any]) -> tuple[str, ...]:
+    """One array's cells, in the order of the headings."""
     attributes = ", ".join(f"{name}={value}" for name, value in array["attributes"].items())
     lies = _sizes(array["chunks"]) + (f" in shards of {_sizes(array['shards'])}" if array["shards"] else "")
     row = (array["name"] or "-", _sizes(array["shape"]), array["dims"] or "?", array["dtype"], lies or "none")
@@ -127,6 +133,7 @@ def _row(array: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sample_facts(samples: Mapping[str, Any]) -> dict[str, str]:
+    """The rows about samples."""
     return {
         "samples": str(samples["count"]),
         "dims": samples["dims"],
@@ -139,6 +146,7 @@ def _sample_facts(samples: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cut_facts(cut: Mapping[str, Any]) -> dict[str, str]:
+    """The rows about a cut: the rank that reads most for its part counts."""
     worst = max(range(cut["ranks"]), key=lambda rank: cut["amplification"][rank])
     read = size_text(cut["read_bytes"][worst])
     facts = {
@@ -148,7 +156,7 @@ def _cut_facts(cut: Mapping[str, Any]) -> dict[str, str]:
         "chunks": "no two ranks read the same" if cut["aligned"] else "some are read by several ranks",
         "advised chunks": " x ".join(f"{letter} {size}" for letter, size in cut["advised_chunks"].items()),
     }
-    if cut["runs"] is not None:
+    if cut["runs"] is not None:  # the file has no chunks
         facts["chunks"] = f"none; a part lies in {cut['runs']} stretches of the file"
     return facts
 

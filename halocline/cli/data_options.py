@@ -1,4 +1,4 @@
-"""What the commands for data share: their options, and a bar that counts bytes."""
+"""What the commands for data share: their options, and a progress bar that counts bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Cut = Annotated[
 
 
 def by_letter(text: str | None, option: str) -> dict[str, int] | None:
-    """``D=2,H=2`` as numbers by letter."""
+    """A text such as ``D=2,H=2`` as numbers by letter; None stays None. Raises DataError, which names ``option``."""
     if text is None:
         return None
     try:
@@ -41,15 +41,21 @@ def by_letter(text: str | None, option: str) -> dict[str, int] | None:
         numbers = {letter.strip(): int(number) for letter, number in pairs}
     except ValueError:
         raise DataError(f"{option} {text}: give letters and numbers, such as D=2,H=2") from None
+    # A dict keeps the last of two equal letters: compare the counts.
     if len(numbers) != len(pairs) or any(len(letter) != 1 or not number > 0 for letter, number in numbers.items()):
         raise DataError(f"{option} {text}: give each letter once, with a number from 1, such as D=2,H=2")
     return numbers
 
 
+def byte_progress(shown: bool = True) -> Progress:
+    """A progress bar on stderr that counts bytes, and goes when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True, disable=not shown)
+
+
 @contextmanager
 def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while the block runs; the function counts bytes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True) as bar:
+    """A progress bar while the block runs; call the function with the bytes that are done."""
+    with byte_progress() as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
-from .output import USAGE, Debug, Json, clear_errors, fact_table, print_json, size_text, stderr, stdout
+from .data_options import byte_progress
+from .output import USAGE, Debug, Json, clear_errors, fact_table, number_table, print_json, size_text, stdout
 
 if TYPE_CHECKING:
     from ..data.staging import StageReport
@@ -77,15 +74,16 @@ def stage(
 
     **Exit status**: 0 all files are in place; 2 otherwise, and the message names node, file and reason.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.staging import StageError
     from ..data.staging import stage as stage_files
     from ..world import init, this_world
 
     with clear_errors(COMMAND, debug):
         init()
-        first = this_world().rank == 0
-        with bar(first) as progress:
-            task = progress.add_task("", total=None)
+        first = this_world().rank == 0  # shows progress and prints the report for all
+        with byte_progress(first) as progress:
+            task = progress.add_task("staging, all nodes", total=None)
             try:
                 report = stage_files(
                     source,
@@ -102,21 +100,15 @@ def stage(
             except StageError:
                 if first or debug:
                     raise
-                raise typer.Exit(USAGE) from None  # every rank has the same error: one says it
+                raise typer.Exit(USAGE) from None  # every rank has the same error: rank 0 prints it
     if first and as_json:
         print_json(report.as_dict())
     elif first:
         show(report)
 
 
-@contextmanager
-def bar(shown: bool) -> Iterator[Progress]:
-    columns = (TextColumn("staging, all nodes"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True, disable=not shown) as progress:
-        yield progress
-
-
 def show(report: StageReport) -> None:
+    """Print the totals, and a row for each node."""
     stdout().print(
         fact_table(
             f"{report.files:,} files, {size_text(report.bytes)}; nodes: {len(report.nodes)}",
@@ -128,13 +120,7 @@ def show(report: StageReport) -> None:
             },
         )
     )
-    stdout().print(node_table(report))
-
-
-def node_table(report: StageReport) -> Table:
-    table = Table(title="Files and bytes of each node", title_style="bold", title_justify="left")
-    for heading in ("node", "read", "received", "passed on", "already there"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     for number, node in enumerate(report.nodes):
         pairs = (
             (node.read_files, node.read_bytes),
@@ -142,5 +128,6 @@ def node_table(report: StageReport) -> Table:
             (node.passed_files, node.passed_bytes),
             (node.present_files, node.present_bytes),
         )
-        table.add_row(str(number), *(f"{files:,}: {size_text(size)}" for files, size in pairs))
-    return table
+        rows.append([str(number), *(f"{files:,}: {size_text(size)}" for files, size in pairs)])
+    headings = ("node", "read", "received", "passed on", "already there")
+    stdout().print(number_table("Files and bytes of each node", headings, rows))

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from .data_options import Dataset, Dims, Source, byte_bar
-from .output import Debug, Json, clear_errors, print_json, say, stdout
+from .output import Debug, Json, clear_errors, number_table, print_json, say, stdout
 
 Classes = Annotated[
     bool, typer.Option("--classes", help="Count how often each value occurs (integers, at most 1024 values).")
@@ -42,6 +41,7 @@ def stats(
     - `halocline data stats labels.zarr --classes`: how often each class occurs, and weights for a loss: 1 / sqrt of
       the frequency, scaled to sum 1.
     """
+    # Imported here, so that help and other commands start without them.
     from ..data.stores.open import open_store
     from ..data.tools.statistics import Statistics, beside
 
@@ -52,40 +52,30 @@ def stats(
         place = save or beside(store)
         statistics.save(place)
     if as_json:
-        print_json({**statistics.as_json(), "frequencies": _frequencies(statistics), "file": str(place)})
+        classes_of = statistics.frequencies if statistics.classes is not None else None
+        frequencies = None if classes_of is None else {str(value): share for value, share in classes_of.items()}
+        print_json({**statistics.as_json(), "frequencies": frequencies, "file": str(place)})
         return
     _show(statistics)
     say(stdout(), f"kept in {place}")
 
 
-def _frequencies(statistics: Any) -> dict[str, float] | None:
-    return (
-        None if statistics.classes is None else {str(value): share for value, share in statistics.frequencies.items()}
-    )
-
-
 def _show(statistics: Any) -> None:
-    source = statistics.source
-    table = Table(title=f"{source.samples} samples, {source.dtype}", title_style="bold", title_justify="left")
-    for heading in ("channel", "count", "mean", "std", "min", "max", "not finite"):
-        table.add_column(heading, justify="right")
+    """Print a row for each channel and, if classes were counted, for each class."""
+    rows = []
     for channel, count in enumerate(statistics.count):
         numbers = (column[channel] for column in (statistics.mean, statistics.std, statistics.min, statistics.max))
-        table.add_row(
-            str(channel), f"{count:,}", *(f"{each:.6g}" for each in numbers), f"{statistics.nonfinite[channel]:,}"
-        )
-    stdout().print(table)
-    if statistics.classes is not None:
-        _show_classes(statistics)
-
-
-def _show_classes(statistics: Any) -> None:
+        bad = f"{statistics.nonfinite[channel]:,}"
+        rows.append([str(channel), f"{count:,}", *(f"{each:.6g}" for each in numbers), bad])
+    headings = ("channel", "count", "mean", "std", "min", "max", "not finite")
+    source = statistics.source
+    stdout().print(number_table(f"{source.samples} samples, {source.dtype}", headings, rows))
+    if statistics.classes is None:
+        return
     usable = statistics.classes and min(statistics.classes) >= 0
     weights = statistics.class_weights().tolist() if usable else None
-    table = Table(title="classes", title_style="bold", title_justify="left")
-    for heading in ("value", "count", "frequency", "weight"):
-        table.add_column(heading, justify="right")
+    rows = []
     for value, count in statistics.classes.items():
         weight = f"{weights[value]:.4f}" if weights is not None else "-"
-        table.add_row(str(value), f"{count:,}", f"{statistics.frequencies[value]:.6f}", weight)
-    stdout().print(table)
+        rows.append([str(value), f"{count:,}", f"{statistics.frequencies[value]:.6f}", weight])
+    stdout().print(number_table("classes", ("value", "count", "frequency", "weight"), rows))

@@ -17,9 +17,9 @@ from .output import Debug, Json, clear_errors, fact_table, print_json, say, stde
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8
-RANKS = 2
-CLOSE = 1e-8  # of two runs in float64: they round in different orders
+SIZE, WIDTH, SAMPLES, HELD_OUT = 32, 4, 24, 8  # edge of a cube, channels, samples for training and validation
+RANKS = 2  # of the second run
+CLOSE = 1e-8  # largest relative difference of two losses in float64, which round in different orders
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of both runs.")]
 Out = Annotated[
@@ -46,6 +46,7 @@ def demo(steps: Steps = 40, out: Out = Path("demo-output"), as_json: Json = Fals
 
 
 def play(steps: int, out: Path) -> dict[str, Any]:
+    """Make the data, train twice and compare the loss curves; writes into ``out``, which is replaced."""
     import shutil
 
     from ..train.reporting import write_report
@@ -63,7 +64,7 @@ def play(steps: int, out: Path) -> dict[str, Any]:
                       f"{'cut in two along depth' if ranks > 1 else 'whole'}")  # fmt: skip
         metrics[ranks] = on_this_machine(settings_of(out / "universes.h5", steps), folder, ranks, 0)["metrics"]
         curves[ranks] = [entry["loss"] for entry in read_log(folder, "step")]
-    report = write_report(folder)
+    report = write_report(folder)  # of the run on several ranks
     worst = max(abs(a - b) / abs(a) for a, b in zip(curves[1], curves[RANKS], strict=True))
     memory = [entry["memory"] for entry in read_log(folder, "rank")]
     return {
@@ -79,13 +80,14 @@ def play(steps: int, out: Path) -> dict[str, Any]:
 
 
 def check_ours(out: Path) -> None:
-    """What is there is removed: only if an earlier demo made it."""
+    """Raise ConfigError if ``out`` holds files that no earlier demo made: it will be removed."""
     if out.is_dir() and any(out.iterdir()) and not (out / "universes.h5").is_file():
         raise ConfigError(f"--out {out}: this folder holds other files, and the demo would replace it; give a new one")
 
 
 def make_data(path: Path) -> None:
-    """Datasets x and y, chunked so that each half of a cube is read by itself."""
+    """Write datasets x and y, chunked so that each half of a cube can be read by itself."""
+    # Imported here, so that other commands do not need h5py.
     import h5py
 
     from ..workloads.universes import universes
@@ -100,6 +102,7 @@ def make_data(path: Path) -> None:
 
 
 def settings_of(data: Path, steps: int) -> Settings:
+    """The settings of both runs: in float64, so that their losses can be compared to eight digits."""
     from ..train.config import make_settings
 
     return make_settings(
@@ -118,6 +121,7 @@ def settings_of(data: Path, steps: int) -> Settings:
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the two runs side by side, and where the report is."""
     verdict = "they agree" if result["agree"] else "THEY DIFFER"
     facts = {
         "loss, first and last": f"{result['one_rank'][0]:.6f}, {result['one_rank'][-1]:.6f}",

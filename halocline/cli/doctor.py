@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -12,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..doctor import DoctorReport, Finding, examine
+from ..doctor import DoctorReport, examine
 from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 
+#: How a status is shown.
 MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
 
 Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks to start on this machine.")]
@@ -57,55 +57,33 @@ def doctor(
     """
     with clear_errors("doctor", debug), stderr().status("") as status:
         report = examine(ranks, not no_ranks, deadline, say=status.update)
-    if report.voice == "all":
-        tell(report, as_json)
+    if report.voice == "all" and as_json:
+        print_json(report.as_json())
+    elif report.voice == "all":
+        show(report, stdout())
     elif report.voice == "problems":
-        complain(report)
-    if report.stuck:  # no ordinary exit gets past a transport that waits without end
+        for one in (each for each in report.findings if each.status == "problem"):
+            say(stderr(), escape(f"halocline doctor: {one.name}: {one.found}; {one.remedy}"))
+    if report.stuck:  # an ordinary exit would wait for a transport that waits for ever
         sys.stdout.flush()
         os._exit(1)
     raise typer.Exit(1 if report.problems else 0)
 
 
-def tell(report: DoctorReport, as_json: bool) -> None:
-    if as_json:
-        print_json(report.as_json())
-    else:
-        show(report, stdout())
-
-
-def complain(report: DoctorReport) -> None:
-    for one in report.findings:
-        if one.status == "problem":
-            say(stderr(), escape(f"halocline doctor: {one.name}: {one.found}; {one.remedy}"))
-
-
 def show(report: DoctorReport, console: Console) -> None:
+    """Print a row for each finding, in the order of topics, and the verdict."""
     table = Table(title="What the doctor found", title_style="bold", title_justify="left")
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("", style="cyan")
     table.add_column("", no_wrap=True)
     table.add_column("found, and what to do", overflow="fold")
-    ordered = sorted(report.findings, key=lambda one: order(report, one))
-    for topic, findings in groupby(ordered, key=lambda one: one.topic):
-        for number, one in enumerate(findings):
-            table.add_row("" if number else topic, escape(one.name), MARK[one.status], words(one))
+    # Topics in the order of the checks: findings of other ranks come last, but belong to their topics.
+    for topic in dict.fromkeys(one.topic for one in report.findings):
+        for number, one in enumerate(each for each in report.findings if each.topic == topic):
+            remedy = f"\n[bold]do:[/bold] {escape(one.remedy)}" if one.remedy else ""
+            table.add_row("" if number else topic, escape(one.name), MARK[one.status], escape(one.found) + remedy)
         table.add_section()
     console.print(table)
-    say(console, verdict(report))
-
-
-def order(report: DoctorReport, finding: Finding) -> int:
-    """Topics in the order they were looked at: other ranks' findings come last, but belong to their topics."""
-    return [one.topic for one in report.findings].index(finding.topic)
-
-
-def words(finding: Finding) -> str:
-    return escape(finding.found) + (f"\n[bold]do:[/bold] {escape(finding.remedy)}" if finding.remedy else "")
-
-
-def verdict(report: DoctorReport) -> str:
-    warnings = f"{report.warnings} warning{'' if report.warnings == 1 else 's'}"
-    if report.problems:
-        return f"[red]{report.problems} problem{'' if report.problems == 1 else 's'}[/red], {warnings}"
-    return f"[green]healthy[/green], {warnings}"
+    problems = f"{report.problems} problem{'' if report.problems == 1 else 's'}"
+    verdict = f"[red]{problems}[/red]" if report.problems else "[green]healthy[/green]"
+    say(console, f"{verdict}, {report.warnings} warning{'' if report.warnings == 1 else 's'}")

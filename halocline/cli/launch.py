@@ -45,7 +45,7 @@ def launch(
         if not slurm:
             raise ConfigError("for which batch system? Give --slurm; torchrun needs no file")
         text = slurm_script(config, str(out), nodes, per_node, gpus, cpus, hours)
-        if file is None:
+        if file is None:  # plain text, which a shell can redirect
             typer.echo(text, nl=False)
         else:
             file.write_text(text)

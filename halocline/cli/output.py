@@ -1,9 +1,9 @@
-"""How commands speak: progress and errors to stderr, results to stdout, JSON as the last line of it."""
+"""How commands write: progress and errors to stderr, results to stdout, JSON as the last line of stdout."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -13,23 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import HaloclineError
-from ..sizes import size_text as size_text
+from ..sizes import size_text as size_text  # commands import it from here
 from ..testing.pool import RankError
 from ..train.explain import explain
 
-USAGE = 2  # exit status of what cannot be run as asked
+USAGE = 2  # exit status of a command that cannot run as asked
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, and no table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the Python traceback of an error.")]
 
 
 class _NoTypeOfFlags:
-    """Flags take no value, so that help shows no type for them; `--help` is one."""
+    """A mixin by which help shows no type for flags, which take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
-            if getattr(each, "is_flag", False) and each.metavar is None:
+            if getattr(each, "is_flag", False) and each.metavar is None:  # typer would show BOOLEAN
                 each.metavar = ""
         return params
 
@@ -43,50 +43,67 @@ class CommandGroup(_NoTypeOfFlags, typer.core.TyperGroup):
 
 
 def new_app(**texts: Any) -> typer.Typer:
+    """A group of commands, with this library's way of showing help."""
     return typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", cls=CommandGroup, **texts
     )
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
+    """Add a function as a command; its parameters are the options, its docstring the help."""
     app.command(name, cls=CliCommand)(function)
 
 
 def stdout() -> Console:
+    """The console for results."""
     return Console(highlight=False)
 
 
 def stderr() -> Console:
+    """The console for progress and errors."""
     return Console(stderr=True, highlight=False)
 
 
 def say(console: Console, text: str) -> None:
-    """A line of text, left to the terminal to wrap: a pipe should get it whole."""
+    """Print a line of text and let the terminal wrap it, so that a pipe gets it as one line."""
     console.print(text, soft_wrap=True)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
+    """Print one line of JSON; NaN raises ValueError, since it is no JSON."""
     print(json.dumps(result, allow_nan=False), flush=True)
 
 
 @contextmanager
 def clear_errors(command: str, debug: bool) -> Iterator[None]:
-    """Any error becomes one line on stderr and exit status 2; with ``debug`` it comes with its traceback."""
+    """A context in which any error becomes one line on stderr and exit status 2; with ``debug`` it is raised as it
+    is."""
     try:
         yield
-    except (typer.Exit, typer.Abort, typer.BadParameter):
+    except (typer.Exit, typer.Abort, typer.BadParameter):  # typer's own ways to end a command
         raise
     except Exception as error:  # the user's own code may raise anything
         if debug:
             raise
+        # Errors of the user's own code, here or on a rank, need a traceback; the library's say what to do.
         foreign = isinstance(error, RankError) or not isinstance(error, (HaloclineError, OSError))
         hint = " (--debug shows the traceback)" if foreign else ""
         stderr().print(f"halocline {command}: {explain(error)}{hint}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(USAGE) from error
 
 
+def number_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of numbers: the first column names the row, the others are aligned right."""
+    table = Table(title=title, title_style="bold", title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def fact_table(title: str, facts: Mapping[str, str]) -> Table:
-    """Two columns: what, and how much."""
+    """A table of two columns: names and values, which may hold rich's markup."""
     table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")

@@ -65,7 +65,7 @@ def predict(
         "force": force,
     }  # fmt: skip
     with clear_errors("predict", debug):
-        if debug:
+        if debug:  # for ranks that are started here
             os.environ["HALOCLINE_DEBUG"] = "1"
         if ranks > 1 and launched():
             raise ConfigError("--ranks is for ranks that this command starts; here a launcher did")
@@ -73,7 +73,7 @@ def predict(
             result = _on_this_machine(request, ranks)
         else:
             result = answer(request)
-            if this_rank() != 0:
+            if this_rank() != 0:  # rank 0 prints for all
                 return
     if as_json:
         print_json(result)
@@ -82,6 +82,7 @@ def predict(
 
 
 def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Predict with processes that are started here; they get the request, and leave the result, in files."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
@@ -90,7 +91,7 @@ def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "halocline.cli.predict_rank", name]
         with Stop() as stop:
             ending = stop.follow(lambda: LocalRanks(command, ranks, folder))
-        if ending is not None and stop.asked:
+        if ending is not None and stop.asked:  # the ranks have removed what they had written
             raise LaunchError("stopped on request before everything was written")
         if ending is not None:
             raise LaunchError(f"rank {ending.rank}: {ending.words.partition(' (traceback in ')[0]}")

@@ -1,4 +1,4 @@
-"""One rank of `halocline predict`: progress if it is the first, the result in a file, last words if it fails."""
+"""One rank of `halocline predict`: rank 0 shows progress and writes the result, a rank that fails leaves its error."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from .output import stderr
 from .stopping import exit_on_sigterm
 from .train_rank import RESULT, last_words
 
-REQUEST = "request.json"
+REQUEST = "request.json"  # arguments of ``predict``, left by the command for its ranks
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """This process's part in a prediction; the result is the same on every rank."""
+    """This process's part in a prediction; the result is the same on every rank. Called by all ranks together."""
     from ..train.predict import predict
 
     with exit_on_sigterm(), Progress(console=stderr(), disable=this_rank() != 0) as bar:
-        task = bar.add_task("samples", total=None, visible=False)  # an error before the first needs no bar
-        paths = {"run": Path(request.pop("run")), "out": Path(request.pop("out"))}
-        return predict(
-            paths["run"], request.pop("source"), paths["out"], **request,
-            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
-        )  # fmt: skip
+        task = bar.add_task("samples", total=None, visible=False)  # shown with the first sample, not before an error
+        run, source, out = Path(request.pop("run")), request.pop("source"), Path(request.pop("out"))
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
+
+        return predict(run, source, out, **request, progress=progress)
 
 
 def main() -> None:

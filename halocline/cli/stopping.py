@@ -1,4 +1,4 @@
-"""Signals that end a command: passed on to the ranks that it started, or turned into an exit that cleans up."""
+"""Signals that end a command: forwarded to the ranks that it started, or turned into an exit that cleans up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..train.launch import Ending, LocalRanks
 
 
 class Stop:
-    """SIGTERM and Ctrl-C, passed on to the ranks: the first asks them to end in an orderly way, the next kills them."""
+    """Forwards SIGTERM and Ctrl-C to the ranks: the first asks them to end in an orderly way, the next kills them."""
 
     def __init__(self) -> None:
         self.asked, self._running = 0, list[LocalRanks]()
@@ -25,18 +25,21 @@ class Stop:
             signal.signal(number, handler)
 
     def _ask(self, *_: object) -> None:
+        """The signal handler."""
         self.asked += 1
         self._hand_on()
 
     def _hand_on(self) -> None:
+        """Send the ranks SIGTERM, or after a second signal SIGKILL."""
         for each in self._running:
+            # SIGTERM lets ranks write a checkpoint; a second signal means that this takes too long.
             each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
     def follow(self, start: Callable[[], LocalRanks]) -> Ending | None:
-        """Start ranks and wait for their end. A signal that came while they started is handed on when they have."""
+        """Start ranks and wait for their end. A signal that came while they started is forwarded then."""
         self._running = [running := start()]
         try:
-            if self.asked:
+            if self.asked:  # while the ranks were starting
                 self._hand_on()
             return running.wait()
         finally:
@@ -45,8 +48,8 @@ class Stop:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """In a process that leaves files behind unless its ``finally`` clauses run."""
-    if threading.current_thread() is not threading.main_thread():
+    """A context in which SIGTERM raises SystemExit, so that ``finally`` clauses run and remove files."""
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
         yield
         return
     before = signal.signal(signal.SIGTERM, _exit)
@@ -57,4 +60,4 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def _exit(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+    raise SystemExit(128 + number)  # as a shell reports a signal

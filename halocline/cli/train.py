@@ -1,4 +1,4 @@
-"""``halocline train``: a workload, or a network of your own, trained from one command."""
+"""``halocline train``: trains a workload, or a network of your own."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def train(
     **Exit status**: 0 trained, or stopped on request after a checkpoint; 2 otherwise, with one line that says why.
     """
     with clear_errors("train", debug):
-        if debug:
+        if debug:  # for ranks that are started here
             os.environ["HALOCLINE_DEBUG"] = "1"
         told = [*(changes or []), *(["trace=true"] if trace else [])]
         told += [f"{key}={value}" for key, value in (("plan", plan), ("machine", machine)) if value is not None]
@@ -102,7 +102,7 @@ def train(
             result = run_rank(settings, folder)
             if this_rank() != 0:
                 return
-        elif ranks == 1 and not restarts:
+        elif ranks == 1 and not restarts:  # no other process is needed
             result = run_rank(settings, folder)
         else:
             result = on_this_machine(settings, folder, ranks, restarts)
@@ -110,7 +110,10 @@ def train(
 
 
 def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> tuple[Settings, Path]:
-    from ..train.config import CONFIG, load_settings, make_settings, with_changes
+    """The settings and the folder of a run, from a run's folder, a TOML file or a workload's name. Raises
+    ConfigError."""
+    # Imported here: settings need pydantic, which other commands do without.
+    from ..train.config import CONFIG, load_settings, make_settings, read_toml, with_changes
     from ..train.task import defaults_of
     from ..workloads import WORKLOADS
 
@@ -119,6 +122,7 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
         if full:
             raise ConfigError("--full: a resumed run keeps its size; leave --full out")
         return load_settings(path / CONFIG, changes), out or path
+    # Say what the target is not, before it is taken for a workload's name.
     if path.suffix != ".toml" and target not in WORKLOADS:
         if path.exists():
             raise ConfigError(f"{target} is neither a TOML file nor the folder of a run: it has no {CONFIG}")
@@ -127,45 +131,36 @@ def _settings(target: str, changes: list[str], full: bool, out: Path | None) -> 
                 f"{target} is neither a workload ({', '.join(WORKLOADS)}) nor, seen from {Path.cwd()}, a TOML file or "
                 "the folder of a run"
             )
-    told = with_changes(_told(path), changes) if path.suffix == ".toml" else with_changes({"workload": target}, changes)
-    if told.get("workload") is None:
-        if full:
-            raise ConfigError(f"--full: {target} is not a workload, and only workloads have a full size")
-        return load_settings(path, changes), out or _new_folder(path.stem)
-    if full:
-        changes = [*changes, "scale=full"]
-    defaults = defaults_of(told["workload"], "full" if full else told.get("scale", "small"))
-    if path.suffix == ".toml":
-        return load_settings(path, changes, defaults), out or _new_folder(path.stem)
-    return make_settings({}, changes, defaults), out or _new_folder(target)
-
-
-def _told(path: Path) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}  # said better by whoever reads it next
+    is_file = path.suffix == ".toml"
+    told = read_toml(path) if is_file else {"workload": target}
+    where = str(path) if is_file else "the settings"
+    chosen = with_changes(told, changes)  # the file or a change may name a workload, and its scale
+    defaults = {}
+    if chosen.get("workload") is not None:
+        changes = [*changes, "scale=full"] if full else changes
+        defaults = defaults_of(chosen["workload"], "full" if full else chosen.get("scale", "small"))
+    elif full:
+        raise ConfigError(f"--full: {target} is not a workload, and only workloads have a full size")
+    return make_settings(told, changes, defaults, where), out or _new_folder(path.stem)
 
 
 def _new_folder(name: str) -> Path:
-    """``runs/NAME-1``, or the next number that is free. Ranks of a launcher must be told one folder."""
+    """``runs/NAME-1``, or the next number that is free. ConfigError for ranks of a launcher, which need one folder."""
     place = this_rank_info()
     if place is not None and place.size != 1:
         raise ConfigError("under torchrun, srun and mpiexec all ranks must write into one folder: give --out")
-    number = 1
+    number = 1  # two commands at once may choose the same: the lock on checkpoints then refuses one
     while (Path("runs") / f"{name}-{number}").exists():
         number += 1
     return Path("runs") / f"{name}-{number}"
 
 
 def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
-    """Train on processes that are started here, and again after a failure, as often as ``restarts`` says."""
+    """Train in processes that are started here, and restart them after a failure, at most ``restarts`` times."""
     from ..train.config import CONFIG, write_settings
 
     checkpoints = Folder(folder / CHECKPOINTS)
-    checkpoints.claim()  # before anything of a run that may be going on in this folder is touched
+    checkpoints.claim()  # before any file of a run that may still be active in this folder is changed
     try:
         write_settings(settings, folder / CONFIG)
         with Stop() as stop:
@@ -175,6 +170,7 @@ def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int)
 
 
 def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: Stop, lock: int) -> dict[str, Any]:
+    """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again."""
     command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
     for attempt in range(restarts + 1):
         ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline, lock))
@@ -183,13 +179,14 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
         words = f"rank {ending.rank}: {ending.words}"
         if stop.asked:
             raise LaunchError(f"stopped on request before the ranks could write a checkpoint ({words})")
-        if attempt == restarts or ending.is_final:
+        if attempt == restarts or ending.is_final:  # wrong settings would fail again
             raise LaunchError(words)
         say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
-    raise HaloclineError("unreachable")
+    raise HaloclineError("unreachable")  # for mypy: the last attempt returns or raises
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
+    """Print the result as JSON or as tables."""
     losses = [entry["loss"] for entry in read_log(folder, "step")]
     if as_json:
         print(json_line({**result, "losses": losses}), flush=True)
@@ -206,7 +203,7 @@ def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
 
 
 def class_table(metrics: Mapping[str, float]) -> Table | None:
-    """Metrics by class, such as ``dice/liver``: a row for each class."""
+    """A table of metrics by class, such as ``dice/liver``, a row for each class; None if there are none."""
     names = list(dict.fromkeys(key.partition("/")[0] for key in metrics if "/" in key))
     classes = list(dict.fromkeys(key.partition("/")[2] for key in metrics if "/" in key))
     if not classes:

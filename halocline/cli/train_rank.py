@@ -1,4 +1,4 @@
-"""One rank of a run: trains, shows progress if it is the first, and leaves its last words if it fails."""
+"""One rank of a run: trains, shows progress if it is rank 0, and leaves its error for the launcher if it fails."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from ..errors import ConfigError, HaloclineError
 from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
-from ..train.log import json_line
+from ..train.log import json_line, write_whole
 from . import end_at_once_on_failure
 from .output import stderr
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-RESULT = "result.json"
-_WIDE = 110  # columns of a terminal from which on the progress is told in full
+RESULT = "result.json"  # in the run's folder, once it has ended
+_WIDE = 110  # columns of a terminal from which progress is shown in full
 
 
 class Show:
-    """Progress on the terminal: loss, speed, and where the time goes."""
+    """Progress on the terminal: loss, speed, and where the time goes. Where the output is no terminal, a line now and
+    then."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         self._narrow = console.width < _WIDE
@@ -37,8 +38,8 @@ class Show:
         facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True))
         self._bar = Progress(bar, MofNCompleteColumn(), TimeElapsedColumn(), facts, console=console)
         self._task = self._bar.add_task("training", total=settings.steps, facts="")
-        self._plain = None if console.is_terminal else console
-        self._every = max(1, settings.steps // 20)
+        self._plain = None if console.is_terminal else console  # for lines in place of a bar
+        self._every = max(1, settings.steps // 20)  # steps between lines
 
     def __enter__(self) -> Show:
         if self._plain is None:
@@ -57,6 +58,7 @@ class Show:
             self._plain.print(_line(kind, values), soft_wrap=True, markup=False)
 
     def _step(self, values: dict[str, Any]) -> None:
+        """Update the bar, or print a line for one step in twenty."""
         shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
         data, ranks = f"{shown['data']:.0%}", f"{shown['halo'] + shown['gradients']:.0%}"
         facts = f"loss {values['loss']:.4g}, {values['samples_per_second']:.3g} samples/s, "
@@ -68,11 +70,12 @@ class Show:
 
 
 def _line(kind: str, values: dict[str, Any]) -> str:
+    """An event other than a step as a line of text."""
     if "text" in values:
         return str(values["text"])
     totals = {
         name: value for name, value in values.items() if name != "step" and "/" not in name
-    }  # classes: at the end
+    }  # metrics by class are shown at the end
     rest = ", ".join(f"{name} {value:.4g}" for name, value in totals.items())
     return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
 
@@ -86,7 +89,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
     with Show(settings, stderr() if first else Console(quiet=True)) as show:
         trainer = Trainer(settings, folder, show if first else (lambda kind, values: None), lock)
         if first:
-            (folder / RESULT).unlink(missing_ok=True)  # of a run that ended earlier: this one has not
+            (folder / RESULT).unlink(missing_ok=True)  # that of an earlier attempt: this one has not ended
         result = trainer.train()
     outcome = {
         "run": str(folder),
@@ -96,9 +99,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         "seconds": time.monotonic() - began,
     }
     if this_rank() == 0:
-        part = folder / f".{RESULT}.part"
-        part.write_text(json_line(outcome))
-        part.replace(folder / RESULT)
+        write_whole(folder / RESULT, json_line(outcome))
     return outcome
 
 
@@ -117,7 +118,7 @@ def main() -> None:
 
 
 def last_words(error: Exception, folder: Path, rank: int) -> str:
-    """One line; the traceback of an error in the user's own code goes to a file, which the line names."""
+    """An error in one line. The traceback of an error in the user's own code goes to a file, which the line names."""
     if isinstance(error, (HaloclineError, OSError)):
         return explain(error)
     path = folder / LOGS / f"rank-{rank}.traceback"

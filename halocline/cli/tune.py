@@ -22,13 +22,14 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
 
     - `XDG_CACHE_HOME=$PWD/caches halocline tune`: into a folder that travels with the project.
     """
+    # Imported here, so that help and other commands start without them.
     import torch
 
     from ..kernels.sizes import DEFAULTS, describe, table_path, write_table
     from ..kernels.tune import gpu_seconds
     from ..kernels.tune import tune as measure
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # with --json the reason is the result
         message = "halocline tune measures a CUDA GPU, and there is none here"
         print_json({"error": message}) if as_json else say(stderr(), message)
         raise typer.Exit(2)

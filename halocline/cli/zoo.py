@@ -1,4 +1,4 @@
-"""``halocline check --zoo``: a line for each network as it is done, and a table at the end."""
+"""``halocline check --zoo``: a line for each network when it is done, and a table at the end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..testing.zoo import ZooReport, check_zoo
 from ..zoo import find_zoo
 from .output import print_json, say, size_text, stderr, stdout
 
-COLOURS = {"exact": "green", "wrong": "red"}
+COLOURS = {"exact": "green", "wrong": "red"}  # of verdicts; yellow for others
 
 
 def list_names(zoo: str) -> int:
+    """Print the names of a zoo's networks; returns the exit status."""
     for name in find_zoo(zoo).names:
         stdout().print(name, markup=False)
     return 0
 
 
 def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_json: bool, at_least: int = 0) -> int:
-    """The exit status: 1 if any network is wrong, or fewer than ``at_least`` are right."""
+    """Check the networks of a zoo. The exit status is 1 if any is wrong, or fewer than ``at_least`` are right."""
     console = stderr()
 
-    def done(
-        count: str, name: str, result: NetworkReport
-    ) -> None:  # a line each: whoever watches a pipe should see it move
+    # A line for each network, so that progress shows where the output is a pipe.
+    def done(count: str, name: str, result: NetworkReport) -> None:
         console.print(f"{count}, {name}: {result.verdict} ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     with console.status("starting ranks") as status:
@@ -37,6 +37,7 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
         print_json(report.as_json())
     else:
         show(report)
+    # Gathered networks give the right answer, too.
     right = report.counts["exact"] + report.counts["gathered"]
     if right < at_least:
         say(console, f"[red]{right} networks are exact or gathered, and {at_least} were to be[/red]")
@@ -44,6 +45,7 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
 
 
 def show(report: ZooReport) -> None:
+    """Print a table of all networks, why some are not exact, and the counts."""
     console = stdout()
     title = f"{report.zoo}: {len(report.networks)} networks on {report.ranks} ranks ({cuts(report)})"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -61,18 +63,20 @@ def show(report: ZooReport) -> None:
 
 
 def cuts(report: ZooReport) -> str:
-    """As each network says, where none was asked for: along its first spatial dim."""
+    """The cuts in words: by default each network is cut along its first spatial dim."""
     shown = {", ".join(f"{axis}={size}" for axis, size in one.cut.items()): None for one in report.networks.values()}
     return " or ".join(shown)
 
 
 def coloured(verdict: str) -> str:
+    """A verdict with its colour."""
     colour = COLOURS.get(verdict, "yellow")
     return f"[{colour}]{verdict}[/{colour}]"
 
 
 def figures(one: NetworkReport) -> list[str]:
-    """Errors of output and worst gradient, a rank's peak of activations as part of one rank's, bytes gathered."""
+    """The cells of a network: errors of output and worst gradient, a rank's peak of activations as a share of one
+    rank's, and bytes gathered."""
     if one.output_error is None or one.gradient_error is None:
         return []
     ratio = "" if one.activation_ratio is None else f"{one.activation_ratio:.2f}"
@@ -81,7 +85,7 @@ def figures(one: NetworkReport) -> list[str]:
 
 
 def reasons(one: NetworkReport) -> list[str]:
-    """Why a network is not exact."""
+    """Why a network is not exact, in words."""
     if one.verdict == "gathered":
         return [", ".join(f"{where} ({often})" for where, often in one.gathers.items())]
     if one.why:

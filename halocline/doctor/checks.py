@@ -1,4 +1,8 @@
-"""The checks of this machine: each yields what it found, how bad that is, and what to do about it."""
+"""The checks of this machine: each yields findings, with what was found, how bad that is, and what to do.
+
+Checks are functions of facts that ``machine`` has collected and of environment variables, so that tests can give them
+any machine.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from .machine import OPTIONAL, Interface
 
 TORCH = (2, 11)  # the oldest that the project supports, as pyproject.toml has it
 MIB = 1 << 20
-RANK_BYTES = 512 * MIB  # python, torch and a small network
-FEW_FILES, FILES_A_PEER = 1024, 8  # every process group of a rank holds a connection to each of its peers
-SMALL_SHARED = 512 * MIB  # containers often have 64 MiB, which workers of a DataLoader soon fill
+RANK_BYTES = 512 * MIB  # memory of a rank: Python, torch and a small network
+FEW_FILES, FILES_A_PEER = 1024, 8  # open files: every process group of a rank has a connection to each of its peers
+SMALL_SHARED = 512 * MIB  # of /dev/shm: containers often have 64 MiB, which workers of a DataLoader soon fill
 RANKS, SIZES = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NUMBERS = (*RANKS, *SIZES, "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 NEEDED = {"WORLD_SIZE": "the number of ranks", "MASTER_ADDR": "rank 0's host", "MASTER_PORT": "a free port there"}
@@ -29,7 +33,11 @@ _launch_problem = partial(Finding, "launch", status="problem")
 
 
 def check_software(versions: Mapping[str, str | None], backends: Mapping[str, bool], gpus: int) -> Check:
-    """Versions (None: not installed) and the backends of torch.distributed, for so many GPUs."""
+    """Check versions (None: not installed) and the backends of torch.distributed, for so many GPUs.
+
+    A torch that is too old, or without gloo, is a problem; so are GPUs without NCCL, since ranks with a GPU each use
+    it.
+    """
     judge = partial(judged, "software")
     for name in ("python", "halocline", "numpy"):
         yield judge(name, versions[name] or "")
@@ -50,7 +58,7 @@ def check_software(versions: Mapping[str, str | None], backends: Mapping[str, bo
 
 
 def check_mpi(version: str | None) -> Finding:
-    """Ranks over MPI need an MPI that several threads may call."""
+    """Check that the MPI library under mpi4py starts, and that several threads may call it, as ranks over MPI need."""
     if version is None:
         return Finding("software", "MPI", "ok", "mpi4py is not installed; ranks talk over torch.distributed")
     library, level, error = machine.ask_mpi()
@@ -63,7 +71,11 @@ def check_mpi(version: str | None) -> Finding:
 
 
 def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: int, launched: bool) -> Check:
-    """For ``ranks`` on this machine of ``world`` in all; ``omp`` is OMP_NUM_THREADS. Sizes in bytes."""
+    """Check cores, threads, memory, GPUs and limits, for ``ranks`` on this machine of ``world`` in all.
+
+    ``has`` is from ``machine.devices()``, with sizes in bytes; ``omp`` is OMP_NUM_THREADS. ``launched``: this process
+    is one of the ranks.
+    """
     judge = partial(judged, "devices")
     cores, gpus, threads = has["cores"], has["gpus"], has["threads"]
     yield judge("cores", f"{cores} of {has['machine_cores']} for this process")
@@ -72,7 +84,9 @@ def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: in
         yield judge("threads", f"OMP_NUM_THREADS is not set: for {ranks} ranks on this machine, {remedy}")
     else:
         odd = omp is not None and not omp.isdigit()
-        crowded = threads * (1 if launched else ranks) > cores  # ranks of one machine are added up when they meet
+        crowded = (
+            threads * (1 if launched else ranks) > cores
+        )  # launched ranks of a machine are added up in ``compare``
         wrong = warn_if(odd, f"OMP_NUM_THREADS={omp} is no number", remedy)
         yield judge("threads", text, wrong, warn_if(crowded, f"{text}: they will wait for each other", remedy))
     free = has["memory_available_bytes"]
@@ -97,7 +111,11 @@ def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: in
 
 
 def check_network(interfaces: Sequence[Interface], env: Mapping[str, str], host: str) -> Check:
-    """``interfaces`` is empty where the system does not list them."""
+    """Check interfaces, the host name, and the interfaces that gloo and NCCL are told to use.
+
+    ``interfaces`` is empty where the system does not list them; then names cannot be checked. A host name without an
+    address is a warning, since gloo falls back to loopback.
+    """
     judge = partial(judged, "network")
     address, every = machine.resolve(host), ", ".join(map(str, interfaces))
     usable = [one for one in interfaces if one.usable]
@@ -128,7 +146,8 @@ def check_network(interfaces: Sequence[Interface], env: Mapping[str, str], host:
 
 
 def _not_usable(gloo: str, interfaces: Sequence[Interface]) -> str:
-    """The first name that will not do, and why. Gloo takes exact names between commas, and trims nothing."""
+    """The first interface name that gloo cannot use, and why; "" if there is none. Gloo takes exact names between
+    commas, and does not trim blanks."""
     by_name = {one.name: one for one in interfaces}
     for name in gloo.split(",") if gloo and by_name else ():
         one = by_name.get(name)
@@ -138,7 +157,8 @@ def _not_usable(gloo: str, interfaces: Sequence[Interface]) -> str:
 
 
 def _nccl_takes(name: str, setting: str) -> bool:
-    """NCCL takes prefixes of names between commas; '=' makes them whole names, '^' excludes them."""
+    """Would NCCL use this interface? Its setting has prefixes of names between commas; a leading "=" makes them whole
+    names, "^" excludes them."""
     exclude = setting.startswith("^")
     exact = setting[exclude:].startswith("=")
     words = setting[exclude + exact :].split(",")
@@ -146,7 +166,10 @@ def _nccl_takes(name: str, setting: str) -> bool:
 
 
 def contradictions(env: Mapping[str, str]) -> Check:
-    """Variables of launchers that cannot be as they are: with one of them, joining the ranks would fail or hang."""
+    """Variables of launchers that contradict each other: with one of them, joining the ranks would fail or hang.
+
+    These are values that are no numbers, a RANK without the variables that go with it, and ranks beyond their number.
+    """
     rubbish = [name for name in NUMBERS if not env.get(name, "0").isdigit()]
     if rubbish:
         text = ", ".join(f"{name}={env[name]}" for name in rubbish)
@@ -166,7 +189,11 @@ def contradictions(env: Mapping[str, str]) -> Check:
 
 
 def check_launch(run: RankInfo | None, env: Mapping[str, str], gpus: int) -> Check:
-    """Where the ranks of a run meet; ``run`` is None where torchrun and Slurm started none."""
+    """Check how this process was started, and the address and port at which ranks meet.
+
+    ``run`` is None if neither torchrun nor Slurm started it. Only rank 0, or a process alone, tries the port: for other
+    ranks it must be taken. Variables that give several tasks the same rank, or every rank the same GPU, are a warning.
+    """
     where = rendezvous_of(env)
     if run:
         by = "torchrun's variables" if run.by == "torchrun" else run.by
@@ -193,7 +220,8 @@ def check_launch(run: RankInfo | None, env: Mapping[str, str], gpus: int) -> Che
         text, remedy = f"{port} cannot be had: {why}", f"end it, or {other} for all ranks"
         yield _launch_problem("MASTER_PORT", found=text, remedy=remedy)
     exported = "TORCHELASTIC_RUN_ID" not in env and env.get("WORLD_SIZE") == env.get("SLURM_NTASKS")
-    if run and exported and env["RANK"] != env.get("SLURM_PROCID", env["RANK"]):  # one RANK for all tasks
+    # A batch script that exports RANK gives all tasks the same one.
+    if run and exported and env["RANK"] != env.get("SLURM_PROCID", env["RANK"]):
         remedy = "unset RANK and WORLD_SIZE in the batch script; they are then taken from Slurm"
         text = f"RANK={env['RANK']}, but Slurm calls this task {env['SLURM_PROCID']}"
         yield Finding("launch", "environment", "warning", text, remedy)
@@ -204,19 +232,20 @@ def check_launch(run: RankInfo | None, env: Mapping[str, str], gpus: int) -> Che
 
 
 def free_port() -> int:
-    """A port that nobody holds now."""
+    """A port of this machine that no program holds now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def _bind(port: int) -> None:
-    """As the store of rank 0 does. Nothing is listened to."""
+    """Bind a port as the store of rank 0 does, without listening."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", port))
 
 
 def _why_not(take: Callable[[], object]) -> str:
+    """Why a port cannot be taken, by calling ``take``; "" if it can."""
     try:
         take()
     except OSError as error:

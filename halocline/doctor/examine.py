@@ -19,7 +19,11 @@ from .ranks import NOT_TRIED, About
 
 @dataclass
 class DoctorReport:
-    """All findings. Rank 0 speaks for all; another rank only of its problems, if it cannot reach rank 0."""
+    """All findings and measurements.
+
+    Rank 0 reports for all ranks: ``voice`` says whether this rank prints everything, only its problems (it cannot reach
+    rank 0), or nothing. ``stuck``: a call hangs, and only the end of the process ends it.
+    """
 
     versions: dict[str, str | None] = field(default_factory=machine.versions)
     backends: dict[str, bool] = field(default_factory=machine.backends)
@@ -33,13 +37,16 @@ class DoctorReport:
 
     @property
     def problems(self) -> int:
+        """The number of findings with which no run will work."""
         return len(problems(self.findings))
 
     @property
     def warnings(self) -> int:
+        """The number of findings with which some runs will fail or be slow."""
         return sum(one.status == "warning" for one in self.findings)
 
     def as_json(self) -> dict[str, Any]:
+        """For ``--json``: counts, findings, facts of this machine, links, and one entry for each rank."""
         shown = {name: value for name, value in asdict(self).items() if name not in ("voice", "stuck", "ranks")}
         each = [{"rank": one.rank, "host": one.host, "versions": one.versions} for one in self.ranks]
         counts = {"healthy": not self.problems, "problems": self.problems, "warnings": self.warnings}
@@ -49,7 +56,15 @@ class DoctorReport:
 def examine(
     count: int = 2, meet: bool = True, deadline: float = 60.0, say: Callable[[str], None] = lambda text: None
 ) -> DoctorReport:
-    """Look at this machine, then at the ranks: those of the run that this process is part of, or ``count`` new ones."""
+    """Check this machine, then the ranks: those of the run that this process is part of, or ``count`` new ones.
+
+    Of a run, all ranks call it together. ``deadline`` is the seconds for each stage, and ``say`` is called with the
+    name of the stage. Without ``meet`` only this machine is checked.
+
+    If launcher variables contradict each other, ranks are not met: no one could say which rank this is. With problems
+    that would make a meeting fail, it is not tried, and a finding says so.
+    """
+    # Whatever can be checked without other ranks comes first: it explains most failures to meet.
     say("looking at this machine")
     env, host, report, run = os.environ, socket.gethostname(), DoctorReport(), None
     wrong, gpus = list(checks.contradictions(env)), len(report.devices["gpus"])
@@ -57,7 +72,7 @@ def examine(
         try:
             run = rank_info_of(env)
             run = run if adopt_environment() else None
-        except MeshError as error:  # it says what to do
+        except MeshError as error:  # its text says what to do
             wrong = [Finding("launch", "environment", "problem", str(error), "set MASTER_ADDR by hand")]
     here, world = (node_info_of(env).local_size, run.size) if run else (count, count)
     report.findings += checks.check_software(report.versions, report.backends, gpus)
@@ -66,9 +81,9 @@ def examine(
     report.findings += wrong or checks.check_launch(run, env, gpus)
     if run and run.rank:
         report.voice = "problems"
-    if wrong or not meet:  # where the environment contradicts itself, nobody can say which rank this is
+    if wrong or not meet:  # with contradictory variables it is unknown which rank this is
         return report
-    # Ranks that are started here find a port of their own: a port that is taken does not hinder them.
+    # Ranks that are started here choose a free port, so that a taken one does not matter.
     if problems(report.findings, *(("launch",) if run else ("software", "network"))):
         report.findings.append(NOT_TRIED)
         return report

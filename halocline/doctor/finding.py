@@ -1,4 +1,4 @@
-"""What a check says."""
+"""What a check reports: findings with a status, and helpers that put them together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. With a problem no run will work; with a warning some will not, or slowly."""
+    """The result of one check. With a problem no run will work; with a warning some will fail, or be slow."""
 
     topic: str
     name: str
@@ -22,16 +22,16 @@ class Finding:
 
 
 class Fault(NamedTuple):
-    """What may be amiss: whether it is, what was found then, and what to do."""
+    """A possible result of a check: whether it holds, and what to report and to advise then."""
 
-    holds: object  # by its truth
+    holds: object  # tested for truth
     found: str
     remedy: str
     status: Status = "problem"
 
 
 def judged(topic: str, name: str, well: str, *faults: Fault) -> Finding:
-    """The first fault that holds; where none does, all is ``well``."""
+    """The finding for the first fault that holds; if none does, an ok with the text ``well``."""
     for fault in faults:
         if fault.holds:
             return Finding(topic, name, fault.status, fault.found, fault.remedy)
@@ -43,12 +43,13 @@ problem_if = Fault
 
 
 def problems(findings: Iterable[Finding], *topics: str) -> list[Finding]:
-    """The problems of the given topics, or of all."""
+    """The problems among the findings of the given topics, or of all."""
     return [one for one in findings if one.status == "problem" and (not topics or one.topic in topics)]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """
+    """Rank numbers in words.
+
     >>> ranks_text([4, 0, 1, 2, 7]), ranks_text([3])
     ('ranks 0-2, 4, 7', 'rank 3')
     """

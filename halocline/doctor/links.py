@@ -1,4 +1,5 @@
-"""On the ranks: do messages arrive as sent, and how fast? Over the library's own world, so that its costs count."""
+"""Between the ranks: do messages arrive intact, and how fast? Measured in the library's own world, whose costs
+count."""
 
 from __future__ import annotations
 
@@ -17,19 +18,22 @@ from ..world import Label, Receive, Send, World
 from ..world.agreement import errors_on_any_rank
 from .finding import Finding, judged, problem_if, ranks_text, warn_if
 
-ROUNDS, WARM = 200, 20  # small messages
+ROUNDS, WARM = 200, 20  # measured and discarded round trips of small messages
 LARGE, LARGE_ROUNDS = 8 << 20, 6  # bytes of a large message; the first is not counted
 ALL_PAIRS, MOST_PEERS = 4, 32  # beyond so many ranks only pairs with rank 0, and not all of those
-WORDS = 1000  # in a message whose content is checked
+WORDS = 1000  # numbers of a message whose content is checked
 RING = 1 << 16  # elements of a sum that goes round the backend's ring
-SLOW_US, SLOW_MB_S = 1000.0, 100.0  # a local network has a tenth of the one and ten times the other
+SLOW_US, SLOW_MB_S = 1000.0, 100.0  # a local network has a tenth of this latency and ten times this bandwidth
 
 LABEL = Label("doctor", "halocline doctor")
 
 
 @dataclass
 class Links:
-    """Latency is half a round trip. The figures are those of the slowest pair and rank; None without a pair."""
+    """What was measured between ranks: half a round trip of a small message, and the rate of large ones.
+
+    Figures are those of the slowest pair and rank; None if there is no pair.
+    """
 
     ranks: int = 0
     interface: str = ""
@@ -42,7 +46,7 @@ class Links:
 
 
 def examine_links(links: Links) -> Iterator[Finding]:
-    """What the figures mean. Slow links are warned of, damaged messages are a problem."""
+    """What the measurements mean: slow links are a warning, damaged messages a problem."""
     if links.ranks == 1:
         yield Finding("ranks", "messages", "ok", f"a single rank ({links.backend}) has nobody to talk to")
         return
@@ -63,6 +67,7 @@ def examine_links(links: Links) -> Iterator[Finding]:
 
 
 def _slowest(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -> str:
+    """In words, between which ranks a figure is worst."""
     if len(links.pairs) < 2:
         return ""
     first, second = choose(links.pairs, key=lambda pair: pair[figure])["ranks"]
@@ -70,9 +75,11 @@ def _slowest(links: Links, figure: str, choose: Callable[..., dict[str, Any]]) -
 
 
 def measure_links(world: World) -> Links:
-    """Called by all ranks together, and the same on all: they tell each other what they saw.
+    """Exchange messages and sums, check them, and measure. By all ranks together; the result is the same on all.
 
-    Of a pair, the lower rank holds the watch. Pairs are measured one at a time.
+    Pairs are measured one after another, with a barrier between them, so that they do not disturb each other; of a
+    pair, the lower rank takes the time. Latency is the median of 200 round trips, bandwidth that of six messages of 8
+    MiB.
     """
     everyone, chosen = tuple(range(world.size)), pairs(world.size)
     backend = dist.get_backend()
@@ -109,7 +116,10 @@ def measure_links(world: World) -> Links:
 
 
 def pairs(size: int) -> list[tuple[int, int]]:
-    """All, or those of rank 0 with peers spread over the rest."""
+    """The pairs to measure: all of few ranks, else rank 0 with peers spread over the rest.
+
+    So the number of pairs stays below 33, however many ranks there are.
+    """
     if size <= ALL_PAIRS:
         return list(combinations(range(size), 2))
     step = -(-(size - 1) // MOST_PEERS)
@@ -120,7 +130,10 @@ def pairs(size: int) -> list[tuple[int, int]]:
 
 
 def _exchange(world: World, device: torch.device) -> list[str]:
-    """Numbers that only this sender has, and for this receiver."""
+    """Exchange numbers that are different for each pair, and return a text if wrong ones arrive.
+
+    By all ranks together. A message that was delivered to another rank, or damaged, is found.
+    """
     everyone, peers = tuple(range(world.size)), _peers(world.rank, world.size)
     sends = [Send(peer, _words(world.rank, peer, device)) for peer in peers]
     receives = [Receive(peer, WORDS) for peer in peers]
@@ -130,7 +143,7 @@ def _exchange(world: World, device: torch.device) -> list[str]:
 
 
 def _peers(rank: int, size: int) -> list[int]:
-    """All others, or of very many those at distances 1, 2, 4, ... both ways round."""
+    """The ranks that a rank exchanges with: all others, or of very many those at distances 1, 2, 4, ... both ways."""
     if size <= MOST_PEERS:
         return [other for other in range(size) if other != rank]
     steps = [1 << power for power in range((size - 1).bit_length())]
@@ -138,11 +151,12 @@ def _peers(rank: int, size: int) -> list[int]:
 
 
 def _words(sender: int, receiver: int, device: torch.device) -> Tensor:
+    """The message from one rank to another: numbers that no other pair has."""
     return torch.arange(WORDS, device=device) + (sender * 1_000_003 + receiver) * WORDS
 
 
 def _sums(world: World, device: torch.device) -> list[str]:
-    """A small sum and one that takes the backend's ring, as numbers that doubles hold exactly."""
+    """Sum numbers that float64 holds exactly, in a small and a large tensor; a text for each wrong sum."""
     everyone, faults = tuple(range(world.size)), []
     for count in (3, RING):
         total = world.sum(torch.full((count,), world.rank + 1.0, dtype=torch.float64, device=device), everyone, LABEL)
@@ -152,7 +166,7 @@ def _sums(world: World, device: torch.device) -> list[str]:
 
 
 def _pair(world: World, pair: tuple[int, int], device: torch.device) -> Tensor:
-    """Microseconds of a small message and megabytes a second of large ones."""
+    """Microseconds of a small message, and megabytes per second of large ones, between two ranks."""
     small, large = torch.zeros(1, device=device), torch.zeros(LARGE, dtype=torch.uint8, device=device)
 
     def round_trip(there: Tensor) -> None:
@@ -165,17 +179,18 @@ def _pair(world: World, pair: tuple[int, int], device: torch.device) -> Tensor:
 
     trip = _median(lambda: round_trip(small), ROUNDS, WARM)
     there = _median(lambda: round_trip(large), LARGE_ROUNDS, 1)
-    rate = LARGE / max(there - trip / 2, 1e-9) / 1e6  # the answer takes a small message's way back
+    rate = LARGE / max(there - trip / 2, 1e-9) / 1e6  # the reply is a small message
     return torch.tensor([trip / 2 * 1e6, rate], dtype=torch.float64)
 
 
 def _settle(tensor: Tensor) -> None:
-    """Work on a GPU is only queued until somebody waits for it."""
+    """Wait for the GPU, whose work is only queued until then."""
     if tensor.is_cuda:
         torch.cuda.synchronize()
 
 
 def _median(call: Callable[[], None], rounds: int, warm: int) -> float:
+    """The median time of a call, without the first ``warm`` calls."""
     times = []
     for _ in range(rounds + warm):
         started = time.perf_counter()

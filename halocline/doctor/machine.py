@@ -1,4 +1,8 @@
-"""What the checks look at: this machine, its software and its network."""
+"""The facts that the checks look at: this machine, its software and its network.
+
+Every function returns plain data, and None or an empty value where the system does not say. None of them waits without
+a limit.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import os
 import platform
 import re
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +28,7 @@ import halocline
 
 from ..sizes import file_text, free_memory
 from ..world.rendezvous import within
+from ..world.tcp import card_address
 
 #: Packages that only some runs need, and what for.
 OPTIONAL = {
@@ -37,13 +41,12 @@ OPTIONAL = {
 }
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _RESOLVE = 5.0  # seconds for a name server
-_MPI_WAIT = 30.0  # seconds
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_MPI_WAIT = 30.0  # seconds for the process that starts MPI
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; ``up`` is None where the system does not tell."""
+    """A network interface; ``up`` is None where the system does not say."""
 
     name: str
     address: str | None
@@ -51,7 +54,7 @@ class Interface:
 
     @property
     def usable(self) -> bool:
-        """Can ranks talk over it?"""
+        """Can ranks communicate over it?"""
         return self.up is None or (self.up and self.address is not None)
 
     @property
@@ -64,11 +67,14 @@ class Interface:
 
 
 def devices() -> dict[str, Any]:
-    """What this process may use; sizes in bytes, None where the system does not tell."""
+    """What this process may use: cores, memory, GPUs and limits. Sizes in bytes; None where the system does not say.
+
+    Limits of a container (cgroup) count where they are lower than the machine's.
+    """
     has_gpus = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
     limit, has = file_text("/sys/fs/cgroup/memory.max"), dict.fromkeys(("memory", "files", "shared"))
-    # A name that this system lacks leaves its figure unknown.
+    # Where the system lacks a function the value stays None.
     with suppress(ValueError, OSError, AttributeError):
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         has["memory"] = min(pages, int(limit)) if limit.isdigit() else pages
@@ -96,7 +102,7 @@ def devices() -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """The cores that this process is bound to, or fewer where a container allows fewer."""
+    """The cores that this process is bound to, or fewer if its container allows fewer."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = file_text("/sys/fs/cgroup/cpu.max").partition(" ")
     allowed = int(quota) // int(period) if quota.isdigit() and period.isdigit() else bound
@@ -104,12 +110,12 @@ def _cores() -> int:
 
 
 def backends() -> dict[str, bool]:
-    """Those of torch.distributed, and whether this torch has them."""
+    """The backends of torch.distributed, and whether this build of torch has them."""
     return {name: dist.is_available() and getattr(dist, f"is_{name}_available")() for name in BACKENDS}
 
 
 def versions() -> dict[str, str | None]:
-    """None for a package that is not installed."""
+    """The versions of Python, of this library and of packages; None for a package that is not installed."""
     installed: dict[str, str | None] = dict.fromkeys(("numpy", "typer", "rich", *OPTIONAL))
     for name in installed:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -118,7 +124,7 @@ def versions() -> dict[str, str | None]:
     return {**own, **installed}
 
 
-#: In a process of its own: an MPI that does not fit its machine may end the process that starts it.
+#: Runs in a process of its own: an MPI library that does not fit the machine may end the process.
 _ASK_MPI = """
 import mpi4py
 mpi4py.rc.thread_level = "multiple"
@@ -131,7 +137,8 @@ print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0].expandtabs(1
 
 @cache
 def ask_mpi() -> tuple[str, str, str]:
-    """Name and thread level of the MPI library, or what went wrong; asked outside of any launcher."""
+    """Name and thread level of the MPI library, or else an error text. Asked in a process of its own, outside any
+    launcher."""
     alone = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "MPI_LOCAL", "PRTE_", "HYDI_"))}
     try:
         command = [sys.executable, "-c", _ASK_MPI]
@@ -149,7 +156,7 @@ def ask_mpi() -> tuple[str, str, str]:
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces of this machine; none where the system does not list them."""
+    """The network interfaces of this machine; none where the system does not list them."""
     try:
         names = [name for _, name in socket.if_nameindex()]
     except (OSError, AttributeError):
@@ -159,23 +166,21 @@ def interfaces() -> list[Interface]:
 
 
 def _address(interface: str) -> str | None:
+    """The IPv4 address of an interface, else its IPv6 address."""
     if sys.platform == "linux":
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(answer[20:24])
+        with suppress(OSError):
+            return card_address(interface)
     rows = [line.split() for line in file_text("/proc/net/if_inet6").splitlines()]
     return next((str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[-1] == interface), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Does the address stay on this machine? It may name an interface behind a %."""
+    """Does an address stay on this machine? It may name an interface behind a "%"."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def resolve(host: str) -> str | None:
-    """The host's first address; None where there is none, or no answer in time."""
+    """The first address of a host; None if it has none, or the name server does not answer within 5 s."""
     try:
         answers = within(_RESOLVE, lambda: socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
     except (OSError, UnicodeError):  # TimeoutError is an OSError
@@ -184,7 +189,7 @@ def resolve(host: str) -> str | None:
 
 
 def gloo_loopback(interfaces: Sequence[Interface], env: Mapping[str, str]) -> bool:
-    """Would gloo use loopback, where ranks on other machines cannot reach this one?"""
+    """Would gloo use loopback, over which ranks on other machines cannot reach this one?"""
     if names := env.get("GLOO_SOCKET_IFNAME"):
         return any(one.loopback for one in interfaces if one.name in names.split(","))
     address = resolve(socket.gethostname())

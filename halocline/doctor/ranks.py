@@ -1,7 +1,7 @@
-"""The ranks of this run, or some started for the occasion: do they all come, and can they talk?
+"""The ranks of this run, or some that are started for the check: do they all come, and can they communicate?
 
-Ranks that somebody else started first meet at the store alone, which takes no more than an address and a port. Each
-leaves a report there, so that rank 0 can name who is missing and who differs even where messages will not pass.
+Ranks that a launcher started first meet at the store alone, which needs only an address and a port. Each leaves a
+report there, so that rank 0 can name ranks that are missing or differ even if no messages arrive between them.
 """
 
 from __future__ import annotations
@@ -28,36 +28,32 @@ from .finding import Finding, problems, ranks_text
 from .links import Links, examine_links, measure_links
 
 COMPARED = ("python", "torch", "halocline")
-SLACK = 5.0  # seconds in which the library itself says who kept it waiting, once its own deadline has passed
-PARTING = 5.0  # seconds for the others to hear the verdict before rank 0, and with it the store, goes
-NOT_TRIED = Finding(
-    "ranks",
-    "messages",
-    "warning",
-    "not tried, since there are problems",
-    "solve them and run the doctor again",
-)
+SLACK = 5.0  # seconds beyond the library's own deadline, in which its error names the rank that was waited for
+PARTING = 5.0  # seconds for the others to read the verdict before rank 0, and with it the store, ends
+_NOT_TRIED = "not tried, since there are problems"
+NOT_TRIED = Finding("ranks", "messages", "warning", _NOT_TRIED, "solve them and run the doctor again")
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class About:
-    """What one rank says of itself."""
+    """The report of one rank about itself, sent to rank 0 as JSON."""
 
     rank: int
     host: str
     versions: dict[str, str | None]
     gpus: int = 0
     threads: int = 1
-    cores: int = 0  # of the machine; 0 where it does not matter
-    loopback: bool = False  # gloo would stay on the machine
+    cores: int = 0  # of the machine; 0 if threads are not to be compared with it
+    loopback: bool = False  # gloo would use loopback
     findings: list[Finding] = field(default_factory=list)
 
 
 @dataclass
 class Meeting:
-    """What came of it. ``alone``: this rank could not tell rank 0. ``stuck``: only the process's end ends a call."""
+    """The outcome of a meeting. ``alone``: this rank could not reach rank 0. ``stuck``: a call hangs until the process
+    ends."""
 
     findings: list[Finding]
     ranks: list[About] = field(default_factory=list)
@@ -70,7 +66,11 @@ class Meeting:
 
 
 def compare(ranks: Sequence[About]) -> Iterator[Finding]:
-    """Findings about all ranks together, and those of other ranks about themselves, the same words only once."""
+    """Findings about all ranks together, and those of other ranks about themselves, each text only once.
+
+    Ranks must have the same versions, and all or none of them GPUs; their threads must fit the cores of their machine;
+    and gloo must not use loopback between machines.
+    """
     differ, remedy = False, "start every rank from the same environment: virtual environment, container or module"
     for name in COMPARED:
         holders = _grouped(ranks, [str(one.versions.get(name)) for one in ranks])
@@ -93,7 +93,7 @@ def compare(ranks: Sequence[About]) -> Iterator[Finding]:
             remedy = f"export OMP_NUM_THREADS={cores // len(some)}" if cores >= len(some) else "start fewer ranks there"
             text = f"{threads} threads of {_who(some)} on {cores} cores: they will wait for each other"
             yield Finding("ranks", "threads", "warning", text, remedy)
-    unheard = [one for one in ranks if one.loopback and not one.gpus]  # nccl looks for an interface by itself
+    unheard = [one for one in ranks if one.loopback and not one.gpus]  # with GPUs nccl finds an interface by itself
     if unheard and len(hosts) > 1:
         text = f"on {_who(unheard)} gloo would talk over loopback, where ranks on other machines cannot hear it"
         remedy = "export GLOO_SOCKET_IFNAME with the interface that the machines share, the same line for all ranks"
@@ -111,6 +111,7 @@ def _grouped(ranks: Iterable[About], keys: Iterable[str]) -> dict[str, list[Abou
 
 
 def _who(some: Sequence[About]) -> str:
+    """Ranks and their hosts in words."""
     hosts = sorted({one.host for one in some})
     return f"{ranks_text(one.rank for one in some)} ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
 
@@ -119,7 +120,8 @@ def _who(some: Sequence[About]) -> str:
 
 
 def start_ranks(size: int, me: About, interfaces: str, deadline: float, say: Say) -> Meeting:
-    """On this machine, over the interfaces that gloo is told to use, or loopback. They run what this process does."""
+    """Start ranks on this machine, over the interfaces that gloo is told to use or loopback, and measure their
+    links."""
     try:
         say(f"starting {size} ranks")
         with RankPool(size) as pool:
@@ -133,7 +135,7 @@ def start_ranks(size: int, me: About, interfaces: str, deadline: float, say: Say
 
 
 def measure_on_rank(interfaces: str, deadline: float) -> Links:
-    """The pool met over loopback; a world makes process groups of its own, for which gloo looks at its variable."""
+    """On a started rank: measure in a new world, for whose groups gloo reads ``interfaces`` from its variable."""
     if interfaces:
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     world = ProcessWorld(deadline)
@@ -144,7 +146,9 @@ def measure_on_rank(interfaces: str, deadline: float) -> Links:
 
 
 def _silence(who: str, error: Exception, deadline: float) -> Finding:
-    said = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(", at")  # a stack follows
+    """The finding for ranks that cannot communicate."""
+    # The first line: a stack follows where it ends in ", at".
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(", at")
     remedy = (
         "see whether a firewall stands between them, whether memory or open files ran out, and whether the interface "
         f"in GLOO_SOCKET_IFNAME is the one they share; if they were merely slow, --deadline {deadline * 4:g}"
@@ -156,13 +160,17 @@ def _silence(who: str, error: Exception, deadline: float) -> Finding:
 
 
 def join_ranks(where: Rendezvous, size: int, me: About, deadline: float, say: Say) -> Meeting:
-    """Every rank calls this; what comes of it is whole on rank 0 alone. The others get the verdict."""
+    """Meet the ranks that a launcher started. Called by every rank; rank 0 gets all findings, the others the verdict.
+
+    If the store cannot be reached within the deadline, this rank reports that by itself (``alone``). A call that hangs
+    is left behind in its thread (``stuck``).
+    """
     try:
         _reach(where, me.rank, deadline)
-        # A store that is another program's may never answer, and torch then waits without end.
+        # Another program at that port may never answer, and torch would wait for ever.
         store = within(deadline + 1, lambda: _store(where, me.rank, deadline))
         return lead(store, size, me, deadline, say) if me.rank == 0 else follow(store, size, me, deadline)
-    except (RuntimeError, OSError) as error:  # the first are torch's own of stores
+    except (RuntimeError, OSError) as error:  # torch's stores raise RuntimeError
         said = next(iter(str(error).splitlines()), "")
         remedy = "see whether rank 0 runs, what holds that port, and whether a firewall lets this machine reach it"
         place = f"{where.address}:{where.port}"
@@ -172,7 +180,7 @@ def join_ranks(where: Rendezvous, size: int, me: About, deadline: float, say: Sa
 
 
 def _reach(where: Rendezvous, rank: int, deadline: float) -> None:
-    """Wait until somebody listens at the meeting point: torch's own way of not getting there fills a screen."""
+    """Wait until a store listens at the meeting point; torch's own error for that would fill a screen."""
     until = time.monotonic() + deadline
     while rank and not where.served:
         try:
@@ -185,11 +193,11 @@ def _reach(where: Rendezvous, rank: int, deadline: float) -> None:
 
 
 def _store(where: Rendezvous, rank: int, deadline: float) -> Any:
-    """The store of the run: torchrun's, or one that rank 0 keeps and torch will share when it asks for its own."""
+    """The store of the run: torchrun's, or one that rank 0 serves, and that torch.distributed shares later."""
     options: dict[str, Any] = {}
     serve = rank == 0 and not where.served
     address = machine.resolve(where.address) or where.address
-    if serve and machine.is_loopback(address):  # one that the store opens itself listens to the whole network
+    if serve and machine.is_loopback(address):  # a port that the store opens itself would listen on every interface
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         options["master_listen_fd"] = socket.create_server((address, where.port), family=family).detach()
     limit = timedelta(seconds=deadline)
@@ -198,7 +206,11 @@ def _store(where: Rendezvous, rank: int, deadline: float) -> Any:
 
 
 def lead(store: Any, size: int, me: About, deadline: float, say: Say) -> Meeting:
-    """Rank 0: hear everybody, let them measure if it makes sense, and tell them how it went."""
+    """Rank 0: collect all reports, let the ranks measure if there are no problems, and publish the verdict.
+
+    Waits ``deadline`` seconds for the reports, and a few more at the end, so that all ranks can read the verdict before
+    the store ends with this process.
+    """
     say(f"waiting for the reports of {size} ranks")
     said = _collect(store, "about", range(1, size), deadline)
     reports = [json.loads(said[rank]) for rank in sorted(said)]
@@ -225,7 +237,7 @@ def lead(store: Any, size: int, me: About, deadline: float, say: Say) -> Meeting
 
 
 def follow(store: Any, size: int, me: About, deadline: float) -> Meeting:
-    """The other ranks: report, measure if told to, and hear the verdict."""
+    """The other ranks: report, measure if rank 0 says so, and read the verdict."""
     store.set(f"about/{me.rank}", json.dumps(asdict(me)))
     met = Meeting([])
     store.wait(["go"], timedelta(seconds=2 * (deadline + SLACK)))
@@ -238,7 +250,10 @@ def follow(store: Any, size: int, me: About, deadline: float) -> Meeting:
 
 
 def _measure(met: Meeting, size: int, deadline: float) -> None:
-    """By all ranks together: join as every run of the library does, and leave no process group behind."""
+    """Join as every run does, measure the links, and destroy the process group again. By all ranks together.
+
+    Results and findings are added to ``met``.
+    """
 
     def work() -> Links:
         init(deadline / 2)
@@ -257,7 +272,7 @@ def _measure(met: Meeting, size: int, deadline: float) -> None:
 
 
 def _collect(store: Any, key: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
-    """What the ranks leave under ``key`` until the deadline."""
+    """The values that ranks have left under ``key`` by the deadline."""
     keys, until = {rank: f"{key}/{rank}" for rank in ranks}, time.monotonic() + deadline
     while keys and not store.check(list(keys.values())) and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Parameter gradients averaged over ranks while backward runs: law 3's last step, behind one small interface.
 
-The first backward is watched: which gradients come, in which order, and when. In one exchange the ranks agree on that
-and on what a sum costs, and each makes the same plan of it (``buckets``). From then on gradients lie in their bucket's
+The first backward is recorded: which gradients come, in which order, and when. In one exchange the ranks agree on that
+and on what a sum costs, and each makes the same plan (``buckets``). From then on gradients lie in their bucket's
 memory, and a bucket's sum begins when its last gradient is there, in the planned order: no rank is special, and nothing
 but the sums is sent. Where ranks take different paths, they agree which buckets may go (``schedule.negotiation``).
 """
@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from .._torch_private import after_backward, backward_number, is_captured, passes_inside_each_other
 from ..errors import MeshError
 from ..world import Label, Route, Sum, World
+from .at_once import average_at_once, average_sparse
 from .backward_pass import BackwardPass
 from .buckets.cutting import LinkCost
 from .buckets.plan import FORWARD, BucketPlan, Goal, GradientFacts
@@ -28,29 +29,29 @@ from .hooks import ParameterHooks
 from .owners import AveragedMark, is_averaged, mark_averaged, refuse_unaveraged
 from .schedule.clock import Clock, FixedClock, measured_link
 from .schedule.control import Control, Doubling
+from .schedule.negotiation import Agreement
 from .schedule.overlap import Overlap
 from .transport.compression import GradientCompression
-from .transport.leases import Agreement, lease
+from .transport.leases import lease
 from .transport.rings import Rings
 from .transport.sum_queue import FlatTransport, SumQueue, Transport
 
 _log = logging.getLogger("halocline")
-_REGULAR = 64  # passes in which all ranks took one path, after which they stop asking
-#: Engines of a world whose sums may go while backward runs; those of any others go when it has ended, in one order.
+_REGULAR = 64  # passes in a row in which all ranks took one path, after which they stop negotiating
+#: Engines of a world that may sum while backward runs. Further engines sum when it has ended, all in one order.
 _CHANNELS = 16
-_DEFERRED = 16  # passes after one inside another, in which nothing is begun ahead
+_DEFERRED = 16  # passes after a nested one in which no sum begins during backward
 
-
-#: By backward pass: the engines that take part in it. One that failed keeps none of them.
+#: By autograd's number of a backward pass: the engines that take part in it. Weak, since a failed pass never ends.
 _open_passes: dict[int, weakref.WeakSet[GradientAverage]] = {}
 
 
 class GradientAverage:
     """Averages the gradients of ``parameters`` over ``ranks`` (by default all) in each backward pass.
 
-    ``autograd.grad`` of a parameter gives the mean too: what a rank holds of a whole value's gradient is its share.
-    ``buckets`` (lists of indices) replace those that would be planned. ``deterministic``: nothing measured decides
-    what is summed together.
+    Made by all ranks together, with the same parameters in the same order. ``autograd.grad`` of a parameter returns the
+    mean too. ``buckets`` (lists of parameter indices) replace planned ones. ``deterministic``: bucket plans depend on
+    sizes and order alone, not on measured times, so that results are equal bit for bit from run to run.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class GradientAverage:
         self.compression, self.rings = compression or GradientCompression(), rings
         self.transport: Transport = rings or FlatTransport(world, self.ranks)
         self.active = True
-        self.partners: list[GradientAverage] = []  # of the same model, for parameters that fewer ranks share
-        self.model: weakref.ref[nn.Module] | None = None  # whose parameters these are, if they are all of it
-        self.patient = False  # average when backward has ended, and not before
-        self.queue: SumQueue | None = None  # where sums wait for their turn
-        self.overlap: Overlap | None = None  # takes over when a backward has ended; None: all sums are waited for
+        self.partners: list[GradientAverage] = []  # engines of the same model for parameters that fewer ranks share
+        self.model: weakref.ref[nn.Module] | None = None  # set if these are all parameters of a model
+        self.patient = False  # if set, sums begin only when backward has ended
+        self.queue: SumQueue | None = None  # set by ``use``: a thread begins the sums
+        self.overlap: Overlap | None = None  # takes over when backward has ended; None: all sums are waited for
         world.engines += 1
         self.number = world.engines
-        self.name = f"gradient average {world.engines}"  # ranks that average different models must not mix them up
+        self.name = f"gradient average {world.engines}"  # in labels, so that ranks never mix up two models
         self._channel = None
         if parameters and not rings:
             self._channel = lease(world, "channel", "gradients {}".format, _CHANNELS, self.ranks)
@@ -91,22 +92,22 @@ class GradientAverage:
         self._make_control = control
         self._agreement: Agreement | None = None
         self._open: BackwardPass | None = None
-        self._asked = (-1, False)  # a pass, and whether it hands its gradients out
-        self._pile: set[int] = set()
+        self._asked = (-1, False)  # a backward pass, and whether it is an ``autograd.grad``
+        self._pile: set[int] = set()  # parameters whose gradients piled up unaveraged
         self._hooks: list[ParameterHooks] = []
-        self._deferred = 0
-        self._regular = 0
-        self._exchanged = 0
+        self._deferred = 0  # passes left in which no sum begins during backward
+        self._regular = 0  # passes in a row in which all ranks took one path
+        self._exchanged = 0  # messages sent to agree on plans
         for parameter in self.parameters:
             self._watch(parameter)
 
     @property
     def channel(self) -> str:
-        """On which its planned sums go, in an order of their own."""
+        """The channel of the world on which planned sums go, in an order of their own."""
         return "gradients" if self._channel is None else str(self._channel.thing)
 
     def use(self, queue: SumQueue) -> None:
-        """Begin sums in their turn."""
+        """From now on add sums to ``queue``, whose thread begins them."""
         self.queue = queue
         if self._channel is not None:
             self._channel.queue = queue
@@ -123,20 +124,20 @@ class GradientAverage:
         mark_averaged(parameter, AveragedMark(weakref.ref(self)))
         self._hooks.append(ParameterHooks(self, index, parameter))
 
-    def hands_out(self, index: int) -> bool:
-        """A gradient was computed. Does its pass return gradients (``autograd.grad``) rather than accumulate them?"""
+    def returns_gradients(self, index: int) -> bool:
+        """A gradient was computed. Is its pass an ``autograd.grad``, which returns gradients and accumulates none?"""
         task = backward_number()
         if self._open is not None and self._open.task != task:
             self._abandon(index)  # before this gradient is added to one that may be travelling
         if task != self._asked[0]:
-            # The node is asked for anew: a change of dtype or device gives the leaf another.
+            # Looked up in every pass: a change of dtype or device gives the parameter another node.
             self._asked = task, is_captured(get_gradient_edge(self.parameters[index]).node)
         if self.overlap is not None and not self._asked[1]:
             self.overlap.before(index)
         return self._asked[1]
 
     def _abandon(self, index: int) -> None:
-        """The pass that was open has failed, or this one runs inside it (reentrant checkpoints)."""
+        """Close a pass that failed, or inside which this one runs (reentrant checkpoints)."""
         left, self._open = self._open, None
         assert left is not None
         nested = passes_inside_each_other() > (0 if self.parameters[index].is_cuda else 1)
@@ -155,7 +156,7 @@ class GradientAverage:
         self._deferred = _DEFERRED
 
     def adopt(self, added: Sequence[tuple[str, Tensor]]) -> None:
-        """Parameters that the model has got since; on every rank the same. The plan is made anew."""
+        """Average further parameters, the same on every rank. The plan is made anew."""
         for name, parameter in added:
             self.names.append(name)
             self.parameters.append(parameter)
@@ -163,29 +164,30 @@ class GradientAverage:
         self.forget_plan()
 
     def forget_plan(self) -> None:
+        """Record the next backward and make a new plan; all ranks call it at the same point."""
         link = self.clock.link
         self.plan, self.clock, self._regular = None, self._new_clock(), 0
         self.clock.link = link
 
     def _new_clock(self) -> Clock:
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        sizes = [parameter.nbytes for parameter in self.parameters]
         return FixedClock(sizes) if self._deterministic else Clock(len(sizes))
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copied or loaded model (a moving average of the weights, say) has parameters that nobody watches."""
+        """A copied or loaded model (a moving average of weights, for instance) has no engine: None."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
     def mean(self, gradient: Tensor, name: str) -> Tensor:
-        """Differentiable: the mean of whole values is its own adjoint."""
+        """The mean of a gradient over the ranks, differentiable: it is its own adjoint. By all ranks together."""
         share = 1.0 / len(self.ranks)
         route = Route(self.world, self.ranks, Label(f"{self.name} of {name}", "autograd.grad", "gradients"))
         return Sum.apply(gradient, route, (share, share))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let gradients pile up on each rank; the next backward outside averages the pile."""
+        """Let gradients pile up on each rank; the next backward outside averages them with its own."""
         engines = [self, *self.partners]
         before = [engine.active for engine in engines]
         try:
@@ -199,7 +201,7 @@ class GradientAverage:
     # One backward pass ----------------------------------------------------------------------------------------------
 
     def accumulated(self, index: int) -> None:
-        """This rank's gradient of a parameter was added to its ``.grad``."""
+        """This rank's gradient of a parameter was added to its ``.grad``. Called by :class:`ParameterHooks`."""
         if not self.active:
             self._hooks[index].refuse_share(self.names[index])
             self._pile.add(index)
@@ -212,7 +214,7 @@ class GradientAverage:
         task = backward_number()
         if self.plan is not None and not self.plan.dynamic and not self.plan.fits(self.parameters):
             self.forget_plan()
-        # Under create_graph gradients are to be differentiated themselves, and cannot lie in a buffer.
+        # Under create_graph gradients are differentiated themselves, and cannot lie in a bucket.
         unordered = self._channel is None and self.rings is None
         deferred = self.plan is None or self.patient or unordered or self._deferred > 0 or torch.is_grad_enabled()
         plan = None if deferred or not self.plan.buckets else self.plan  # type: ignore[union-attr]
@@ -223,7 +225,7 @@ class GradientAverage:
         _open_passes[task].add(self)
 
     def _end(self) -> set[int]:
-        """Begin what is left to begin; returns what came on this rank."""
+        """Begin the sums that are left; returns the parameters whose gradients came on this rank."""
         ended = self._open
         assert ended is not None
         pile = {index for index in self._pile if self.parameters[index].grad is not None}
@@ -235,19 +237,32 @@ class GradientAverage:
                 "backward, or in a hook of register_post_accumulate_grad_hook"
             )
         ended.end(pile)
-        # The others wait for what has begun here, whatever is found.
+        # Only now, since the other ranks wait for the sums that have begun here.
         refuse_unaveraged(self.model() if self.model is not None else None)
         return ended.touched | pile
 
     def _finish(self, came: set[int]) -> BackwardPass:
-        """Make gradients means, or hand them to ``overlap``."""
+        """Turn gradients into means, or hand the running sums to ``overlap``."""
         ended, self._open = self._open, None
         assert ended is not None
-        self._settle_means(ended, came)
+        self.steps += 1
+        if self.overlap is not None:
+            self.overlap.look_back()
+            if ended.goes_on:
+                assert ended.plan is not None
+                average_sparse(self, ended.plan.sparse)
+                self.overlap.take_over(ended, came)
+                return ended
+        if ended.finish():
+            self.look_back(ended, came)
+        else:
+            ended.had |= self._settle(came, self._everybody())
+        if self.overlap is not None:
+            self.overlap.take_means()
         return ended
 
     def _run_hooks(self, ended: BackwardPass, came: set[int]) -> None:
-        """Users' hooks, in the order in which gradients came; of those too that came on other ranks alone."""
+        """Run users' hooks in the order in which gradients came, also for gradients that only other ranks had."""
         if not any(self._hooks):
             return
         if self.overlap is not None:
@@ -258,23 +273,8 @@ class GradientAverage:
                 if self.parameters[index].grad is not None:
                     self._hooks[index].run(self.parameters[index])
 
-    def _settle_means(self, ended: BackwardPass, came: set[int]) -> None:
-        self.steps += 1
-        if self.overlap is not None:
-            self.overlap.look_back()
-            if ended.goes_on:
-                ended.average_sparse()
-                self.overlap.take_over(ended, came)
-                return
-        if ended.finish():
-            self.look_back(ended, came)
-        else:
-            ended.had |= self._settle(came, self._everybody())
-        if self.overlap is not None:
-            self.overlap.take_means()
-
     def look_back(self, ended: BackwardPass, came: set[int]) -> None:
-        """What its sums told: do the buckets still fit?"""
+        """Keep or change the plan by what the sums of a pass told. By all ranks, which were told the same."""
         plan = ended.plan
         assert plan is not None
         if ended.wants_another_plan or (ended.absent and not plan.dynamic and not plan.complete):
@@ -282,22 +282,18 @@ class GradientAverage:
             ended.had |= self._settle((came | planned) - ended.absent, self._everybody() - planned)
         elif ended.uneven:
             self._go_by_agreement()
-        self._count_regular(ended)
+        if self.plan is not None and self.plan.dynamic:
+            self._regular = 0 if ended.uneven else self._regular + 1
+            if self._regular >= _REGULAR:  # the ranks take one path again, and need not negotiate
+                self.forget_plan()
 
     def _everybody(self) -> set[int]:
         return set(range(len(self.parameters)))
 
-    def _count_regular(self, ended: BackwardPass) -> None:
-        """Ranks that took different paths and no longer do may go without asking again."""
-        if self.plan is not None and self.plan.dynamic:
-            self._regular = 0 if ended.uneven else self._regular + 1
-            if self._regular >= _REGULAR:
-                self.forget_plan()
-
     def _settle(self, came: set[int], left: set[int]) -> set[int]:
-        """Agree on what ``came``, average at once what is ``left`` to do of it, and make a plan for the next pass.
+        """Agree on which gradients ``came``, average those in ``left`` at once, and plan the next pass.
 
-        Returns what came on any rank.
+        By all ranks together. Returns the parameters of which any rank had a gradient.
         """
         if self.clock.link is None:
             self.clock.link = measured_link(self.world, self.ranks)
@@ -305,15 +301,13 @@ class GradientAverage:
         facts = self.facts(came).agreed(self.world, self.ranks, self.name)
         self._exchanged += self.world.traffic.messages - before
         plan = self._planned(facts)
-        BackwardPass(self, -1, plan).average_at_once([index for index in facts.came if index in left])
+        average_at_once(self, facts, [index for index in facts.came if index in left])
         if self._deferred:
             self._deferred -= 1
-            return set(facts.came)
-        if plan.dynamic and len(self.ranks) < self.world.size:
-            return set(facts.came)
-        self.plan = plan
-        if plan.dynamic:
-            self._prepare_agreement()
+        elif not plan.dynamic or len(self.ranks) == self.world.size:
+            self.plan = plan
+            if plan.dynamic:
+                self._prepare_agreement()
         return set(facts.came)
 
     def _planned(self, facts: GradientFacts) -> BucketPlan:
@@ -323,28 +317,27 @@ class GradientAverage:
         return BucketPlan.of(facts, self.parameters, self.explicit, goal)
 
     def facts(self, came: set[int]) -> GradientFacts:
-        """As this rank knows them."""
+        """The facts as this rank alone knows them; ``came`` are the parameters that count as ready."""
         every = range(len(self.parameters))
         ready = [self.clock.times[index] if index in came else -1.0 for index in every]
         gradients = [parameter.grad for parameter in self.parameters]
-        known = set() if self.plan is None else set(self.plan.sparse)  # whose gradients may have been let go of since
-        sparse = [index in known or _is_sparse(gradient) for index, gradient in enumerate(gradients)]
+        known = set() if self.plan is None else set(self.plan.sparse)  # their gradients may be None by now
+        sparse = [i in known or (each is not None and each.is_sparse) for i, each in enumerate(gradients)]
         graph = any(gradient is not None and gradient.requires_grad for gradient in gradients)
         lacking = [index not in came for index in every]
         return GradientFacts(ready, lacking, sparse, self.clock.needs, graph, self.clock.link or LinkCost())
 
-    # Where ranks go different ways ------------------------------------------------------------------------------------
+    # Where ranks take different paths ---------------------------------------------------------------------------------
 
     def _go_by_agreement(self) -> None:
-        """All ranks saw in the sums that some had a gradient and some had not."""
+        """Negotiate from now on: all ranks saw in the sums that only some ranks had a gradient."""
         if self.plan is None or self.plan.dynamic:
             return
-        if len(self.ranks) < self.world.size:  # a world is duplicated by all ranks: these settle each pass after it
+        if len(self.ranks) < self.world.size:
+            # Negotiation needs a duplicated world, which all ranks must make together: without, each pass is settled.
             self.plan = None
             return
-        facts = self.plan.facts
-        lacking = [True] * len(self.parameters)
-        self.plan = self._planned(replace(facts, lacking=lacking))
+        self.plan = self._planned(replace(self.plan.facts, lacking=[True] * len(self.parameters)))
         self._prepare_agreement()
 
     def _prepare_agreement(self) -> None:
@@ -355,21 +348,18 @@ class GradientAverage:
 
     @property
     def control_messages(self) -> int:
-        """Sent by this rank so far, to agree on something: all but the sums."""
+        """Messages that this rank has sent to agree on plans and buckets; sums are not counted."""
         return self._exchanged + (0 if self._agreement is None else self._agreement.world.traffic.messages)
 
     @property
     def agreement(self) -> Agreement:
+        """The world and thread in which ranks negotiate; there while the plan is dynamic."""
         assert self._agreement is not None
         return self._agreement
 
 
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.is_sparse
-
-
 def _finish_all(task: int) -> None:
-    """Of all engines, in the order of their making: on every rank the same, whichever heard of the pass first."""
+    """End a backward pass in all engines that took part, in the order of their making: the same on every rank."""
     engines = sorted(_open_passes.pop(task, ()), key=lambda engine: engine.number)
     engines = [engine for engine in engines if engine._open is not None and engine._open.task == task]
     came = [engine._end() for engine in engines]
@@ -378,10 +368,10 @@ def _finish_all(task: int) -> None:
         engine._run_hooks(backward_pass, some)
 
 
-ENGINE = "_halocline_average"  # where a model keeps its engine
+ENGINE = "_halocline_average"  # the attribute of a model that holds its engine
 
 
 def engine_of(model: nn.Module) -> GradientAverage | None:
-    """Who averages this model's gradients."""
-    found = model.__dict__.get(ENGINE)
-    return found if isinstance(found, GradientAverage) else None
+    """The engine that averages this model's gradients, if it was distributed."""
+    engine = model.__dict__.get(ENGINE)
+    return engine if isinstance(engine, GradientAverage) else None

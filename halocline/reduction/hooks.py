@@ -1,8 +1,8 @@
 """The hooks of a parameter: where gradients enter the library, and users' hooks, which see means over all ranks.
 
 Users' hooks on a gradient (``register_hook``) and after its accumulation (``register_post_accumulate_grad_hook``) are
-kept from torch and called when backward has ended and its sums are there. Nothing more travels for them, so that they
-may be registered on some ranks alone, for a log.
+kept from torch and called when backward has ended and its sums are done. They cause no communication, so they may be
+registered on some ranks only, for a log.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Hook = Callable[[Tensor], Any]
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """In place of a parameter's dict of hooks of one kind. Torch calls ``own`` alone; users' are in ``hooks``."""
+    """Replaces a parameter's dict of hooks of one kind. Torch sees and calls ``own`` only; users' are in ``hooks``."""
 
     def __init__(self, own: Hook, earlier: dict[int, Hook] | None) -> None:
         super().__init__()
         super().__setitem__(-1, own)
-        #: The very dict of those registered before, by which their handles remove them.
+        #: The same dict object as before, since handles of earlier hooks remove them from it.
         self.hooks: dict[int, Hook] = {} if earlier is None else earlier
 
     def __setitem__(self, number: int, hook: Hook) -> None:
@@ -59,27 +59,29 @@ class ParameterHooks:
         self._after = DeferredHooks(self.accumulated, post_accumulate_hooks(parameter))
         set_gradient_hooks(parameter, self._on_gradient)
         set_post_accumulate_hooks(parameter, self._after)
-        self._before: Tensor | None = None  # gradient of earlier passes, set aside
+        self._before: Tensor | None = None  # the gradient of earlier passes, while users' hooks wait for this pass's
 
     def __bool__(self) -> bool:
         """Has a user registered a hook?"""
         return bool(self._on_gradient.hooks or self._after.hooks)
 
     def computed(self, gradient: Tensor | None) -> Tensor | None:
-        """A gradient of the parameter was computed, and is not yet added to ``.grad``."""
+        """A gradient of the parameter was computed and is not yet added to ``.grad``. In autograd's thread."""
         if gradient is None:
             return None
         engine = self._engine()
         if engine is None:
             return self._changed_by_users(gradient)
-        if engine.hands_out(self._index):
+        if engine.returns_gradients(self._index):
             return self._changed_by_users(engine.mean(gradient, engine.names[self._index]))
-        if self._on_gradient.hooks:
-            self._set_aside(engine.parameters[self._index])
+        parameter = engine.parameters[self._index]
+        if self._on_gradient.hooks and parameter.grad is not None and self._before is None:
+            # A hook on the gradient sees this pass's alone, without what earlier passes have left in ``.grad``.
+            self._before, parameter.grad = parameter.grad, None
         return None
 
     def accumulated(self, parameter: Tensor) -> None:
-        """The gradient was added to ``.grad``."""
+        """The gradient was added to ``.grad``. In autograd's thread."""
         engine = self._engine()
         if engine is None:
             self._run_after(parameter)
@@ -87,7 +89,7 @@ class ParameterHooks:
             engine.accumulated(self._index)
 
     def run(self, parameter: Tensor) -> None:
-        """Call the users' hooks: the parameter's gradient is a mean now."""
+        """Call the users' hooks, once the parameter's gradient is a mean."""
         gradient, (before, self._before) = parameter.grad, (self._before, None)
         assert gradient is not None
         changed = self._changed_by_users(gradient)
@@ -98,12 +100,12 @@ class ParameterHooks:
         self._run_after(parameter)
 
     def put_back(self, parameter: Tensor) -> None:
-        """The pass has failed, and its gradients are dropped."""
+        """Restore the gradient of earlier passes: this pass has failed, and its gradients are dropped."""
         if self._before is not None:
             parameter.grad, self._before = self._before, None
 
     def refuse_share(self, name: str) -> None:
-        """Gradients pile up unaveraged: a hook would see this rank's alone."""
+        """Refuse users' hooks where gradients pile up unaveraged: they would see this rank's share alone."""
         if self:
             raise Refused(
                 f"a hook on {name}",
@@ -117,11 +119,6 @@ class ParameterHooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         return gradient
-
-    def _set_aside(self, parameter: Tensor) -> None:
-        """A hook on the gradient sees that of its pass, without what earlier ones have left."""
-        if parameter.grad is not None and self._before is None:
-            self._before, parameter.grad = parameter.grad, None
 
     def _run_after(self, parameter: Tensor) -> None:
         for hook in list(self._after.hooks.values()):

@@ -1,6 +1,7 @@
-"""Who averages a parameter's gradient: an engine of ours, DistributedDataParallel, or FSDP2 (``fully_shard``).
+"""Which component averages a parameter's gradient: an engine of ours, DistributedDataParallel, or FSDP2.
 
-What others compute, the mean over their ranks, is law 3's last step if their ranks are all ranks. That is checked.
+DDP and FSDP2 (``fully_shard``) compute the mean over their own ranks. That is correct if those are all ranks, which is
+checked here.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Named = list[tuple[str, Tensor]]
 
 
 def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple[Named, dict[tuple[int, ...], Named]]:
-    """The parameters that nobody else averages: those whole on all axes, and the others by the ranks that share them.
+    """The parameters that our engines average: those whole on all axes, and the others by the ranks that share them.
 
-    Where ``averaging`` is "external", none. All others are marked.
+    Where ``averaging`` is "external", none. Parameters that another component averages are marked as averaged.
     """
     owned = leave_to_owners(model, mesh.size)
     whole: Named = []
@@ -45,14 +46,14 @@ def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple
 
 
 def _mark_placed(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook on ``state_dict``: its values lie as the parameters do, which checkpoints and the guard want to know."""
+    """A hook on ``state_dict``: its tensors get the parameters' placement, which checkpoints and guards read."""
     for name, parameter in module.named_parameters():
         if placement_of(parameter) and isinstance(state.get(prefix + name), Tensor):
             mark_placement(state[prefix + name], placement_of(parameter))
 
 
 def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
-    """The parameters that others average, each marked so; those of FSDP2 anew in each forward, where it swaps them."""
+    """Find and mark the parameters that DDP or FSDP2 average; those of FSDP2 anew in each forward, which swaps them."""
     owned: set[Tensor] = set()
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -71,7 +72,7 @@ def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
     return owned
 
 
-#: On a parameter that is not whole on all axes, in place of ``AVERAGED``: rules must look at it more closely.
+#: The attribute of averaged parameters that are not whole on all axes, in place of ``AVERAGED``: rules check more.
 _PLACED = "_halocline_placed"
 
 
@@ -81,11 +82,12 @@ def is_averaged(parameter: Tensor) -> bool:
 
 
 def mark_averaged(parameter: Tensor, mark: AveragedMark | bool) -> None:
+    """Note on a parameter that its gradient is averaged, as long as ``mark`` is true."""
     setattr(parameter, _PLACED if placement_of(parameter) else AVERAGED, mark)
 
 
 class AveragedMark:
-    """On a parameter: true as long as the engine that averages it lives. A copy's is false."""
+    """A mark on a parameter that is true as long as the engine that averages it lives. A copy is false."""
 
     def __init__(self, engine: Any = None) -> None:
         self._engine = engine
@@ -101,21 +103,24 @@ class AveragedMark:
 
 
 def mark(parameters: set[Tensor]) -> None:
+    """Note that another component averages these parameters' gradients."""
     for parameter in parameters:
         setattr(parameter, AVERAGED, True)
 
 
 def _mark_parameters(module: nn.Module, _: Any) -> None:
+    """A forward pre-hook: FSDP2 swaps parameters in each forward. A function of its own, so that models pickle."""
     mark(set(module.parameters(recurse=False)))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    loaded = sys.modules.get("torch.distributed.tensor")  # where it is not, nothing is one
+    """Is it a DTensor, as FSDP2 makes parameters?"""
+    loaded = sys.modules.get("torch.distributed.tensor")  # not imported: no tensor is one
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def _check_placed(parameter: Any, ranks: int) -> None:
-    """Cut over all ranks of FSDP2's mesh, or over its second axis with copies along the first (HSDP)."""
+    """Check that FSDP2 shards it over all ranks, or over its mesh's second axis with copies along the first (HSDP)."""
     *copies, cut = parameter.placements
     if not cut.is_shard() or len(copies) > 1 or any(not placement.is_replicate() for placement in copies):
         raise MeshError(
@@ -134,7 +139,7 @@ def _check_ranks(owner: str, theirs: int, ranks: int) -> None:
 
 
 def refuse_unaveraged(model: nn.Module | None) -> None:
-    """A gradient that nobody averages is one that the ranks would not share."""
+    """Raise if a parameter has a gradient that nothing averages: ranks would diverge."""
     if model is None or all(is_averaged(p) or p.grad is None for p in all_parameters(model)):
         return
     names = [n for n, p in model.named_parameters() if p.grad is not None and not is_averaged(p)]

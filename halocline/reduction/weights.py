@@ -1,4 +1,4 @@
-"""The same values everywhere, to begin with."""
+"""The same initial values on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same_weights(tensors: Iterable[Tensor], world: World, ranks: tuple[int, ...]
 
 
 def share_weights(tensors: Iterable[Tensor], mesh: Mesh) -> None:
-    """Give each tensor its first values, over the axes on which it is whole. By all ranks together."""
+    """Broadcast each tensor's initial values over the axes on which it is whole. By all ranks together."""
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(ranks_with_same(tensor, mesh), []).append(tensor.detach())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # found on first use at run time: a command that reads settin
     from .trainer import Result as Result
     from .trainer import Trainer as Trainer
 
-#: Where each public name is.
+#: The module of each public name.
 _HOMES = {
     "Checkpoints": "checkpoints",
     "ConfigError": "settings",
@@ -46,24 +46,7 @@ _HOMES = {
     "training_step": "step",
     "write_report": "reporting",
 }
-__all__ = [
-    "LARC",
-    "Checkpoints",
-    "ConfigError",
-    "Precision",
-    "Predictor",
-    "Result",
-    "Settings",
-    "Trainer",
-    "export_weights",
-    "import_weights",
-    "load_settings",
-    "make_settings",
-    "place_optimizer_state",
-    "read_settings",
-    "training_step",
-    "write_report",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

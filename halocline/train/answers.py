@@ -1,4 +1,8 @@
-"""Files that answers are written to, box by box: HDF5, Zarr and NIfTI. None of them appears before it is complete."""
+"""Files of predictions, written box by box: HDF5, Zarr and NIfTI.
+
+A prediction may be larger than the memory of any rank, so every rank writes its own tile, and no rank ever holds a
+whole sample. A file is written under a hidden name and renamed when it is complete: a reader never finds half of one.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +30,28 @@ from ..world.agreement import agree
 _LABEL = Label("write", "predictions", "control")
 _CHUNK = 1 << 22  # bytes
 ANSWERS = "p"  # the dataset in HDF5
-_METADATA = 1 << 16  # bytes of a file beside its numbers
+_METADATA = 1 << 16  # bytes of a file beside its values
 NIFTI = (".nii", ".nii.gz")
 
 
 class AnswerFile(ABC):
-    """One kind of file. Rank 0 calls ``begin``, ``complete`` and ``discard``; ranks ``put`` in turns, or at once."""
+    """One format. Rank 0 calls ``begin``, ``complete`` and ``discard``; all ranks ``put``, one after another or at
+    once."""
 
-    #: May ranks put boxes at the same time, if no chunk belongs to two of them?
+    #: Whether ranks may put boxes at the same time, if no chunk belongs to two of them.
     side_by_side = False
 
     @abstractmethod
     def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
-        """Before samples ``first`` to ``first + count`` are put: each has ``shape``."""
+        """Make room for samples ``first`` to ``first + count``, each of ``shape``, before any is put."""
 
     @abstractmethod
     def put(self, place: tuple[slice, ...], tile: Any) -> None:
-        """Write a box; the first slice is of samples."""
+        """Write a box of values; the first slice is over samples."""
 
     @abstractmethod
     def complete(self) -> None:
-        """All is written: give the file its name."""
+        """All is written: rename the file to its final name."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -54,7 +59,11 @@ class AnswerFile(ABC):
 
 
 class ArrayFile(AnswerFile):
-    """All samples in one array: dataset ``p`` of an HDF5 file, or a Zarr array."""
+    """All samples in one array: dataset ``p`` of an HDF5 file, or a Zarr array.
+
+    Ranks write HDF5 files one after another, since the library allows one writer; Zarr arrays at the same time, where
+    no chunk belongs to two ranks.
+    """
 
     def __init__(self, out: Path, samples: int) -> None:
         self._out, self._samples = out, samples
@@ -64,6 +73,7 @@ class ArrayFile(AnswerFile):
         self._begun = False
 
     def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
+        """Create the array for all samples, at the first call; further calls do nothing."""
         if self._begun:
             return
         self._begun = True
@@ -78,6 +88,7 @@ class ArrayFile(AnswerFile):
             zarr.create_array(str(self._part), shape=all_samples, dtype=dtype, chunks=(1, *chunks))
 
     def put(self, place: tuple[slice, ...], tile: Any) -> None:
+        """Open the file, write the box and close it again, so that the next rank sees it."""
         if self._hdf5:
             import h5py
 
@@ -99,7 +110,8 @@ class ArrayFile(AnswerFile):
 class NiftiFiles(AnswerFile):
     """A NIfTI file a sample, with the affine of the volume that the answer is about.
 
-    Ranks write their boxes into an uncompressed file in a folder beside OUT; rank 0 compresses it when all are there.
+    Ranks write their boxes into uncompressed files in a hidden folder beside ``out``; rank 0 compresses them when they
+    are complete. ``names`` are the final names, by sample.
     """
 
     def __init__(self, out: Path, store: Store, names: Sequence[str]) -> None:
@@ -110,12 +122,12 @@ class NiftiFiles(AnswerFile):
             raise DataError(f"{out}: samples with dims {store.dims} are not volumes; write to .h5 or .zarr")
         self._space = "".join(space)
         stored = store.stored if isinstance(store, Nifti) else store.dims
-        self._nifti = "".join(letter for letter in reversed(stored) if letter in "DHW")  # as nibabel shows them
+        self._nifti = "".join(letter for letter in reversed(stored) if letter in "DHW")  # nibabel's order of dims
         self._sizes = tuple(store.size(letter) for letter in self._space)
-        self._raw: list[tuple[int, Path]] = []
+        self._raw: list[tuple[int, Path]] = []  # samples whose uncompressed files are being written
 
     def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
-        """Files full of zeros with the header that they will have."""
+        """Write files of zeros with their final headers, and compress those of earlier samples."""
         self._compress()
         self._check(shape)
         _check_room(self._out, count * math.prod(shape) * dtype.itemsize)
@@ -126,6 +138,7 @@ class NiftiFiles(AnswerFile):
             self._raw.append((sample, path))
 
     def _check(self, shape: tuple[int, ...]) -> None:
+        """Raise DataError unless predictions have the volumes' own size, for which alone the affine holds."""
         if len(shape) - len(self._sizes) not in (0, 1) or shape[len(shape) - len(self._sizes) :] != self._sizes:
             raise DataError(
                 f"{self._out}: the answers have the shape {list(shape)} and the volumes {list(self._sizes)}, so that "
@@ -133,21 +146,24 @@ class NiftiFiles(AnswerFile):
             )
 
     def _letters(self, count: int) -> str:
-        """Of an answer with so many dims, as the network gives it."""
+        """The dims of a prediction with so many, in the network's order."""
         return self._space if count == len(self._space) else f"C{self._space}"
 
     def _file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the file: space, then channels as the fourth dim or later, if there are several."""
         sizes = dict(zip(self._letters(len(shape)), shape, strict=True))
         space = tuple(sizes[letter] for letter in self._nifti)
         return space if sizes.get("C", 1) == 1 else (*space, *((1,) * (3 - len(space))), sizes["C"])
 
     def _header(self, sample: int) -> Any:
+        """The header of the volume that a prediction is about, if that is a NIfTI file."""
         return self._store.header(sample) if isinstance(self._store, Nifti) else None
 
     def _raw_path(self, sample: int) -> Path:
         return self._folder / f"{sample}.nii"
 
     def put(self, place: tuple[slice, ...], tile: Any) -> None:
+        """Write a box into the memory-mapped files of its samples."""
         import nibabel
 
         letters = self._letters(len(place) - 1)
@@ -159,31 +175,28 @@ class NiftiFiles(AnswerFile):
             order = [letters.index(letter) for letter in self._nifti]
             box, part = place[1:], tile[number]
             index: list[Any] = [box[dim] for dim in order]
-            if len(letters) > len(self._nifti):
-                order.append(0)  # channels are last in NIfTI
-                if len(image.shape) > len(self._nifti):
-                    index += [0] * (3 - len(self._nifti)) + [box[0]]
-                    view[tuple(index)] = part.transpose(order)
-                else:
-                    view[tuple(index)] = part.transpose(order)[..., 0]
+            if len(letters) == len(self._nifti):
+                part = part.transpose(order)
+            elif len(image.shape) == len(self._nifti):  # a single channel, which the file has no dim for
+                part = part[0].transpose([dim - 1 for dim in order])
             else:
-                view[tuple(index)] = part.transpose(order)
+                part = part.transpose([*order, 0])  # channels are last in NIfTI
+                index += [0] * (3 - len(self._nifti)) + [box[0]]
+            view[tuple(index)] = part
             view.flush()
 
     def complete(self) -> None:
+        """Compress the last files and move all to their final names, into a folder or as the one file ``out``."""
         self._compress()
+        is_folder = not self._out.name.endswith(NIFTI)
+        if is_folder:
+            self._out.mkdir(exist_ok=True)
         for name in self._names:
-            (self._folder / name).replace(self._out / name if self._is_folder() else self._out)
+            (self._folder / name).replace(self._out / name if is_folder else self._out)
         _remove(self._folder)
 
-    def _is_folder(self) -> bool:
-        if self._out.name.endswith(NIFTI):
-            return False
-        self._out.mkdir(exist_ok=True)
-        return True
-
     def _compress(self) -> None:
-        """Those that are complete get their names."""
+        """Compress files that are complete, where their names end in .gz."""
         for sample, path in self._raw:
             target = self._folder / self._names[sample]
             if target.name.endswith(".gz"):
@@ -199,14 +212,14 @@ class NiftiFiles(AnswerFile):
 
 
 def _check_room(out: Path, needed: int) -> None:
-    """Refuse what the disk cannot hold before anything is written."""
+    """Raise DataError if the disk cannot hold the file, before anything is written."""
     free = shutil.disk_usage(out.resolve().parent).free
     if free < needed + _METADATA:
         raise DataError(f"{out} needs {size_text(needed)}, and its disk has {size_text(free)} free; make room first")
 
 
 def _reserve_hdf5(path: Path, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
-    """A dataset whose blocks on disk are all allocated: the HDF5 library crashes if a disk is full when it writes."""
+    """Create a dataset with all its blocks allocated: the HDF5 library crashes if a disk is full when it writes."""
     import h5py
 
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -222,25 +235,33 @@ def _reserve_hdf5(path: Path, shape: tuple[int, ...], dtype: Any, chunks: tuple[
 
 
 def _write_zeros(path: Path, header: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    """Write a NIfTI file of zeros, with the affine and the fields of ``header`` if there is one."""
     import nibabel
 
     affine = header.get_best_affine() if header is not None else np.eye(4)
     kind: Any = nibabel.Nifti1Image if max(shape) < 1 << 15 else nibabel.Nifti2Image
     image = kind(np.broadcast_to(np.zeros((), dtype), shape), affine, header, dtype=dtype)
-    image.header["cal_min"] = image.header["cal_max"] = 0  # the range for display was that of the volume
+    image.header["cal_min"] = image.header["cal_max"] = 0  # the display range was that of the input volume
     image.header.set_slope_inter(1, 0)
     nibabel.save(image, path)
 
 
 class PredictionWriter:
-    """Every rank writes its own tile; a failure on one is raised on all, and removes what was written."""
+    """Writes predictions from all ranks, each its own tile. If one rank fails, all raise.
+
+    All ranks call ``write`` and ``close`` together; ``shape`` is that of one sample, once the first is written.
+    """
 
     def __init__(self, file: AnswerFile, mesh: Mesh) -> None:
         self._file, self._mesh = file, mesh
         self.shape: tuple[int, ...] = ()
 
     def write(self, first: int, answer: Tensor) -> None:
-        """Answers of the samples from ``first`` on."""
+        """Write the predictions of the samples from ``first`` on. By all ranks together.
+
+        Of ranks that hold the same tile one writes. Formats that allow it are written by all ranks at once, others by
+        one rank after another.
+        """
         sharding = answer.sharding if isinstance(answer, ShardedTensor) else None
         tile = unwrap(answer).cpu().numpy()
         tile = tile.astype(np.uint8) if tile.dtype == bool else tile
@@ -262,11 +283,12 @@ class PredictionWriter:
             self._together(put if rank == self._mesh.rank else _nothing)
 
     def _is_first(self, sharding: Sharding | None) -> bool:
-        """Of ranks that hold the same tile, one writes."""
+        """Is this the one rank that writes, of those that hold the same tile?"""
         axes = sharding.axes if sharding is not None else frozenset()
         return all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in axes)
 
     def _apart(self, sharding: Sharding | None, chunks: tuple[int, ...]) -> bool:
+        """Does every chunk belong to one rank?"""
         return sharding is None or all(
             point % chunk == 0 or point == size
             for cut, size, chunk in zip(sharding.cuts[1:], self.shape, chunks, strict=True)
@@ -275,26 +297,32 @@ class PredictionWriter:
         )
 
     def close(self) -> None:
+        """Give the file its final name. By all ranks together."""
         self._on_first_rank(self._file.complete)
 
     def discard(self) -> None:
+        """After an error: remove what was written. Waits for no other rank."""
         if self._mesh.rank == 0:
             self._file.discard()
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run an action on rank 0 while the others wait for it."""
         self._together(action if self._mesh.rank == 0 else _nothing)
 
     def _together(self, action: Callable[[], None]) -> None:
-        """All ranks wait for it; what one of them raises, all raise."""
+        """Run an action on every rank; if it raises on one, all raise."""
         agree(self._mesh.world, action, _LABEL, DataError)
 
 
 def _nothing() -> None:
-    """Wait for the others."""
+    """The action of a rank that only waits for the others."""
 
 
 def chunks_for(shape: tuple[int, ...], itemsize: int, sharding: Sharding | None) -> tuple[int, ...]:
-    """Chunks that no two ranks share, of a few megabytes at most."""
+    """Sizes of chunks that no two ranks share, of a few megabytes at most.
+
+    Along a cut dim, a chunk divides every cut point; chunks that are too large are halved or divided further.
+    """
     cuts = sharding.cuts[1:] if sharding is not None else (None,) * len(shape)
     chunks = [math.gcd(size, *cut.partition.points) if cut else size for size, cut in zip(shape, cuts, strict=True)]
     chunks = [max(1, size) for size in chunks]
@@ -305,6 +333,7 @@ def chunks_for(shape: tuple[int, ...], itemsize: int, sharding: Sharding | None)
 
 
 def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Code of the user's own that a run calls: when it starts, after steps and validations, and when it ends."""
+"""The user's own code that a run calls: when it starts, after steps and validations, and when it ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ EVENTS = ("on_start", "on_step", "on_validation", "on_end")
 
 
 class Callbacks:
-    """One object of each class, on every rank. A class has any of these methods:
+    """The user's callbacks: one object of each class named in the settings, on every rank.
+
+    A class has any of these methods:
 
     - ``on_start(trainer)``: before the first step, with the model, optimizer and loaders made
     - ``on_step(trainer, step, loss)``: after each step, with its number, from 0, and its loss
     - ``on_validation(trainer, metrics)``: after each validation
     - ``on_end(trainer, result)``: after the last step and validation
 
-    All ranks call them together, so that they may compute with cut tensors.
+    All ranks call them together, so they may compute with cut tensors.
     """
 
     def __init__(self, targets: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A run that is gone on with under other settings than before: said, or refused where it would be no run."""
+"""Settings that changed since a run began: named in the log when it resumes, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 from .settings import Settings
 
-#: What changes nothing of what is learned.
+#: Beginnings of keys that do not change what is learned.
 _HARMLESS = (
     "mesh.", "guard.", "log_every", "validate_every", "checkpoint_every", "keep", "trace", "deadline", "multiple",
     "data.memory", "data.readers", "data.prefetch",
@@ -16,7 +16,7 @@ _HARMLESS = (
 
 
 def check_optimizer(told: Mapping[str, Any], now: Settings) -> None:
-    """What an optimizer remembers is of no use to another."""
+    """Raise ConfigError if a resumed run has another optimizer: the saved state would not fit."""
     before = told["optimizer"]["name"]
     if before != now.optimizer.name:
         raise ConfigError(
@@ -26,7 +26,7 @@ def check_optimizer(told: Mapping[str, Any], now: Settings) -> None:
 
 
 def changed(told: Mapping[str, Any], now: Settings) -> str:
-    """``optimizer.lr = 0.001 (was 0.01)``, and so on; empty where all that matters is as it was."""
+    """The changes that matter, such as ``optimizer.lr = 0.001 (was 0.01)``; empty if there are none."""
     before, after = _flat(told), _flat(now.as_dict())
     differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     said = [key for key in differ if not key.startswith(_HARMLESS)]
@@ -34,6 +34,7 @@ def changed(told: Mapping[str, Any], now: Settings) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys; tuples as lists, as TOML has them."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,8 @@
-"""Settings from a TOML file and from ``--set key=value``, checked by pydantic; and written down again."""
+"""Settings read from TOML files and ``--set key=value``, checked by pydantic, and written as TOML.
+
+Three layers are merged before the check: defaults (of a workload), the file, and changes of the command line. An
+unknown key is an error with a hint, since a misspelt setting would otherwise be ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,26 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ConfigError
+from .log import write_whole
 from .settings import Settings
 
 CONFIG = "config.toml"
 
 
 def load_settings(path: Path, changes: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Settings:
-    """The file's settings over ``defaults``, and ``changes`` such as ``optimizer.lr=1e-3`` over both."""
+    """Settings of a file over ``defaults``, with ``changes`` such as ``optimizer.lr=1e-3`` over both. Raises
+    ConfigError."""
+    return make_settings(read_toml(path), changes, defaults, str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as nested dicts. ConfigError if it cannot be read."""
     try:
-        told = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # TOML's, or that of a file that is no text
+    except ValueError as error:  # not TOML, or not text
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return make_settings(told, changes, defaults, str(path))
 
 
 def make_settings(
@@ -43,19 +53,25 @@ def make_settings(
 
 
 def with_changes(told: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """What is told, with changes such as ``optimizer.lr=1e-3`` over it; nothing is checked."""
+    """A dict of settings with changes such as ``optimizer.lr=1e-3`` over it. Values are not checked."""
     merged = _with_path(told)
     for change in changes:
-        merged = merge(merged, _with_path(_change(change)))
+        key, equals, value = change.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {change}: give key=value, such as optimizer.lr=1e-3")
+        nested: Any = _value(value.strip())
+        for part in reversed(key.strip().split(".")):
+            nested = {part: nested}
+        merged = merge(merged, _with_path(nested))
     return merged
 
 
-#: A string in place of a group of settings stands for this one of its keys.
+#: In place of a group of settings, a string is short for this key of the group.
 _SHORT = {"data": "path", "optimizer": "name", "schedule": "name"}
 
 
 def _with_path(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Short forms written out: ``data = "file.h5"``, ``optimizer = "adamw"``, ``data.x = "images"``."""
+    """Write short forms out: ``data = "file.h5"``, ``optimizer = "adamw"``, ``data.x = "images"``."""
     written = dict(told)
     for group, key in _SHORT.items():
         if isinstance(written.get(group), str):
@@ -70,22 +86,12 @@ def _with_path(told: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-def _change(text: str) -> dict[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: give key=value, such as optimizer.lr=1e-3")
-    nested: Any = _value(value.strip())
-    for part in reversed(key.strip().split(".")):
-        nested = {part: nested}
-    return dict(nested)
-
-
-#: As Python and JSON write them: as strings, arguments of a network would be taken for true, all of them.
+#: Words of Python and JSON. As strings they would all count as true where a network takes them as arguments.
 _WORDS = {"True": True, "False": False, "None": None, "none": None, "null": None}
 
 
 def _value(text: str) -> Any:
-    """As TOML reads it; a bare word is a string, and so is a date, which no setting is.
+    """A value as TOML reads it. A bare word is a string, and so is a date, since no setting is a date.
 
     >>> _value("1e-3"), _value("[1, 2]"), _value("False"), _value("bf16"), _value("2026-01-31")
     (0.001, [1, 2], False, 'bf16', '2026-01-31')
@@ -100,7 +106,7 @@ def _value(text: str) -> Any:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One nested dict over another."""
+    """One nested dict over another; values of ``above`` win, dicts are merged."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -109,13 +115,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> Settings:
+    """Settings from nested dicts. ConfigError lists everything that pydantic objects to; ``where`` names the source."""
     try:
         return TypeAdapter(Settings).validate_python(dict(values), extra=extra)
     except ValidationError as error:
         raise ConfigError(f"{where}: " + "; ".join(_told(each) for each in error.errors())) from None
 
 
-#: What other tools call a setting.
+#: Names that other tools use for a setting.
 _SYNONYMS = {
     "learning_rate": "optimizer.lr", "batch_size": "batch", "max_steps": "steps", "num_steps": "steps",
     "iterations": "steps", "epochs": "steps", "max_epochs": "steps", "num_epochs": "steps", "criterion": "loss",
@@ -135,18 +142,18 @@ _ADVICE = {"epochs": "a run is as long as its steps", "amp": "such as precision 
 
 
 def _told(error: Any) -> str:
-    """Key, value, and what is allowed."""
+    """An error of pydantic in our words: key, value, and what is allowed."""
     key = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "unexpected_keyword_argument":
         return f"{key} is unknown{_meant(key)}"
-    if error["type"] == "value_error":  # of our own validators, whose text names the key unless the group is given
+    if error["type"] == "value_error":  # of our own validators, whose text names the key unless a dict is checked
         text = str(error["ctx"]["error"])
         return text if is_dataclass(error["input"]) or isinstance(error["input"], str) else f"{key}.{text}"
     return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def keys_of(kind: Any, prefix: str = "") -> list[str]:
-    """Every key there is, with dots."""
+    """Every key of a class of settings, such as ``optimizer.lr``."""
     keys: list[str] = []
     for each in fields(kind):
         inner = is_dataclass(each.default)
@@ -155,7 +162,7 @@ def keys_of(kind: Any, prefix: str = "") -> list[str]:
 
 
 def _meant(key: str) -> str:
-    """Which setting may be meant: one of that name in another group, what other tools call so, one spelled alike."""
+    """A hint at the setting that was meant: a synonym, the same name in another group, or a similar spelling."""
     keys, last = keys_of(Settings), key.rpartition(".")[2].lower()
     same = [each for each in keys if each.rpartition(".")[2] == last]
     meant = _SYNONYMS.get(last) or (same[0] if same else None)
@@ -171,7 +178,7 @@ def _meant(key: str) -> str:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Of a run, as :func:`write_settings` left them."""
+    """The settings of a run, from its folder. Unknown keys, of other versions, are ignored."""
     path = folder / CONFIG
     try:
         return _checked(tomllib.loads(path.read_text("utf-8")), str(path), extra="ignore")
@@ -180,41 +187,34 @@ def read_settings(folder: Path) -> Settings:
 
 
 def write_settings(settings: Settings, path: Path) -> None:
-    """As TOML, every key with its value; those that are None are left out."""
-    lines, tables = _lines(settings.as_dict()), []
-    for name, value in settings.as_dict().items():
-        if isinstance(value, dict):
-            tables += _table(name, value)
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text("\n".join([*lines, *tables]) + "\n", "utf-8")
-    beside.replace(path)  # whole or as it was: the run cannot go on without it
+    """Write settings as TOML, every key with its value. Keys that are None are left out, since TOML has no None."""
+    write_whole(path, "\n".join(_lines(settings.as_dict())) + "\n")  # a run cannot be resumed from half a file
 
 
-def _table(name: str, values: Mapping[str, Any]) -> list[str]:
-    lines = ["", f"[{name}]", *_lines(values)]
+def _lines(values: Mapping[str, Any], table: str = "") -> list[str]:
+    """Lines of TOML; ``table`` is the name of the table that the values are in."""
+    lines = [f"{_key(k)} = {_text(v)}" for k, v in values.items() if v is not None and not isinstance(v, dict)]
     for key, value in values.items():
         if isinstance(value, dict):
-            lines += _table(f"{name}.{_key(key)}", value)
+            name = f"{table}.{_key(key)}" if table else _key(key)
+            lines += ["", f"[{name}]", *_lines(value, name)]
     return lines
 
 
-def _lines(values: Mapping[str, Any]) -> list[str]:
-    plain = ((key, value) for key, value in values.items() if value is not None and not isinstance(value, dict))
-    return [f"{_key(key)} = {_text(value)}" for key, value in plain]
-
-
 def _key(name: str) -> str:
+    """A key of TOML, quoted where it is not a bare word."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _text(name)
 
 
 def _text(value: Any) -> str:
-    """Most of JSON's strings, numbers, lists and truths are TOML's too; tables inside lists are written in line."""
+    """A value as TOML, which shares strings, numbers, lists and booleans with JSON. Dicts become inline tables."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(key)} = {_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_text(each) for each in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # nan, inf and -inf, which JSON has not
+        return str(value)  # nan, inf and -inf, which JSON lacks
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's pairs for others are no TOML
+    # TOML wants the character DEL escaped, and does not know JSON's surrogate pairs.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

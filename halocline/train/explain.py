@@ -1,18 +1,20 @@
-"""One line for an error in the user's own code: where it was raised, what it was, and what may help."""
+"""One line for an error in the user's own code: where it was raised, what it was, and a hint.
+
+Commands print it in place of a traceback, which would show mostly torch's and this library's own lines.
+"""
 
 from __future__ import annotations
 
 import re
 import traceback
 from pathlib import Path
-from types import FrameType
 
 from ..errors import HaloclineError, ShardingError
 from .imports import is_installed
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-#: Patterns of messages that beginners meet, and what to do.
+#: Patterns of common messages, and what to do about them; {0} is the first group of the pattern.
 _HINTS = (
     (
         r"to have (\d+) channels, but got (\d+) channels",
@@ -35,11 +37,12 @@ _HINTS = (
 def explain(error: BaseException) -> str:
     """``network.py:12: ValueError: what was said``, with a hint for common mistakes.
 
-    The library's own errors name the place themselves. Otherwise it is the innermost line of the user's own code; if
-    there is none, that of a package other than torch.
+    The library's own errors name the place themselves. For others it is the innermost line of the user's own code or,
+    if there is none, of a package other than torch.
     """
     words = first_line(error)
-    hint = next((text.format(*match.groups()) for text, match in _found(str(error))), "")
+    matches = ((text, re.search(pattern, str(error))) for pattern, text in _HINTS)
+    hint = next((text.format(*match.groups()) for text, match in matches if match), "")
     if isinstance(error, (HaloclineError, OSError)):
         return f"{words}; {hint}" if hint and isinstance(error, ShardingError) else words
     place = _place(error)
@@ -49,19 +52,16 @@ def explain(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
+    """The first line of an error's text, or the name of its class."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _found(message: str) -> list[tuple[str, re.Match[str]]]:
-    return [(text, match) for pattern, text in _HINTS if (match := re.search(pattern, message))]
-
-
 def _place(error: BaseException) -> str:
+    """``file:line`` of the code to look at; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(Path(error.filename))}:{error.lineno}"
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
-    places = [(_file(frame), line) for frame, line in frames if not frame.f_code.co_filename.startswith("<")]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
+    places = [(Path(name).resolve(), line) for name, line in frames if not name.startswith("<")]
     own = [(path, line) for path, line in places if not is_installed(path) and not path.is_relative_to(_PACKAGE)]
     others = [(path, line) for path, line in places if not _is_plumbing(path)]
     for path, line in own or others:
@@ -70,7 +70,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_plumbing(path: Path) -> bool:
-    """This library, torch, Python itself, and what runs commands."""
+    """Is it this library, torch, Python itself, or the package that runs commands?"""
     return (
         path.is_relative_to(_PACKAGE)
         or "site-packages" not in path.parts
@@ -78,10 +78,7 @@ def _is_plumbing(path: Path) -> bool:
     )
 
 
-def _file(frame: FrameType) -> Path:
-    return Path(frame.f_code.co_filename).resolve()
-
-
 def _shown(path: Path) -> str:
+    """Relative to the working directory if it is below."""
     here = Path.cwd().resolve()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,4 +1,7 @@
-"""Weights alone, for the bare model: no ranks, no optimizer, nothing of this library is needed to read them."""
+"""Weights alone, in files that need nothing of this library to be read.
+
+Unlike a checkpoint such a file has no optimizer state and no mesh: it is for inference, and for starting other runs.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .checkpoints.files import sync
 from .checkpoints.peers import CheckpointError, reason
 
 SAFETENSORS = ".safetensors"
 
 
 def export_weights(model: nn.Module | Mapping[str, Any], path: Path | str) -> None:
-    """Write a model's state_dict: as safetensors where the name ends so, else for ``torch.load(weights_only=True)``.
+    """Write a model's state_dict: a name ending in .safetensors chooses that format, any other ``torch.save``'s.
 
-    The file appears whole or not at all. Wrappers of DDP and torch.compile are left off the names. DTensors are
-    gathered: all ranks must call this then; else any one may.
+    The file appears whole or not at all. Prefixes of DDP and torch.compile are removed from names. DTensors are
+    gathered: then all ranks must call this, otherwise any one rank may.
     """
     path = Path(path)
     weights = _whole(_state(model))
@@ -35,29 +39,36 @@ def export_weights(model: nn.Module | Mapping[str, Any], path: Path | str) -> No
 
 
 def import_weights(path: Path | str) -> dict[str, Any]:
-    """What :func:`export_weights` wrote, in host memory, for ``model.load_state_dict``."""
+    """The weights of a file that :func:`export_weights` wrote, in host memory, for ``model.load_state_dict``."""
     path = Path(path)
-    load: Callable[[Path], dict[str, Any]] = _load_torch
-    if path.suffix == SAFETENSORS:
-        load = _safetensors(path).load_file
+    library = _safetensors(path) if path.suffix == SAFETENSORS else None
     try:
-        return load(path)
+        weights = (
+            torch.load(path, map_location="cpu", weights_only=True) if library is None else library.load_file(path)
+        )
+        if not isinstance(weights, dict):
+            raise CheckpointError(f"it holds a {type(weights).__name__}, not weights by name")
+        return weights
     except Exception as error:
         raise CheckpointError(f"{path}: the weights cannot be read: {reason(error)}") from error
 
 
-#: Under which name others keep the weights in a file that holds more.
+#: Keys under which other tools keep the weights in a file that holds more.
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 
 def load_weights(model: nn.Module, path: Path | str) -> None:
-    """Weights from a file into ``model``; names and shapes must be the model's own."""
+    """Load weights from a file into ``model``. CheckpointError unless names and shapes are the model's own.
+
+    The file may hold more, with the weights under a key such as ``state_dict``. The error lists the first names that do
+    not fit.
+    """
     weights = import_weights(path)
     for name in _NESTED:
         if isinstance(weights.get(name), Mapping):
             weights = weights[name]
             break
-    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # of DDP
+    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # DDP's prefix
     own = model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in weights]
     wrong += [f"{name} is not in the model" for name in weights if name not in own]
@@ -72,17 +83,11 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
     model.load_state_dict(weights)
 
 
-def _load_torch(path: Path) -> dict[str, Any]:
-    weights = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"it holds a {type(weights).__name__}, not weights by name")
-    return weights
-
-
 # ---- what is written ----
 
 
 def _state(model: nn.Module | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state_dict without prefixes of DDP and torch.compile; a mapping as it is."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     if not isinstance(model, nn.Module):
@@ -91,30 +96,28 @@ def _state(model: nn.Module | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Every tensor whole in host memory, without what else lies in its storage; tied ones stay one."""
+    """Every tensor whole in host memory, in storage of its own; tied weights stay one tensor."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     whole = dict(state)
     for name, value in state.items():
         if isinstance(value, Tensor):
             key = _identity(name, value)
-            whole[name] = copies[key] = copies[key] if key in copies else _host_copy(value)
+            if key not in copies:
+                own = value.detach()
+                full = own.full_tensor() if isinstance(own, DTensor) else own
+                copies[key] = full.resolve_conj().resolve_neg().to("cpu", copy=True)
+            whole[name] = copies[key]
     return whole
 
 
 def _identity(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two names of one tensor."""
+    """A key that is equal for two names of one tensor."""
     here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return here.data_ptr() or name, tensor.dtype, here.device, tensor.shape, tensor.stride(), tensor.is_conj()
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    own = tensor.detach()
-    full = own.full_tensor() if isinstance(own, DTensor) else own
-    return full.resolve_conj().resolve_neg().to("cpu", copy=True)
-
-
 def _own_memory(name: str, value: Any, path: Path) -> Tensor:
-    """Safetensors knows neither shared memory nor strides: tied weights are written under each of their names."""
+    """A contiguous copy: safetensors has neither shared memory nor strides, so tied weights are written twice."""
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"{path}: {name} is a {type(value).__name__}, and safetensors holds tensors only; give the file another "
@@ -124,6 +127,7 @@ def _own_memory(name: str, value: Any, path: Path) -> Tensor:
 
 
 def _safetensors(path: Path) -> Any:
+    """The module safetensors.torch; CheckpointError if it is not installed."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
@@ -133,24 +137,19 @@ def _safetensors(path: Path) -> Any:
 
 
 def _write(path: Path, save: Callable[[str], object]) -> None:
-    """Under a name of its own first, so that nobody finds half a file."""
+    """Call ``save`` with a temporary name, force the file to storage and rename it: readers never see half a file."""
     part = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
         os.close(handle)
         save(part)
-        _settle(Path(part))
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(part).chmod(0o666 & ~mask)  # mkstemp lets only the owner read its files
+        sync(Path(part))
         Path(part).replace(path)
     except Exception as error:
         if part:
             Path(part).unlink(missing_ok=True)
         raise CheckpointError(f"{path}: the weights cannot be written: {reason(error)}") from error
-
-
-def _settle(part: Path) -> None:
-    mask = os.umask(0)
-    os.umask(mask)
-    part.chmod(0o666 & ~mask)  # mkstemp's files are the owner's alone
-    with part.open("rb") as written:
-        os.fsync(written.fileno())

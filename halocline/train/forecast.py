@@ -1,4 +1,8 @@
-"""Will it fit? A step run dry says how much memory a rank will take, before the first real one."""
+"""A forecast of a rank's memory, from a dry run of one step before the first real one.
+
+The step runs on meta tensors through the same executor as a real one, so it counts halos and gathered tensors too.
+Where a network cannot run on meta tensors there is no forecast, and no refusal.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +29,12 @@ from .settings import Settings
 from .task import MeshLayout, TrainingTask, augmentations
 
 _log = logging.getLogger("halocline.train")
-_STATES = {"adam": 2, "adamw": 2, "larc": 2, "sgd": 1}  # tensors that an optimizer keeps for each weight
+_STATES = {"adam": 2, "adamw": 2, "larc": 2, "sgd": 1}  # tensors that an optimizer keeps per weight
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of one rank."""
+    """Bytes that one rank needs for a step, by what needs them."""
 
     weights: int
     gradients: int
@@ -41,7 +44,7 @@ class Forecast:
 
     @property
     def total(self) -> int:
-        """Bytes of a rank in all."""
+        """The sum in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.data
 
     def __str__(self) -> str:
@@ -50,10 +53,11 @@ class Forecast:
 
 
 def forecast(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision) -> Forecast:
-    """The memory that one rank needs for a step, from a dry run on meta tensors."""
+    """The memory that one rank needs for a step, in bytes, from a dry run on meta tensors. Every rank may call it
+    alone."""
     with dry(rank, layout.arrangement.ranks), torch.device("meta"):
         model = task.make_model().to(precision.dtype)
-        weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        weights = sum(weight.nbytes for weight in model.parameters())
         model = distribute(model, plan=layout.arrangement)
         batch, held = _batch(settings, task, layout)
         activations = peak_of(lambda: _step(model, task, batch, precision))
@@ -63,26 +67,27 @@ def forecast(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: i
 
 
 def _step(model: nn.Module, task: TrainingTask, batch: Mapping[str, Tensor], precision: Precision) -> None:
+    """One forward and backward, as ``training_step`` does them."""
     with precision.autocast():
         loss = task.loss(model(batch["x"]), batch)
     loss.backward()
 
 
 def _batch(settings: Settings, task: TrainingTask, on: MeshLayout) -> tuple[dict[str, Tensor], int]:
-    """A batch without values, and the bytes of its tiles."""
+    """A batch of this rank on meta tensors, and the bytes of its tiles."""
     moves, multiple = augmentations(settings.data), on.arrangement.multiple
     layout = BatchLayout(task.training, on.arrangement.mesh(), on.cut, moves, settings.seed, multiple, on.points)
     tensors, size = {}, 0
     for name, each in task.training.items():
         sharding = layout.sharding(name, layout.batch(settings.batch))
         tile = torch.empty(sharding.tile_shape, dtype=each.tensor_dtype, device="meta")
-        size += prod(tile.shape) * tile.element_size()
+        size += tile.nbytes
         tensors[name] = wrap_with_halo(tile, tuple(map(whole, tile.shape)), sharding, {})
     return tensors, size
 
 
 def check_room(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision) -> None:
-    """Refuse a run that would not fit; say nothing where a dry run cannot tell."""
+    """Raise TrainingError if a step would not fit in memory. Does nothing where a dry run is impossible."""
     try:
         needed = forecast(settings, task, layout, rank, precision)
     except ConfigError:
@@ -100,7 +105,7 @@ def check_room(settings: Settings, task: TrainingTask, layout: MeshLayout, rank:
 
 
 def available() -> int:
-    """Bytes that this rank may take: of its GPU, or its share of what the machine has free."""
+    """Bytes that this rank may use: free memory of its GPU, or its share of the machine's."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free)

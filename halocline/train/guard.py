@@ -1,4 +1,8 @@
-"""What is watched while a run goes on: losses that are no numbers, weights that drift apart, ranks that are slow."""
+"""Checks while a run goes on: losses that are not finite, weights that differ between ranks, slow ranks.
+
+Weights that are whole must have the same bits on every rank. If they do not, a machine is faulty or the program has a
+bug, and going on would train several different networks. Ranks compare fingerprints, 8 bytes for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
     from .settings import GuardSettings
 
 _log = logging.getLogger("halocline.train")
-#: Of the loss in fp16. It is halved at every overflow: below this, some forty steps in a row have been left out.
+#: Smallest scale of the loss in fp16. It is halved at every overflow: below this, about forty steps were skipped.
 LEAST_SCALE = 2.0**-24
 _LABEL = Label("guard", "the training loop", "control")
-_MODEL = "model/"  # how the names of a model's tensors begin in a checkpoint
+_MODEL = "model/"  # prefix of a model's tensors in a checkpoint
 
 
 class TrainingError(HaloclineError, RuntimeError):
-    """Training went wrong in a way that going on would not mend."""
+    """Training has failed in a way that further steps would not repair."""
 
 
 def _warn(text: str) -> None:
@@ -36,9 +40,9 @@ def _warn(text: str) -> None:
 
 
 class Guard:
-    """All its exchanges are made by all ranks at the same steps, and what it raises is raised by all.
+    """Watches losses, weights and step times. All ranks call it at the same steps, and all raise what it raises.
 
-    ``warn`` is called on rank 0, with what is no reason to end the run.
+    ``warn`` is called on rank 0 with findings that do not end the run.
     """
 
     def __init__(
@@ -47,11 +51,11 @@ class Guard:
         self._settings, self._model, self._mesh, self._warn = settings, model, mesh, warn
         self._everyone = tuple(range(mesh.size))
         self._busy: deque[float] = deque(maxlen=max(2, settings.drift_every))
-        #: Buffers that a model is made with, such as a table not filled in yet.
+        #: Buffers that hold NaN from the beginning, such as a table that is not filled in yet.
         self._nan_from_the_start = {f"{_MODEL}{name}" for name, each in model.named_buffers() if _has_nan(each)}
 
     def look(self, step: int, loss: float, busy: float) -> None:
-        """After each step: its loss, and the seconds that this rank computed in it."""
+        """Check a step by its loss and the seconds that this rank computed in it; every so often compare ranks."""
         if not math.isfinite(loss):
             self._report(self._settings.nan, f"step {step}: the loss is {loss}; lower the learning rate, or clip")
         self._busy.append(busy)
@@ -60,9 +64,9 @@ class Guard:
             self._compare_times(step)
 
     def may_save(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Is this state sound: weights finite, nothing else NaN, and every tensor the same on every rank?
+        """Is this state sound: weights finite, no other NaN, and every tensor the same on every rank?
 
-        By all ranks together; they exchange one fingerprint of 8 bytes a tensor, twice, and a flag.
+        By all ranks together. They exchange a fingerprint of 8 bytes per tensor, twice, and a flag.
         """
         names = list(tensors)
         words = fingerprints(tensors) if self._mesh.size > 1 else torch.zeros(len(names), dtype=torch.int64)
@@ -82,15 +86,16 @@ class Guard:
         return not (bad_anywhere or differ)
 
     def _is_bad(self, name: str, tensor: Tensor, is_weight: bool) -> bool:
-        """Buffers may hold infinities, as masks do."""
+        """Is a weight not finite, or another tensor NaN? Buffers may hold infinities, as masks do."""
         if not (tensor.is_floating_point() or tensor.is_complex()) or name in self._nan_from_the_start:
             return False
         return not bool(tensor.detach().isfinite().all()) if is_weight else _has_nan(tensor)
 
     def _compared(self, tensors: Sequence[Tensor], words: Tensor, flags: Tensor) -> tuple[list[int], list[int]]:
-        """Where ``words`` differ between ranks that share a tensor, and where a rank has a flag.
+        """Indices of tensors whose ``words`` differ between ranks that share them, and of those with a flag on any
+        rank.
 
-        In one exchange, and one more for each way in which tensors are not whole.
+        In one exchange, and one more for each set of axes on which tensors are not whole.
         """
         placed: dict[tuple[str, ...], list[int]] = {}
         for place, tensor in enumerate(tensors):
@@ -109,15 +114,15 @@ class Guard:
         return torch.nonzero(differ).flatten().tolist(), torch.nonzero(flagged).flatten().tolist()
 
     def _of_each_rank(self, word: Tensor) -> list[int]:
+        """Every rank's number, on all ranks."""
         table = torch.full((self._mesh.size,), torch.iinfo(torch.int64).min)
         table[self._mesh.rank] = word
-        return [int(each) for each in self._maximum(table).tolist()]
-
-    def _maximum(self, table: Tensor) -> Tensor:
-        return table if self._mesh.size == 1 else self._mesh.world.maximum(table, self._everyone, _LABEL)
+        if self._mesh.size > 1:
+            table = self._mesh.world.maximum(table, self._everyone, _LABEL)
+        return [int(each) for each in table.tolist()]
 
     def overflowed(self, step: int, scale: float) -> None:
-        """After a step that was left out, since gradients overflowed in fp16; ``scale`` of the loss is now this."""
+        """A step was skipped because gradients overflowed in fp16; ``scale`` is the loss's new scale."""
         if scale < LEAST_SCALE:
             text = f"step {step}: gradients overflow fp16 wherever the loss is scaled to, now by {scale:g}"
             self._report(
@@ -125,6 +130,7 @@ class Guard:
             )
 
     def _compare_weights(self, step: int) -> None:
+        """Compare the model's tensors between ranks. By all ranks together."""
         tensors = {
             f"{_MODEL}{name}": each for name, each in self._model.state_dict().items() if isinstance(each, Tensor)
         }
@@ -136,12 +142,21 @@ class Guard:
     def _report_drift(
         self, step: int, tensors: Mapping[str, Tensor], words: Tensor, differ: Sequence[int], consequence: str = ""
     ) -> None:
-        """Name the first tensor and the ranks that have another than most; of two ranks nobody knows which is right."""
+        """Report the first tensor that differs, and the ranks whose values are not those of the majority.
+
+        By all ranks together: finding the majority takes one more exchange. Of two ranks, neither is the majority.
+        """
         names = list(tensors)
         placement = placement_of(tensors[names[differ[0]]])
         where = f"(among ranks that share it; it is {', '.join(f'{kind} on {a}' for a, kind in placement.items())})"
         if not placement:
-            where = self._who_differs(self._of_each_rank(words[differ[0]]))
+            each = self._of_each_rank(words[differ[0]])
+            (usual, most), (_, second), *_ = Counter(each).most_common()
+            if most > second:
+                where = f"on rank {_listed([rank for rank, word in enumerate(each) if word != usual])}"
+            else:
+                apart = _listed(sorted({each.index(word) for word in each}))
+                where = f"(ranks {apart} differ, and no majority tells which is right)"
         text = (
             f"step {step}: {len(differ)} of {len(names)} tensors differ between ranks, first {_said(names[differ[0]])}"
         )
@@ -149,15 +164,8 @@ class Guard:
             self._settings.drift, f"{text} {where}{consequence}; go back to a checkpoint, and look for a faulty machine"
         )
 
-    def _who_differs(self, words: Sequence[int]) -> str:
-        (usual, most), (_, second), *_ = Counter(words).most_common()
-        if most > second:
-            return f"on rank {_listed([rank for rank, word in enumerate(words) if word != usual])}"
-        apart = sorted({words.index(word) for word in words})
-        return f"(ranks {_listed(apart)} differ, and no majority tells which is right)"
-
     def _compare_times(self, step: int) -> None:
-        """A rank far slower than the others holds all of them up; it is named once for each look."""
+        """Warn of a rank that is far slower than the others, since all wait for it. By all ranks together."""
         table = torch.zeros(self._mesh.size, dtype=torch.float64)
         table[self._mesh.rank] = statistics.median(self._busy)
         times = self._mesh.world.maximum(table, self._everyone, _LABEL).tolist()
@@ -165,13 +173,14 @@ class Guard:
         usual = statistics.median(seconds for rank, seconds in enumerate(times) if rank != slowest)
         if not times[slowest] > self._settings.slow * usual > 0:
             return
-        if self._mesh.rank == 0:  # whose output is looked at
+        if self._mesh.rank == 0:  # its output is the one that users read
             text = f"step {step}: rank {slowest} computes {times[slowest]:.3g} s a step"
             self._warn(f"{text} where the others take {usual:.3g}; all wait for it")
         elif self._mesh.rank == slowest:
             _log.warning("step %d: this is the slow rank %d, on %s", step, slowest, socket.gethostname())
 
     def _report(self, policy: str, text: str) -> None:
+        """Raise on all ranks, or warn on rank 0, as the settings say."""
         if policy == "raise":
             raise TrainingError(text)
         if self._mesh.rank == 0:
@@ -179,7 +188,7 @@ class Guard:
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> Tensor:
-    """A number for each tensor: the sum of its bits, read as whole numbers, with each place weighted."""
+    """An int64 for each tensor: the sum of its bits, read as integers, with each place weighted."""
     words = [_fingerprint(tensor.detach()) for tensor in tensors.values()]
     return torch.stack([word.cpu() for word in words]) if words else torch.zeros(0, dtype=torch.int64)
 
@@ -189,7 +198,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def _said(name: str) -> str:
-    """A tensor's name for people: weights and buffers by their own."""
+    """A tensor's name in messages: without the prefix that checkpoints add."""
     return name.removeprefix(_MODEL)
 
 
@@ -197,13 +206,14 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, its bits as good as random
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number with well-mixed bits, as int64
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
+    """An int64 that changes with any bit of the tensor, and with the order of its elements. Computed on its device."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
     mixed = words * _MIX
-    mixed = mixed ^ (mixed >> 32)  # or two highest bits that change would cancel out
+    mixed = mixed ^ (mixed >> 32)  # without this, changes of two highest bits would cancel out
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return (mixed * (2 * places + 1)).sum()

@@ -1,7 +1,7 @@
-"""The tie between a launcher and its ranks: ranks show that they live, and end when the launcher does.
+"""Heartbeats between a launcher and its ranks: ranks show that they are alive, and end when the launcher does.
 
 Each rank writes a byte every half second into a pipe of its own, whose reading end the launcher holds. A rank that
-neither writes nor uses the processor hangs; one that cannot write any more knows that the launcher is gone.
+neither writes nor uses the processor hangs. A rank that cannot write any more knows that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LAUNCHER = "HALOCLINE_LAUNCHER"  # what a launcher tells its ranks: its process, the pipe, and the folder's lock
-_BEAT = 0.5  # seconds
-_AWAKE = 5.0  # seconds: a launcher that looks less often was itself stopped, with its ranks perhaps
-_STOPPED = ("T", "t")
+LAUNCHER = "HALOCLINE_LAUNCHER"  # variable by which a launcher passes its process id, the pipe and the folder's lock
+_BEAT = 0.5  # seconds between heartbeats
+_AWAKE = 5.0  # seconds counted per look at most: a launcher that looks less often was itself stopped
+_STOPPED = ("T", "t")  # states in /proc
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -25,7 +25,10 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class Pulse:
-    """How long one rank has shown no life, in seconds during which this process ran."""
+    """The launcher's end of one rank's pipe. ``silence``: seconds without a sign of life while this process ran.
+
+    Time in which the launcher itself was stopped does not count: its ranks were then probably stopped, too.
+    """
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()  # the rank inherits the writer
@@ -36,23 +39,24 @@ class Pulse:
         self._looked = time.monotonic()
 
     def started(self) -> None:
-        """The rank has its end now: ours would hide that it closed."""
+        """The rank has been started: close our copy of its end, which would hide that the rank closed it."""
         os.close(self.writer)
 
     def look(self, process: int) -> None:
-        """Read the heartbeats that have come from a process."""
+        """Read the heartbeats of a process, and update ``silence``. Waits for nothing."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _AWAKE), now
         beats = self._beats()
         self._heard = self._heard or beats
         state, ticks = _state_of(process)
-        # A rank that computes is alive: on a busy machine its thread may get no turn for long, as during an import.
+        # A rank that computes is alive: on a busy machine, or during an import, its thread may get no turn for long.
         computes, self._ticks = ticks > self._ticks, max(ticks, self._ticks)
-        # Until its first beat a rank imports: that it is slow says nothing, that it is stopped does.
+        # Before its first heartbeat a rank imports modules, however slowly; it is silent only if it is stopped.
         lives = beats or computes or not (self._heard or state in _STOPPED)
         self.silence = 0.0 if lives else self.silence + passed
 
     def _beats(self) -> bool:
+        """Have heartbeats come since the last call?"""
         try:
             return bool(os.read(self._reader, 4096))
         except BlockingIOError:
@@ -64,12 +68,12 @@ class Pulse:
 
 
 def is_stopped(process: int) -> bool:
-    """By SIGSTOP or a debugger, where /proc says so."""
+    """Is a process stopped by SIGSTOP or a debugger, according to /proc?"""
     return _state_of(process)[0] in _STOPPED
 
 
 def _state_of(process: int) -> tuple[str, int]:
-    """The letter of its state and the processor time that it has used, in ticks; nothing and 0 without /proc."""
+    """The letter of a process's state and its processor time in ticks; "" and 0 without /proc."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[11]) + int(fields[12])
@@ -78,7 +82,7 @@ def _state_of(process: int) -> tuple[str, int]:
 
 
 def told_to_rank(pulse: Pulse, lock: int | None) -> str:
-    """The variable that tells a rank its pipe, and the lock on the run's folder."""
+    """The value of the variable ``LAUNCHER`` for a rank."""
     return f"{os.getpid()} {pulse.writer} {-1 if lock is None else lock}"
 
 
@@ -87,14 +91,14 @@ def told_to_rank(pulse: Pulse, lock: int | None) -> str:
 
 @dataclass(frozen=True)
 class Tie:
-    """What a launcher gave this rank: the lock on the run's folder, held by both, if there is one."""
+    """What a rank got from its launcher: a descriptor of the lock on the run's folder, if there is one."""
 
     lock: int | None = None
 
 
 def follow_launcher() -> Tie:
-    """In a rank, as early as can be: show life from now on, and end with the launcher."""
-    told = os.environ.pop(LAUNCHER, None)  # processes that a rank starts are no ranks
+    """In a rank, as early as possible: start the heartbeat, and end with the launcher from now on."""
+    told = os.environ.pop(LAUNCHER, None)  # removed, since processes that a rank starts are no ranks
     if told is None:
         return Tie()
     launcher, writer, lock = map(int, told.split())
@@ -107,20 +111,22 @@ def follow_launcher() -> Tie:
 
 
 def _die_with(launcher: int) -> None:
+    """Have the system kill this process when its parent, the launcher, ends."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before that
+    if os.getppid() != launcher:  # it has ended before
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _beat(writer: int) -> None:
+    """The heartbeat's thread. Kills this process when the launcher has closed the pipe."""
     os.set_blocking(writer, False)
     while True:
         try:
             os.write(writer, b".")
-        except BlockingIOError:  # the launcher has not read for long: it is stopped
+        except BlockingIOError:  # the pipe is full: the launcher is stopped, not gone
             pass
         except OSError:
             os.kill(os.getpid(), signal.SIGKILL)

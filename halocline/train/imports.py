@@ -1,4 +1,8 @@
-"""The user's own Python code: imported by name, called with arguments from the settings, kept beside the run."""
+"""The user's own Python code: imported by name, called with arguments from the settings, copied into the run.
+
+Settings name code as ``package.module:name``. The copy is what `predict` uses later, so that it does not depend on the
+folder in which the network was trained.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ Made = TypeVar("Made")
 
 
 def named(key: str, target: str) -> Callable[..., Any]:
-    """The object that ``package.module:name`` names. Modules in the working directory are found too."""
+    """Import the callable that ``package.module:name`` names, also from the working directory. ``key`` is the setting
+    that names it, for errors."""
     module, colon, name = target.partition(":")
     if not colon:
         raise ConfigError(f"{key} = {target!r}: give package.module:name")
@@ -36,6 +41,7 @@ def named(key: str, target: str) -> Callable[..., Any]:
 
 
 def _remedy(module: str, error: Exception) -> str:
+    """What to do about a failed import."""
     if not isinstance(error, ModuleNotFoundError):
         return ""
     first = module.partition(".")[0]
@@ -45,7 +51,7 @@ def _remedy(module: str, error: Exception) -> str:
 
 
 def called(key: str, maker: Callable[..., Made], *given: Any, **arguments: Any) -> Made:
-    """``maker(*given, **arguments)``; arguments that it does not take are an error that names ``key``."""
+    """Call ``maker(*given, **arguments)``. ConfigError, which names the setting ``key``, for unknown arguments."""
     name = getattr(maker, "__name__", type(maker).__name__)
     try:
         expected = inspect.signature(maker)
@@ -65,6 +71,7 @@ def is_installed(path: Path) -> bool:
 
 
 def _installed() -> list[Path]:
+    """The folders of Python itself and of installed packages."""
     folders = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
     return [Path(folder).resolve() for folder in folders if folder not in ("", sys.prefix, sys.base_prefix)]
 
@@ -72,13 +79,15 @@ def _installed() -> list[Path]:
 def keep_code(folder: Path, target: str) -> None:
     """Copy the user's modules into the run's folder, so that `predict` can make the network anywhere.
 
-    These are all that were imported from the folder that holds the module of ``target`` (``package.module:name``).
+    These are all modules imported from the folder that holds the module of ``target`` (``package.module:name``).
     Installed packages are not copied. Called on one rank, once the network has been made.
     """
-    root, kept = _root_of(target.partition(":")[0]), folder / CODE
+    main, kept = target.partition(":")[0], folder / CODE
     shutil.rmtree(kept, ignore_errors=True)
-    if root is None:
+    source = _source(sys.modules.get(main))
+    if source is None:
         return
+    root = _root(source, main)
     for name, module in list(sys.modules.items()):
         path = _source(module)
         if path is None or _root(path, name) != root or is_installed(path):
@@ -89,17 +98,12 @@ def keep_code(folder: Path, target: str) -> None:
 
 
 def _source(module: Any) -> Path | None:
-    """The module's file, if it is the user's own."""
+    """The module's file, if it is the user's own code."""
     name, source = getattr(module, "__name__", ""), getattr(module, "__file__", None) or ""
     if not source.endswith(".py") or name.partition(".")[0] in ("__main__", __name__.partition(".")[0]):
         return None
     path = Path(source).resolve()
     return None if is_installed(path) else path
-
-
-def _root_of(module: str) -> Path | None:
-    path = _source(sys.modules.get(module))
-    return None if path is None else _root(path, module)
 
 
 def _root(path: Path, name: str) -> Path:
@@ -109,6 +113,6 @@ def _root(path: Path, name: str) -> Path:
 
 
 def use_code(folder: Path) -> None:
-    """Import the modules that :func:`keep_code` kept in preference to others of that name."""
+    """From now on prefer modules that :func:`keep_code` copied over others of the same name."""
     if (folder / CODE).is_dir():
         sys.path.insert(0, str((folder / CODE).resolve()))

@@ -1,4 +1,8 @@
-"""What goes into the network of a run, kept beside its weights: `predict` needs neither the data nor their folder."""
+"""A description of a network's input, kept with the run, so that `predict` does not need the training data.
+
+It holds dims, channels, dtype and normalisation: whatever other samples must share for the network to make sense of
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,19 @@ from ..data.stores.contents import contents
 from ..data.stores.derived import OneChannel
 from ..data.stores.open import files_of, open_store
 from ..errors import ConfigError, DataError
+from .log import write_whole
 
 INPUT = "input.json"
 
 
 @dataclass(frozen=True)
 class Input:
-    """The field x of the training."""
+    """The field x of the training, as much of it as other samples must share.
 
-    dims: str  # of a sample as the network has it, such as "CDHW"
+    Written by training, read by `predict`, which opens other samples by it and refuses those that do not fit.
+    """
+
+    dims: str  # of a sample as the network takes it, such as "CDHW"
     channels: int | None  # how many, if there is a C
     channel_added: bool  # the files have no C
     stored: str | None  # dims as the files store them, if the settings or a convention said so
@@ -51,14 +59,12 @@ class Input:
         )
 
     def write(self, folder: Path) -> None:
-        """Save it in the run's folder."""
-        part = folder / f".{INPUT}.part"
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        part.replace(folder / INPUT)
+        """Save it in the run's folder. By rank 0."""
+        write_whole(folder / INPUT, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Input:
-        """The description that training saved."""
+        """The description that training saved. ConfigError if it cannot be read."""
         try:
             told: dict[str, Any] = json.loads((folder / INPUT).read_text())
             return cls(**{**told, "mean": tuple(told["mean"]), "std": tuple(told["std"])})
@@ -70,7 +76,7 @@ class Input:
     # -- samples for it
 
     def open(self, path: str, dims: str | None = None, dataset: str | None = None) -> Store:
-        """The samples at ``path``: dataset and dims are those of the training, unless given."""
+        """Open the samples at ``path``. Dataset and dims are those of the training, unless given or in the file."""
         paths, _ = files_of(path)
         there = {each.name: each for each in contents(paths[0])}
         if dataset is None and len(there) > 1 and self.dataset in there:
@@ -81,7 +87,7 @@ class Input:
         return open_store(path, dims, dataset)
 
     def _dims_for(self, count: int) -> str | None:
-        """Of so many dims: as the training's files had them, or as the network has them, with N or without."""
+        """Dims of an array of so many: those of the training's files, or of the network, with N or without."""
         usual = self.dims.removeprefix("C") if self.channel_added else self.dims
         for dims in (self.stored, (self.stored or "").replace("N", ""), f"N{usual}", usual, f"N{self.dims}", self.dims):
             if dims and len(dims) == count:

@@ -1,4 +1,8 @@
-"""Ranks of a run: those that a launcher started, or processes of this machine that are started here, and again."""
+"""The ranks of a run: started by torchrun, Slurm or MPI, or as processes of this machine by :class:`LocalRanks`.
+
+The launcher of local ranks does not use torch: it starts processes, reads their heartbeats, and finds out which of them
+failed first. Restarts and signals are the business of the commands.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,17 @@ from ..errors import HaloclineError
 from ..world import DEFAULT_DEADLINE, joined_world, serve_store, this_rank_info
 from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
 
-LOGS = "ranks"
-WRONG_SETTINGS = 2  # exit status of a rank
+LOGS = "ranks"  # folder of the ranks' output in that of a run
+WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
 _STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
 _LEAST_GRACE, _MOST_GRACE = 5.0, 20.0  # seconds in which ranks may end by themselves, once one has failed
-_SHORT_GRACE = 2.0  # seconds for ranks beside one that hangs: what they saw is known
-_SILENT = 5.0  # seconds without a heartbeat that make a rank the culprit, once another has failed
+_SHORT_GRACE = 2.0  # the same where a rank hangs: the cause is known
+_SILENT = 5.0  # seconds without a heartbeat after which a rank is the culprit, once another has failed
 
 
 class LaunchError(HaloclineError, RuntimeError):
-    """Ranks that could not be started, or that ended with an error."""
+    """Ranks could not be started, or ended with an error."""
 
 
 def launched() -> bool:
@@ -44,7 +48,7 @@ def this_rank() -> int:
 
 @dataclass
 class Ending:
-    """How an attempt failed: the rank where it began, its exit status, and what it said."""
+    """How an attempt failed: the rank where it began, its exit status, and its error text."""
 
     rank: int
     status: int
@@ -52,15 +56,16 @@ class Ending:
 
     @property
     def is_final(self) -> bool:
-        """Would it end so again? A setting that is wrong stays wrong."""
+        """Would another attempt fail too? A wrong setting stays wrong."""
         return self.status == WRONG_SETTINGS
 
 
 class LocalRanks:
-    """``command`` in as many processes, each told its place. What ranks other than 0 print goes to files.
+    """Starts ``command`` once for each rank on this machine, and watches the processes.
 
-    This process serves the store that the ranks meet at, so that no rank depends on another for it, and watches their
-    heartbeats: a rank that shows no life for ``deadline`` seconds has failed. ``lock`` is a descriptor for all of them.
+    Output of ranks other than 0 goes to files. This process serves the store at which the ranks meet, so that no rank
+    depends on another for it, and reads their heartbeats: a rank without a sign of life for ``deadline`` seconds has
+    failed. ``lock`` is a descriptor that all ranks inherit.
     """
 
     def __init__(
@@ -82,16 +87,17 @@ class LocalRanks:
             raise
 
     def _start(self, command: list[str], rank: int, ranks: int, port: str) -> subprocess.Popen[bytes]:
+        """Start one rank, with the variables that torchrun would set."""
         pulse = Pulse()
         self._pulses.append(pulse)
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        # The last is how torchrun, too, tells ranks that it serves the store.
+        # torchrun sets the last one, too, to tell ranks that it serves the store.
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         tie = {LAUNCHER: told_to_rank(pulse, self._lock)}
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting, **tie}
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
-            if rank == 0:  # its progress is for people; standard output is for results
+            if rank == 0:  # its progress goes to the terminal; standard output is for results
                 return subprocess.Popen(command, env=environment, stdout=_STDERR, pass_fds=kept)
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
                 return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=kept)
@@ -99,7 +105,7 @@ class LocalRanks:
             pulse.started()
 
     def wait(self) -> Ending | None:
-        """None when all have ended well; else how the first that did not ended, the others having been ended too."""
+        """Wait for all ranks: None if all succeed. If one fails or hangs, end the others and return its ending."""
         try:
             while True:
                 states = [process.poll() for process in self.processes]
@@ -115,6 +121,7 @@ class LocalRanks:
             self.end()
 
     def _look(self) -> None:
+        """Read all heartbeats."""
         for process, pulse in zip(self.processes, self._pulses, strict=True):
             if process.poll() is None:
                 pulse.look(process.pid)
@@ -122,9 +129,12 @@ class LocalRanks:
                 pulse.silence = 0.0
 
     def _give_up(self) -> Ending:
-        """The others notice by themselves and say what they saw; those that do not are ended."""
+        """Find out which rank failed first. Others get some seconds to notice and to write what they saw.
+
+        A rank that was killed, or hangs, explains the errors of all others; among errors, wrong settings come first.
+        """
         failed = [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
-        # One that was killed says nothing, and others may have noticed, and ended, before we looked.
+        # A rank that was killed comes first: others may have noticed, and ended, before we looked.
         first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank), default=None)
         hung = None if first is not None and self.processes[first].returncode < 0 else self._end_hung()
         if hung is not None:
@@ -134,13 +144,15 @@ class LocalRanks:
         assert first is not None, "a rank has failed, or hangs"
         told = sorted(self._folder.glob("rank-*.error"), key=self._said_first)
         status = self.processes[first].returncode
-        if status < 0 or not told:  # killed, it said nothing
-            return Ending(first, status, _manner(status) + (self._last_line(first) if status > 0 else ""))
+        if status < 0:
+            return Ending(first, status, f"killed by {signal.Signals(-status).name}")
+        if not told:
+            return Ending(first, status, f"ended with status {status}{self._last_line(first)}")
         rank = _rank_of(told[0])
         return Ending(rank, self.processes[rank].returncode or 1, told[0].read_text().strip())
 
     def _end_hung(self) -> Ending | None:
-        """Kill the ranks that show no life, so that the others notice at once; how the first of them was found."""
+        """Kill ranks without a sign of life, so that the others notice at once. Returns the first one's ending."""
         self._look()
         silent = [
             rank
@@ -153,21 +165,23 @@ class LocalRanks:
         return Ending(silent[0], -signal.SIGKILL, words[0]) if silent else None
 
     def _silent(self, rank: int) -> str:
+        """Why a rank counts as hanging."""
         if is_stopped(self.processes[rank].pid):
             return "it is stopped (SIGSTOP, or a debugger) and was killed: the other ranks waited for it"
         return f"no sign of life for {self._pulses[rank].silence:.0f} s; it hangs, and was killed"
 
     def _wait_for_others(self, seconds: float) -> None:
+        """Give the ranks that still run some seconds to end by themselves."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self.processes):
             time.sleep(_POLL)
 
     def _said_first(self, path: Path) -> tuple[bool, float]:
-        """Wrong settings before what others made of them."""
+        """Sort key of error files: wrong settings first, since other errors follow from them; then by time."""
         return self.processes[_rank_of(path)].returncode != WRONG_SETTINGS, path.stat().st_mtime
 
     def _last_line(self, rank: int) -> str:
-        """What it printed last; the first rank's was seen on the terminal."""
+        """The last line of a rank's log, after a colon; empty for rank 0, which printed on the terminal."""
         path = self._folder / f"rank-{rank}.log"
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         return f": {lines[-1].strip()}" if lines else ""
@@ -193,7 +207,7 @@ def _rank_of(words: Path) -> int:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started here pay no heed to Ctrl-C, which a terminal sends to all: whoever started them decides."""
+    """Processes started inside ignore Ctrl-C, which a terminal sends to all of them: the launcher decides."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -205,13 +219,9 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def say_last_words(folder: Path, rank: int, words: str) -> None:
-    """What a rank that fails leaves for whoever started it."""
+    """Leave the error text of a failed rank for its launcher."""
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     (folder / LOGS / f"rank-{rank}.error").write_text(words)
-
-
-def _manner(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 SLURM = """#!/bin/bash
@@ -230,7 +240,7 @@ srun halocline train {config} --out {folder}
 
 
 def slurm_script(config: str, folder: str, nodes: int, per_node: int, gpus: int, cpus: int, hours: int) -> str:
-    """The text of a batch file that starts the run, and resumes it when submitted again."""
+    """A batch script for Slurm that starts the run, and resumes it when submitted again."""
     line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
     name = re.sub(r"[^\w.-]", "-", Path(config).stem)
     config, folder = shlex.quote(config), shlex.quote(folder)

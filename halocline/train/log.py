@@ -1,4 +1,8 @@
-"""What a run writes down as it goes: a line of JSON a step, and TensorBoard's files where that is installed."""
+"""The log of a run: one line of JSON per entry, and TensorBoard's files where that is installed.
+
+Every entry has a ``kind`` ("step", "validation", "rank", "note", ...) and the time. Reports and tests read it back with
+:func:`read_log`.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,21 @@ Entry = dict[str, Any]
 
 
 class RunLog:
-    """Rank 0's. Lines are whole: a kill leaves at most the last one cut off, which reading passes over."""
+    """The log that rank 0 appends to. A kill cuts off at most the last line, which reading skips.
+
+    ``no_board`` says why nothing is written for TensorBoard; empty if it is. A resumed run appends to the same file.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        begun = _ends_within_a_line(folder / LOG)
+        cut_off = _ends_within_a_line(folder / LOG)
         self._file = (folder / LOG).open("a", buffering=1)
-        if begun:
-            self._file.write("\n")  # or the next entry would be lost with the one that was cut off
+        if cut_off:
+            self._file.write("\n")  # else the next entry would be lost with the one that was cut off
         self._board, self.no_board = _board(folder)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one entry; numbers of steps go to TensorBoard too."""
+        """Append one entry with the time; numbers of entries that have a step go to TensorBoard too."""
         self._file.write(json_line({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
         if self._board is not None and "step" in values:
             for name, value in values.items():
@@ -41,6 +48,7 @@ class RunLog:
 
 
 def _ends_within_a_line(path: Path) -> bool:
+    """Was the last line of a file cut off, by a kill or a full disk?"""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -49,7 +57,7 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 def _board(folder: Path) -> tuple[Any, str]:
-    """TensorBoard's writer; or why there is none."""
+    """TensorBoard's writer and "", or None and the reason."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except Exception as error:  # noqa: BLE001  its own imports fail in many ways, and none should end a run
@@ -57,11 +65,16 @@ def _board(folder: Path) -> tuple[Any, str]:
     return SummaryWriter(str(folder / "tensorboard")), ""
 
 
-# -- JSON has no NaN and no infinities: they are written as strings that float() reads
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader, or a run after a kill, finds the old text or all of the new one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, "utf-8")
+    part.replace(path)
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """
+    """JSON in one line. NaN and infinities, which JSON lacks, become strings that ``float()`` reads.
+
     >>> json_line({"loss": float("nan"), "all": [1.0, float("-inf")]})
     '{"loss": "nan", "all": [1.0, "-inf"]}'
     """
@@ -69,6 +82,7 @@ def json_line(values: Mapping[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
+    """A value with NaN and infinities as strings, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -79,7 +93,7 @@ def _as_json(value: Any) -> Any:
 
 
 def with_numbers(value: Any) -> Any:
-    """What :func:`json_line` wrote, with its numbers again."""
+    """Undo :func:`json_line`: strings for NaN and infinities become numbers again."""
     if isinstance(value, dict):
         return {key: with_numbers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -88,12 +102,16 @@ def with_numbers(value: Any) -> Any:
 
 
 def read_log(folder: Path, kind: str | None = None) -> Iterator[Entry]:
-    """The entries in order. Where a run went back to a checkpoint, what it had made after that no longer counts."""
+    """The entries in order, of one kind or all. Where a run resumed from a checkpoint, entries of steps that it made
+    again are left out. Lines that are no entries, after a kill or on a full disk, are skipped."""
     entries: dict[tuple[Any, Any], Entry] = {}
     last = -1
     for number, line in enumerate((folder / LOG).read_bytes().splitlines()):
-        entry = _entry(line)
-        if entry is None:
+        try:
+            entry = with_numbers(json.loads(line))
+        except ValueError:
+            continue
+        if not isinstance(entry, dict) or "kind" not in entry:
             continue
         step = entry.get("step")
         if entry["kind"] == "step" and isinstance(step, int):
@@ -108,17 +126,7 @@ def read_log(folder: Path, kind: str | None = None) -> Iterator[Entry]:
             yield entry
 
 
-def _entry(line: bytes) -> Entry | None:
-    """None for a line that a kill or a full disk has damaged."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    read: Entry | None = with_numbers(entry) if isinstance(entry, dict) and "kind" in entry else None
-    return read
-
-
 def _made_again(entry: Entry, step: int) -> bool:
-    """Is this of a time after ``step`` was made? A validation at a step comes before that step."""
+    """Does an entry lie after ``step`` began, so that a resumed run makes it again? Validations precede their step."""
     made = entry.get("step")
     return isinstance(made, int) and (made >= step if entry["kind"] == "step" else made > step)

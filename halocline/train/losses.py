@@ -1,4 +1,7 @@
-"""The loss of a run: a function of the output and y, or a class or factory that makes one."""
+"""The loss of a run: a function of the output and y, or a class or factory that makes one.
+
+Settings name it as ``package.module:name``, such as ``torch.nn:CrossEntropyLoss`` or a function of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 def make_loss(target: str, options: Mapping[str, Any]) -> Criterion:
-    """``loss(output, y)`` from ``package.module:name``.
+    """The loss that ``package.module:name`` names, as a function of the network's output and y.
 
-    A class, or a function whose parameters all have defaults, is called with ``options`` and gives the loss. Any other
-    function is the loss itself, called with the output, y and ``options``.
+    A class, or a function whose parameters all have defaults, is called with ``options`` and returns the loss. Any
+    other function is the loss itself, and is called with the output, y and ``options``.
     """
     loss, arguments = named("loss", target), _as_tensors(options)
     if isinstance(loss, type) or _is_factory(loss):
@@ -30,7 +33,7 @@ def make_loss(target: str, options: Mapping[str, Any]) -> Criterion:
 
 
 def _is_factory(function: Any) -> bool:
-    """A function of no required arguments cannot be a loss."""
+    """Can a function be called without arguments? Then it makes a loss; a loss itself needs two."""
     if isinstance(function, nn.Module):
         return False
     try:
@@ -44,7 +47,7 @@ def _is_factory(function: Any) -> bool:
 
 
 def _as_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of class weights (``weight``, ``pos_weight``, ...) as tensors, which a settings file cannot hold."""
+    """Options with class weights (``weight``, ``pos_weight``, ...) as tensors, which a settings file cannot hold."""
     return {
         name: torch.tensor(value, dtype=torch.get_default_dtype())
         if name.endswith(("weight", "weights")) and isinstance(value, (list, tuple))

@@ -1,6 +1,7 @@
-"""What validation measures of a network of the user's own: metrics by name, over all classes and by class.
+"""What validation measures of the user's own network: metrics by name, over all classes and by class.
 
-Everything is computed from cut tensors by torch functions, and so is the same for every mesh.
+Everything is computed from cut tensors by torch functions, and is therefore the same for every mesh. ``auto`` decides
+by the first batch: classes if y holds class numbers, else errors of numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .settings import Settings
 AUTO = "auto"
 _CLASSES = ("dice", "iou", "accuracy")
 _NUMBERS = ("mse", "mae")
-_MOST = 64  # classes that are told one by one
+_MOST = 64  # classes that are reported one by one, at most
 
 
 def meter_maker(settings: Settings) -> Callable[[], Meter] | None:
-    """A function that gives a new meter for each validation; its settings are checked now."""
+    """A function that makes a new meter for each validation; None without metrics. Settings are checked now."""
     if not settings.metrics:
         return None
     own: dict[str, Any] = {}
@@ -40,7 +41,11 @@ def meter_maker(settings: Settings) -> Callable[[], Meter] | None:
 
 
 class Metrics:
-    """Metrics of one validation. What is measured by name follows from the first batch."""
+    """The metrics of one validation, over cut tensors. The first batch decides which metrics by name apply.
+
+    Metrics of classes come from one confusion matrix, metrics of numbers from one pass, and functions of the user's own
+    are averaged by samples.
+    """
 
     def __init__(self, names: Sequence[str], own: dict[str, Any], class_names: Sequence[str]) -> None:
         self._names, self._class_names = names, class_names
@@ -51,7 +56,7 @@ class Metrics:
         self._begun = False
 
     def update(self, output: Any, batch: Batch) -> None:
-        """Add a batch; both may be cut tensors. Called by all ranks."""
+        """Add a batch; both arguments may hold cut tensors. Called by all ranks together."""
         if not self._begun:
             self._begin(output, batch["y"])
         if self._confusion is not None:
@@ -62,6 +67,10 @@ class Metrics:
             each.update(output, batch)
 
     def _begin(self, output: Any, y: Tensor) -> None:
+        """Choose metrics by the first batch. ConfigError for a metric that does not fit output and y.
+
+        ``auto`` stands for the metrics of classes or numbers that fit, and for none if neither does.
+        """
         self._begun = True
         of_classes, of_numbers = _no_classes(output, y), _no_numbers(output, y)
         for name in (each for each in self._names if ":" not in each):
@@ -74,20 +83,19 @@ class Metrics:
                 raise ConfigError(f"metrics = {name!r}: {why}; give a function of your own as 'package.module:name'")
             self._shown.append(name)
         if set(self._shown) & set(_CLASSES):
-            self._confusion = Confusion(output.shape[1])
-            self._check_names(output.shape[1])
+            classes, named = output.shape[1], len(self._class_names)
+            if named and named != classes:
+                raise ConfigError(
+                    f"class_names = {list(self._class_names)}: there are {named}, and the network tells {classes} "
+                    "classes apart; name them all, the background too"
+                )
+            self._confusion = Confusion(classes)
         if set(self._shown) & set(_NUMBERS):
             self._regression = Regression()
 
-    def _check_names(self, classes: int) -> None:
-        if self._class_names and len(self._class_names) != classes:
-            raise ConfigError(
-                f"class_names = {list(self._class_names)}: there are {len(self._class_names)}, and the network tells "
-                f"{classes} classes apart; name them all, the background too"
-            )
-
     def result(self) -> dict[str, float]:
-        """Each metric's value over all batches, the same on every rank."""
+        """Each metric's value over all batches, the same on every rank: ``dice`` and, for each class,
+        ``dice/liver``."""
         values: dict[str, float] = {}
         if self._regression is not None:
             values |= {name: value for name, value in self._regression.result().items() if name in self._shown}
@@ -101,13 +109,13 @@ class Metrics:
         return values
 
     def _told(self, name: str, value: Any) -> list[tuple[str, float]]:
-        """A number, or the mean and the numbers of all classes."""
+        """The entries of one value: a number, or the mean and a number for each class."""
         if not isinstance(value, Tensor) or value.numel() == 1:
             return [(name, float(value))]
         return [(name, float(value.nanmean())), *self._each(name, value).items()]
 
     def _each(self, name: str, values: Tensor) -> dict[str, float]:
-        """By class; a class that occurs neither in the truth nor in the answers is left out."""
+        """A number for each class; classes that occur neither in truth nor in predictions (NaN) are left out."""
         if len(values) > _MOST:
             return {}
         words = self._class_names or [str(number) for number in range(len(values))]
@@ -119,6 +127,7 @@ class Metrics:
 
 
 def _own_meter(name: str, target: Any) -> Any:
+    """The user's metric: an object of a class with ``update`` and ``result``, or the mean of a function."""
     if isinstance(target, type):
         made = called("metrics", target)
         if not all(hasattr(made, method) for method in ("update", "result")):
@@ -128,7 +137,7 @@ def _own_meter(name: str, target: Any) -> Any:
 
 
 class _Mean:
-    """A function ``metric(output, y)``, averaged over batches by their samples."""
+    """A function ``metric(output, y)`` of the user's own, averaged over batches weighted by their samples."""
 
     def __init__(self, name: str, function: Callable[[Any, Tensor], Any]) -> None:
         self._name, self._function = name, function
@@ -136,6 +145,7 @@ class _Mean:
 
     @torch.no_grad()
     def update(self, output: Any, batch: Batch) -> None:
+        """Add a batch. The function may return a number, one for each class, or a row of these for each sample."""
         count = len(batch["y"])
         value = torch.as_tensor(self._function(output, batch["y"]))
         value = gather(value).detach().double().cpu()
@@ -148,16 +158,17 @@ class _Mean:
         self._total, self._samples = self._total + value * count, self._samples + count
 
     def result(self) -> dict[str, Tensor]:
+        """The mean, by the function's name."""
         return {self._name: self._total / max(1, self._samples)}
 
 
 def _classes(output: Tensor, y: Tensor) -> Tensor:
-    """Class numbers without a channel dim of size 1, which some losses want."""
+    """Class numbers without the channel dim of size 1 that some losses need."""
     return y.squeeze(1) if y.ndim == output.ndim and y.shape[1] == 1 else y
 
 
 def _no_classes(output: Any, y: Tensor) -> str:
-    """Why classes cannot be counted; empty if they can."""
+    """Why metrics of classes do not apply; empty if they do."""
     if not isinstance(output, Tensor):
         return f"the network gives a {type(output).__name__}, not a tensor"
     if y.is_floating_point() or y.is_complex():
@@ -170,6 +181,7 @@ def _no_classes(output: Any, y: Tensor) -> str:
 
 
 def _no_numbers(output: Any, y: Tensor) -> str:
+    """Why metrics of numbers do not apply; empty if they do."""
     if not isinstance(output, Tensor):
         return f"the network gives a {type(output).__name__}, not a tensor"
     if output.shape != y.shape or output.is_complex() or y.is_complex():

@@ -1,4 +1,7 @@
-"""Optimizers of torch by name, LARC, and the way the learning rate goes."""
+"""Optimizers of torch by name, LARC, and the schedule of the learning rate.
+
+Gradients are whole on every rank when an optimizer steps, so any optimizer of torch works; nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,38 @@ from .imports import called, named
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
     from .settings import OptimizerSettings, ScheduleSettings
 
-#: A weight or a gradient that is all zero says nothing about a good step; then it is this.
+#: The local rate for a weight or a gradient that is all zero, whose norms say nothing about a good step.
 LARC_EPSILON = 1.0 / 16000.0
 
 
 class LARC:
-    """Layer-wise adaptive rate control (You et al. 2017): a step is no larger than ``trust`` of its weight's norm.
+    """Layer-wise adaptive rate control (You et al. 2017): a step is at most ``trust`` times its weight's norm.
 
-    ``clip`` (the default) lowers the base optimizer's rate to ``trust * |w| / |g|`` where it is above that; ``scale``
-    multiplies the gradient by it. Norms of all tensors are taken at once, and nothing waits for the host.
+    Wraps the optimizer ``base``, whose gradients it scales. ``clip`` (the default) lowers the base's rate to ``trust *
+    |w| / |g|`` where it is above that; ``scale`` multiplies the gradient by it. Norms of all tensors are taken at once,
+    and nothing waits for the host.
     """
 
-    one_by_one = True  # a step in parts is a step
+    one_by_one = True  # next-forward may make its step in parts
 
     def __init__(self, base: torch.optim.Optimizer, trust: float = 0.002, mode: str = "clip") -> None:
         self.base, self.trust, self.mode = base, trust, mode
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the base optimizer, for schedulers and clipping."""
         return self.base.param_groups
 
     @property
     def state(self) -> Any:
+        """That of the base optimizer."""
         return self.base.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """That of the base optimizer: LARC itself keeps nothing between steps."""
         return self.base.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,6 +68,7 @@ class LARC:
         self.base.step(closure)
 
     def _scale(self, weights: list[Tensor], gradients: list[Any], rate: float) -> None:
+        """Multiply gradients in place by ``trust * |w| / |g|``, relative to ``rate`` in the mode "clip"."""
         sizes = torch.stack([norm.double() for norm in foreach_norm(weights)])
         slopes = torch.stack([norm.double() for norm in foreach_norm(gradients)])
         silent = (sizes == 0) | (slopes == 0)
@@ -73,7 +81,11 @@ Optimizer = torch.optim.Optimizer | LARC
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
-    """The optimizer that the settings name, over the parameters that are trained."""
+    """The optimizer that the settings name, over the parameters that require gradients. Raises ConfigError.
+
+    For a class of the user's own (``package.module:Class``) its own defaults hold, except for the learning rate and a
+    weight decay that is set. Moments of parameters that are not whole are marked for checkpoints.
+    """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     makers: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -84,7 +96,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
     }
     if settings.name in makers:
         maker, arguments = makers[settings.name]
-    else:  # its own defaults hold, but for what was set
+    else:  # the user's own class: its defaults hold, except for what was set
         decay = {"weight_decay": settings.weight_decay} if settings.weight_decay else {}
         maker, arguments = named("optimizer.name", settings.name), {"lr": settings.lr, **decay}
     made = called("optimizer.options", maker, weights, **{**arguments, **settings.options})
@@ -97,7 +109,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's ``state_dict`` tell that moments lie as their parameters do (``place_parameter``).
+    """Mark moments in the optimizer's ``state_dict`` with the placement of their parameters (``place_parameter``).
 
     Call it before a checkpoint is saved of an optimizer whose parameters are not all whole.
     """
@@ -105,6 +117,7 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _mark_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook on ``state_dict``: moments of the parameter's shape lie on the mesh as the parameter does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, moments in state_dict["state"].items():
         placement = placement_of(parameters[index])
@@ -114,7 +127,7 @@ def _mark_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """What it remembers of each weight; how it is set stays as the settings of this run say."""
+    """Load the state of each weight; learning rate and other settings stay those of this run."""
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, settings in zip(optimizer.param_groups, own, strict=True):

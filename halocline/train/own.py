@@ -1,4 +1,8 @@
-"""Data of the user's own: files opened, dims found or told, images paired with labels, samples held out."""
+"""The user's own data: files opened, dims found or given, images paired with labels, samples held out.
+
+Nothing here reads values beyond headers and saved statistics: fields describe where samples lie, and the loader reads
+them. What cannot be decided safely, such as dims of an unusual array, is asked for.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +23,35 @@ from ..geometry import Interval
 from .inputs import Input
 from .settings import DataSettings, FieldSettings
 
-#: What the dims of x are where nobody names them, by how many there are.
+#: Dims of x, by their number, if neither the file nor the settings name them.
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """The user's data: fields for training and validation, and a description of the network's input."""
+    """The user's data: fields x and y for training and validation, and a description of the network's input."""
 
     training: dict[str, Field]
     validation: dict[str, Field] | None
     input: Input
-    words: str  # which samples are for what
+    words: str  # which samples are for training and which for validation, in words
 
 
 @dataclass(frozen=True)
 class _Opened:
+    """One field with the files that it comes from."""
+
     field: Field
     store: FileStore  # the files, before a channel was added
-    stored: str | None  # dims as given
+    stored: str | None  # dims that were given or guessed; None: the file names them
     dataset: str
 
 
 def own_data(data: DataSettings, dtype: torch.dtype) -> OwnData:
-    """The fields x and y of all samples, the last of them held out for validation."""
+    """The fields x and y of all samples, with the last samples held out for validation. Raises ConfigError.
+
+    Files are opened and their headers read, so that samples which do not pair up are found before training starts.
+    """
     x, y = _opened(data, "x", dtype), _opened(data, "y", dtype)
     _check_pairs(x.store, y.store)
     _check_shapes(x.field.store, y.field.store)
@@ -63,6 +72,7 @@ def own_data(data: DataSettings, dtype: torch.dtype) -> OwnData:
 
 
 def _words(x: _Opened, y: _Opened, samples: int, kept: int, told: float) -> str:
+    """One sentence for log and terminal: shapes of x and y, and which samples are for what."""
     fields = "; ".join(f"{name}: {_described(each.field)}" for name, each in (("x", x), ("y", y)))
     if not kept:
         return f"{fields}; all {samples} samples for training, none for validation (data.validation = 0)"
@@ -74,11 +84,13 @@ def _words(x: _Opened, y: _Opened, samples: int, kept: int, told: float) -> str:
 
 
 def _described(field: Field) -> str:
+    """Shape, dims and dtype of a field in words."""
     sizes = " x ".join(str(size) for size in field.store.shape) or "one number"
     return f"{sizes} ({field.dims or 'a number'}) as {str(field.tensor_dtype).removeprefix('torch.')}"
 
 
 def _names(store: FileStore, first: int, end: int) -> str:
+    """The files, or indices, of samples ``first`` to ``end`` in words."""
     if len(store.paths) == len(store):
         names = [path.name for path in store.paths[first:end]]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
@@ -89,6 +101,7 @@ def _names(store: FileStore, first: int, end: int) -> str:
 
 
 def _opened(data: DataSettings, which: str, dtype: torch.dtype) -> _Opened:
+    """Open one field; ``which`` is "x" or "y". Errors name the setting."""
     told: FieldSettings = getattr(data, which)
     path = told.path or data.path
     if path is None:
@@ -121,7 +134,7 @@ def _store(path: str, told: FieldSettings, which: str) -> tuple[FileStore, str |
 
 
 def _dataset(path: Path, there: Mapping[str, Any], told: FieldSettings, which: str) -> str:
-    """Its name in the file: as told, the field's own name, or the only one there is; empty where arrays have none."""
+    """The dataset's name in the file: as given, the only one, or the field's own; empty where arrays have no name."""
     if told.dataset is not None:
         wanted = told.dataset.strip("/")
     elif set(there) == {""} or (len(there) == 1 and told.path is not None):
@@ -137,14 +150,18 @@ def _dataset(path: Path, there: Mapping[str, Any], told: FieldSettings, which: s
 
 
 def _target_dims(there: Mapping[str, Any], shape: tuple[int, ...]) -> str | None:
-    """Of labels beside an input: a number, a vector, a volume of classes, or channels of the input's size."""
+    """Dims of labels beside an input: a number, a vector, class numbers in space, or channels of the input's size."""
     inputs = _INPUTS.get(len(there["x"].shape), "") if "x" in there else ""
     choices = {1: "N", 2: "NC", len(inputs) - 1: inputs.replace("C", ""), len(inputs): inputs}
     return choices.get(len(shape)) or None
 
 
 def _as_field(store: Store, told: FieldSettings, which: str, dtype: torch.dtype) -> Field:
-    values = [_normalizing(store, told.normalize)] if told.normalize != "none" else []
+    """A field with its values normalised, class numbers as int64, and a channel dim added where wanted."""
+    values = []
+    if told.normalize != "none":
+        make = Normalize.standard if told.normalize == "standard" else Normalize.minmax
+        values = [make(Statistics.load(store))]
     integers = store.dtype.kind in "biu" and "C" not in store.dims
     classes = told.classes if told.classes is not None else which == "y" and integers and not values
     if classes and values:
@@ -157,12 +174,8 @@ def _as_field(store: Store, told: FieldSettings, which: str, dtype: torch.dtype)
     return Field(store, dtype=torch.int64 if classes else dtype, values=values, fill=told.fill)
 
 
-def _normalizing(store: Store, how: str) -> Normalize:
-    statistics = Statistics.load(store)
-    return Normalize.standard(statistics) if how == "standard" else Normalize.minmax(statistics)
-
-
 def _some(fields: Mapping[str, Field], samples: Interval) -> dict[str, Field]:
+    """The same fields over some of their samples."""
     return {name: replace(each, store=SampleRange(each.store, samples)) for name, each in fields.items()}
 
 
@@ -170,6 +183,7 @@ def _some(fields: Mapping[str, Field], samples: Interval) -> dict[str, Field]:
 
 
 def _check_pairs(x: FileStore, y: FileStore) -> None:
+    """Raise ConfigError unless each x has its y, by number and, for a file per sample, by similar names."""
     if len(x) != len(y):
         raise ConfigError(
             f"data: x has {len(x)} samples ({x.name}) and y has {len(y)} ({y.name}); each x needs its y, in the same "
@@ -178,7 +192,7 @@ def _check_pairs(x: FileStore, y: FileStore) -> None:
     if x.paths == y.paths or not len(x.paths) == len(y.paths) == len(x):
         return
     of_x, of_y = _keys(x.paths), _keys(y.paths)
-    if of_x == of_y or not set(of_x) & set(of_y):  # names without anything in common say nothing
+    if of_x == of_y or not set(of_x) & set(of_y):  # names that have nothing in common cannot be compared
         return
     odd = next(place for place, (a, b) in enumerate(zip(of_x, of_y, strict=True)) if a != b)
     raise ConfigError(
@@ -188,7 +202,7 @@ def _check_pairs(x: FileStore, y: FileStore) -> None:
 
 
 def _keys(paths: Sequence[Path]) -> list[str]:
-    """Names without what they all begin and end with."""
+    """File names without their common beginning and end, which leaves what tells samples apart."""
     names = [path.name for path in paths]
     start = _alike(names)
     end = _alike([name[start:][::-1] for name in names])
@@ -196,7 +210,7 @@ def _keys(paths: Sequence[Path]) -> list[str]:
 
 
 def _alike(words: Sequence[str]) -> int:
-    """How many first letters all have in common."""
+    """The length of the longest common prefix."""
     return next(
         (place for place, letters in enumerate(zip(*words, strict=False)) if len(set(letters)) > 1),
         min(map(len, words)),
@@ -204,6 +218,7 @@ def _alike(words: Sequence[str]) -> int:
 
 
 def _check_shapes(x: Store, y: Store) -> None:
+    """Raise ConfigError if x and y differ in depth, height or width."""
     for letter in "DHW":
         if letter in x.dims and letter in y.dims and x.size(letter) != y.size(letter):
             sizes = ", ".join(f"{name} {list(each.shape)} ({each.dims})" for name, each in (("x", x), ("y", y)))

@@ -1,4 +1,7 @@
-"""What a report shows of a run's answers: numbers of every validation sample, or middle slices of the first few."""
+"""The samples that a report shows: numbers of every validation sample, or middle slices of the first few.
+
+They are gathered during the last validation and written as ``examples.npz``, which the report reads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _MOST = 4  # samples of which slices are kept
 
 
 class Examples:
-    """Filled while validating, on every rank alike; written by rank 0."""
+    """Predictions beside the truth, collected in the last validation on every rank alike, and written by rank 0.
+
+    Only planes of volumes are gathered, never whole volumes.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, list[Any]] = {"x": [], "y": [], "p": []}
@@ -38,9 +44,11 @@ class Examples:
         self._count += len(batch["x"])
 
     def _keep(self, name: str, tensor: Tensor, dim: int | None = None) -> None:
-        """Without ``dim``, of size 1: a plane is taken out once it is gathered, and not the volume for it."""
+        """Gather a tensor and keep a copy; ``dim``, of size 1, is dropped after that, so that only a plane is
+        gathered."""
         tensor = gather(tensor) if dim is None else gather(tensor).squeeze(dim)
-        self._kept[name].append(tensor.detach().float().cpu().numpy().copy())  # the batch goes back
+        # A copy, since the memory of the batch goes back to the loader.
+        self._kept[name].append(tensor.detach().float().cpu().numpy().copy())
 
     def write(self, folder: Path) -> None:
         """Write what was kept into the run's folder, for the report."""
@@ -52,16 +60,16 @@ class Examples:
 
 
 def _is_shown(output: Any, batch: Batch) -> bool:
-    """Numbers beside numbers, or maps beside maps; for anything else there is no picture, and no reason to fail."""
+    """Are these numbers beside numbers, or maps beside maps? Other outputs have no picture, and raise no error."""
     if not isinstance(output, Tensor) or output.is_complex() or batch["y"].is_complex():
         return False
     return output.ndim <= 2 or (output.ndim == batch["x"].ndim and batch["y"].ndim >= output.ndim - 1)
 
 
 def middle(volume: Tensor, skip: int) -> tuple[Tensor, int | None]:
-    """The middle plane of a volume along its first dim in space, and that dim, of size 1; an image as it is.
+    """The middle plane of a volume along its first dim in space, and that dim, kept with size 1; an image as it is.
 
-    ``skip`` dims come before space. Of many channels, the first.
+    ``skip`` dims come before space. Of several channels, the first.
     """
     if skip == 2 and volume.shape[1] > 1:
         volume = volume[:, :1]
@@ -71,7 +79,7 @@ def middle(volume: Tensor, skip: int) -> tuple[Tensor, int | None]:
 
 
 def memory_used(device: torch.device) -> int:
-    """Bytes at the peak so far: of the GPU, or of the process."""
+    """Peak memory in bytes so far: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,4 +1,8 @@
-"""A run that follows a plan: read from a file or made at the start, compared with what the run is, and written down."""
+"""A run that follows a plan: read from a file or made at the start, checked against the run, and saved with it.
+
+A plan decides the mesh, the cuts and the choices of the executor. It holds for one network, sample size and number of
+ranks: a plan for another run is refused, one for another machine or batch is priced anew.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,10 @@ _LONGEST = 1 << 16  # bytes of a plan without its alternatives
 
 
 def run_plan(settings: Settings, task: TrainingTask, precision: Precision, world: World, folder: Path) -> Plan | None:
-    """The plan that the settings ask for, the same on every rank; rank 0 reads or makes it, and writes it down."""
+    """The plan that the settings ask for, the same on every rank; None if they ask for none.
+
+    By all ranks together: rank 0 reads or makes the plan, saves it in the run's folder, and sends it to the others.
+    """
     if settings.plan is None:
         return None
 
@@ -56,8 +63,18 @@ def run_plan(settings: Settings, task: TrainingTask, precision: Precision, world
 
 
 def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
+    """Make a plan, or read and check the one that the settings name. On rank 0. Raises PlanError.
+
+    A plan for another network, sample size, number of ranks or batch that its data axis does not divide is refused; one
+    for another machine or batch is priced anew, which changes its predictions and not its cuts.
+    """
     if settings.plan == AUTO:
-        machine = _machine(settings)
+        if settings.machine is None and not Path(_HERE).is_file():
+            raise PlanError(
+                "on which machine? Give --machine, such as perlmutter, or run `halocline calibrate`, which measures "
+                f"this one and writes {_HERE}"
+            )
+        machine = load_machine(settings.machine or _HERE)
         candidates = search(subject, machine, ranks, settings.batch, Prices(machine.device))
         name = settings.workload or settings.model or "network"
         return as_plan(name, subject, machine, chosen(candidates, machine), candidates)
@@ -82,17 +99,8 @@ def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
     return plan
 
 
-def _machine(settings: Settings) -> Machine:
-    if settings.machine is None and not Path(_HERE).is_file():
-        raise PlanError(
-            "on which machine? Give --machine, such as perlmutter, or run `halocline calibrate`, which measures this "
-            f"one and writes {_HERE}"
-        )
-    return load_machine(settings.machine or _HERE)
-
-
 def _known_machine(plan: Plan) -> Machine | None:
-    """The machine that the plan was made for, if it is there and has not changed."""
+    """The machine that the plan was made for, if its description is found and has not changed."""
     try:
         machine = load_machine(plan.machine)
     except MachineError:
@@ -101,7 +109,10 @@ def _known_machine(plan: Plan) -> Machine | None:
 
 
 def subject_of(settings: Settings, task: TrainingTask, precision: Precision) -> Subject:
-    """The run's own training step: its loss, targets, precision and optimizer."""
+    """What a planner records: the run's own training step with its loss, targets, precision and optimizer.
+
+    LARC is recorded as the Adam that it wraps.
+    """
     with dry(0, 1):
         layout = BatchLayout(task.training, Mesh(data=1), {"N": DATA}, augmentations(settings.data), settings.seed)
     shapes = {name: (1, *layout.shape(name)) for name in task.training}

@@ -1,4 +1,7 @@
-"""In which numbers a step computes, and how small gradients survive in the narrow ones."""
+"""The number formats of a step, and the loss scaling that keeps small gradients in fp16.
+
+Weights and optimizer state are always in fp32 or fp64; bf16 and fp16 are for computing only.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,24 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """``fp64`` and ``fp32`` compute in these; ``tf32`` lets GPUs round products; ``bf16`` and ``fp16`` by autocast.
+    """The precision of a run: ``fp64`` and ``fp32`` compute in these, ``tf32`` lets GPUs round products, ``bf16`` and
+    ``fp16`` use autocast.
 
     ``fp16`` scales the loss. Averaged gradients have the same bits on every rank, so all ranks find the same overflow
-    and take the same scale, without asking.
+    and choose the same scale without communication.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
         self.dtype = torch.float64 if name == "fp64" else torch.float32  # of weights and inputs
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.skipped = False  # the last step, since a gradient overflowed
+        self.skipped = False  # whether the last step was left out because a gradient overflowed
         if name in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = name == "tf32"
 
     def placed(self, model: nn.Module) -> nn.Module:
-        """On the device, in these numbers; complex weights in complex ones of the same width."""
+        """Move a model to the device and convert it; complex weights become complex numbers of the same width."""
         model = model.to(device=self._device)
         model = model.double() if self.dtype == torch.float64 else model.float()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -46,11 +50,11 @@ class Precision:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Any) -> None:
-        """Before gradients are looked at."""
+        """Undo the scale of the loss in the gradients, before they are clipped."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> bool:
-        """The optimizer's step, left out where a gradient overflowed; was it made?"""
+        """Make the optimizer's step, unless a gradient overflowed; returns whether it was made."""
         if not self._scaler.is_enabled():
             optimizer.step()
             return True
@@ -62,12 +66,20 @@ class Precision:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor on the loss."""
         return self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of the loss scaling, for checkpoints; empty unless fp16."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self._scaler.load_state_dict(state)
+
+
+def this_device() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,13 +1,13 @@
-"""Answers of a trained network on samples of any size: read, computed and written box by box, never whole anywhere.
+"""Predictions of a trained network on samples of any size: read, computed and written box by box, never whole.
 
-The folder of a run is all that is needed: settings, the user's code, what goes in, and the weights.
+The folder of a run is all that is needed: settings, the user's code, the description of the input, and the weights. The
+number of ranks may differ from that of the training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,18 @@ from .checkpoints import CHECKPOINTS, Checkpoints
 from .config import read_settings
 from .imports import use_code
 from .inputs import Input
-from .precision import Precision
+from .precision import Precision, this_device
 from .settings import AXES
 from .task import START, make_layout, model_maker
-from .trainer import this_device
 
 Progress = Callable[[int, int], None]
 
 
 class Predictor:
-    """The network of a run, with the weights of its newest good checkpoint. Made on every rank."""
+    """The network of a run, with the weights of its newest good checkpoint. Made by all ranks together.
+
+    If the run's mesh does not fit the number of ranks, samples are cut as they would be by default.
+    """
 
     def __init__(self, run: Path) -> None:
         settings = read_settings(run)
@@ -47,7 +49,7 @@ class Predictor:
         world = this_world()
         self.input = agree(world, lambda: Input.read(run), START)
         make_model = agree(world, lambda: model_maker(settings), START)
-        if math.prod(settings.mesh.values()) != world.size:  # that of the training, which had other ranks
+        if math.prod(settings.mesh.values()) != world.size:  # the training had another number of ranks
             settings = replace(settings, mesh={})
         layout = make_layout(settings, self.input.letters, world.size)
         self.mesh, self._cut = layout.arrangement.mesh(), layout.cut
@@ -64,7 +66,8 @@ class Predictor:
     def run(
         self, store: Store, writer: PredictionWriter, *, classes: bool = False, progress: Progress | None = None
     ) -> None:
-        """The answer to every sample; with ``classes`` the number of the likeliest."""
+        """Predict every sample of ``store``; with ``classes`` the number of the likeliest class. By all ranks
+        together."""
         with self._loader(self.input.field(store)) as loader:
             for batch in loader:
                 with self._precision.autocast():
@@ -74,12 +77,13 @@ class Predictor:
                     progress(batch.samples[-1] + 1, len(store))
 
     def _as_written(self, answer: Any) -> Tensor:
-        """Numbers as wide as the run's own; half precision is for computing alone."""
+        """A prediction in the run's own precision: half precision is for computing alone."""
         if not isinstance(answer, Tensor):
             raise DataError(f"the network gives a {type(answer).__name__}, and only a tensor can be written")
         return answer.to(self._precision.dtype) if answer.is_floating_point() else answer
 
     def _loader(self, field: Field) -> Loader:
+        """Samples in order, once, cut as the network's input is."""
         there = {letter: axis for letter, axis in self._cut.items() if letter == "N" or letter in field.dims}
         return Loader(
             {"x": field},
@@ -95,7 +99,7 @@ class Predictor:
 
 
 def likeliest(answer: Any) -> Tensor:
-    """The number of the likeliest class, in one byte where that is enough."""
+    """The number of the likeliest class along dim 1, as uint8 where that is enough."""
     if not isinstance(answer, Tensor) or answer.ndim < 2 or answer.shape[1] < 2:
         shape = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise DataError(f"--classes: the network's answers {shape} have no classes along their second dim")
@@ -113,11 +117,13 @@ def predict(
     force: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The network of ``run`` on every sample of ``source``, into ``out``. Called by all ranks.
+    """Run the network of ``run`` on every sample of ``source`` and write ``out``. Called by all ranks together.
 
-    ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file a sample. It has its name when all of it is written.
+    ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file per sample; it gets its name when all is written.
+    ``progress(done, total)`` is called after each batch. Returns name, number of samples, their shape and the
+    checkpoint's step.
     """
-    read_settings(run)  # a folder that is none of a run is named first
+    read_settings(run)  # first of all, so that a wrong folder is the error that is shown
     if not isinstance(source, Store):
         source = Input.read(run).open(str(source), dims, dataset)
     _check(out, force, source)
@@ -126,7 +132,7 @@ def predict(
         Input.read(run).field(store)
     predictor = Predictor(run)
     done, writers = 0, [PredictionWriter(file, predictor.mesh) for _, file in parts]
-    with _discarded_on_failure(writers):
+    try:
         for (store, _), writer in zip(parts, writers, strict=True):
 
             def tell(count: int, _: int, done: int = done) -> None:
@@ -137,22 +143,16 @@ def predict(
             done += len(store)
         for writer in writers:
             writer.close()
-    return {"out": str(out), "samples": len(source), "shape": list(writers[-1].shape), "step": predictor.step}
-
-
-@contextmanager
-def _discarded_on_failure(writers: list[PredictionWriter]) -> Iterator[None]:
-    try:
-        yield
     except BaseException:
         for writer in writers:
             writer.discard()
         raise
+    return {"out": str(out), "samples": len(source), "shape": list(writers[-1].shape), "step": predictor.step}
 
 
 def _parts(store: Store, out: Path) -> list[tuple[Store, AnswerFile]]:
-    """What is read and written together: volumes in NIfTI files may differ in size, so each goes by itself."""
-    if not _is_nifti(out):
+    """Stores with the files to write: volumes of NIfTI files may differ in size, so each is a store of its own."""
+    if out.suffix in (".h5", ".hdf5", ".zarr"):
         return [(store, ArrayFile(out, len(store)))]
     names = _names(store, out)
     if not isinstance(store, Nifti):
@@ -162,11 +162,8 @@ def _parts(store: Store, out: Path) -> list[tuple[Store, AnswerFile]]:
     return [(one, NiftiFiles(out, one, [name])) for one, name in zip(each, names, strict=True)]
 
 
-def _is_nifti(out: Path) -> bool:
-    return out.name.endswith(NIFTI) or out.suffix not in (".h5", ".hdf5", ".zarr")
-
-
 def _names(store: Store, out: Path) -> list[str]:
+    """The names of NIfTI files, one for each sample. DataError if two samples would have the same."""
     if out.name.endswith(NIFTI):
         if len(store) != 1:
             raise DataError(
@@ -185,6 +182,8 @@ def _names(store: Store, out: Path) -> list[str]:
 
 
 def _check(out: Path, force: bool, store: Store) -> None:
+    """Refuse an output that exists, holds the samples, or cannot be written. On every rank, before the network is
+    made."""
     if out.suffix and not out.is_dir() and not out.name.endswith((".h5", ".hdf5", ".zarr", *NIFTI)):
         raise DataError(f"{out}: predictions go to .h5, .zarr, .nii, .nii.gz, or a folder of .nii.gz files")
     if not out.resolve().parent.is_dir():

@@ -1,4 +1,8 @@
-"""What a run is told: a few groups of settings, each with a default. Plain data, which a program can make too."""
+"""The settings of a run: a few groups, each with a default. Plain data, which a program can make, too.
+
+The comment behind each field is its documentation: ``tools/settings.py`` writes docs/settings.md from it. Files and
+``--set`` are read by ``config``, and checked by pydantic.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ AXES = {"N": "data", "C": "channels", "T": "time", "D": "depth", "H": "height", 
 
 
 def _a_size(text: str) -> str:
+    """A size such as "8GiB" that can be read."""
     bytes_from("data.memory", text)
     return text
 
@@ -63,7 +68,8 @@ class FieldSettings:
 @_strict
 @dataclass(frozen=True)
 class DataSettings:
-    """``path``, or paths of x and y, for data of your own. A workload makes its own data, by ``arguments``."""
+    """The data of a run. For your own data give ``path``, or paths of x and y; a workload makes its data by
+    ``arguments``."""
 
     path: str | None = None  # a file, a folder of files or a pattern; `data = "path"` is short for it
     x: FieldSettings = FieldSettings()  # what goes into the network
@@ -89,7 +95,7 @@ class DataSettings:
         return self
 
     def held_out(self, samples: int) -> int:
-        """How many of so many samples are for validation; a share is one sample at least, if two are there."""
+        """The number of samples for validation, of so many; a share is at least one sample, if there are two."""
         if self.validation >= 1 or not self.validation:
             return int(self.validation)
         return min(max(1, round(self.validation * samples)), samples - 1)
@@ -98,7 +104,7 @@ class DataSettings:
 @_strict
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """A string is short for ``name``."""
+    """The optimizer. A string in place of this group is short for ``name``."""
 
     name: str = "adam"  # adam, adamw, sgd, larc, or a class such as "torch.optim:RMSprop"
     lr: Positive = 1e-3  # learning rate
@@ -120,9 +126,9 @@ class OptimizerSettings:
 @_strict
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The learning rate rises over ``warmup`` steps, then falls towards ``final`` of itself until the run ends.
+    """The learning rate over a run: it rises over ``warmup`` steps, then falls towards ``final`` of itself.
 
-    A string is short for ``name``.
+    A string in place of this group is short for ``name``.
     """
 
     name: ScheduleName = "constant"
@@ -152,7 +158,7 @@ class GradientSettings:
         return self
 
     def arguments(self, optimizer: Any) -> dict[str, Any]:
-        """Of hc.distribute."""
+        """Keyword arguments of ``hc.distribute``."""
         ahead = {"overlap": self.overlap, "optimizer": optimizer} if self.overlap == "next-forward" else {}
         wire = None if self.wire == "same" else self.wire
         fixed = {"deterministic": True} if self.deterministic else {}
@@ -162,7 +168,7 @@ class GradientSettings:
 @_strict
 @dataclass(frozen=True)
 class GuardSettings:
-    """What is watched while training goes on."""
+    """What is checked while training goes on, and whether it ends the run."""
 
     nan: Policy = "raise"  # a loss that is NaN or infinite
     drift: Policy = "raise"  # ranks whose weights are no longer the same
@@ -213,16 +219,14 @@ class Settings:
             raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
         if self.plan is not None and self.mesh:
             raise ValueError("plan and mesh: a plan makes its own mesh; leave one of them out")
-        if self.model is not None and (self.loss is None or not self._has_data()):
+        has_data = self.data.path is not None or None not in (self.data.x.path, self.data.y.path)
+        if self.model is not None and (self.loss is None or not has_data):
             raise ValueError(
                 "a model of your own needs loss = 'package.module:function', and data = 'path.h5' or paths of both "
                 "fields: data.x = 'images', data.y = 'labels'"
             )
         return self
 
-    def _has_data(self) -> bool:
-        return self.data.path is not None or (self.data.x.path is not None and self.data.y.path is not None)
-
     def as_dict(self) -> dict[str, Any]:
-        """Nested dicts, as config.toml has them."""
+        """Nested dicts, as config.toml holds them."""
         return asdict(self)

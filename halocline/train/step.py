@@ -1,4 +1,4 @@
-"""One training step. It is meant to be read, and to be copied into a loop of your own."""
+"""One training step. It is meant to be read, and to be copied into your own training loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 def training_step(
     model: nn.Module,
-    batches: Sequence[Mapping[str, Tensor]],  # more than one: their gradients pile up
+    batches: Sequence[Mapping[str, Tensor]],  # several: their gradients accumulate
     loss_of: Loss,
     optimizer: Optimizer,
     precision: Precision,
     clip: float | None = None,
 ) -> Tensor:
-    """Forward and backward of each batch, one average of gradients, one step. The loss is whole on every rank."""
+    """Forward and backward of each batch, one average of gradients, one optimizer step.
+
+    Returns the mean loss over all samples, whole on every rank and not yet read by the host. Called by all ranks
+    together. ``clip`` is the largest global norm of the gradients.
+    """
     optimizer.zero_grad(set_to_none=True)
     losses, samples = [], sum(len(batch["x"]) for batch in batches)
     for number, batch in enumerate(batches, 1):

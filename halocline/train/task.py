@@ -1,8 +1,13 @@
-"""From settings to what is trained: a network, its loss, what is measured, and the fields of its batches."""
+"""From settings to what is trained: a network, its loss, its metrics, and the fields of its batches.
+
+A task comes from a workload of the library, or from the user's own model, loss and data. All ranks make the same task;
+nothing is read but headers.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -30,7 +35,10 @@ START = Label("start", "the training loop", "control")
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What is trained: the model's maker, loss and metrics, and the fields of both data sets."""
+    """What is trained: the model's maker, loss and metrics, and the fields of both data sets.
+
+    Models are made by a function since a dry run makes one on meta tensors first.
+    """
 
     make_model: Callable[[], nn.Module]
     loss: Loss
@@ -38,8 +46,8 @@ class TrainingTask:
     training: dict[str, Field]
     validation: dict[str, Field] | None
     input: Input
-    words: str  # which samples are for training and which for validation
-    loss_module: nn.Module | None = None  # whose buffers, such as class weights, go to the device
+    words: str  # which samples are for training and which for validation, for the log
+    loss_module: nn.Module | None = None  # the loss, if it is a module: its buffers move to the device
 
     @property
     def letters(self) -> str:
@@ -48,12 +56,15 @@ class TrainingTask:
 
 
 def make_task(settings: Settings, dtype: torch.dtype) -> TrainingTask:
-    """The task that the settings describe. Raises ConfigError or DataError."""
+    """The task that the settings describe, the same on every rank. Raises ConfigError or DataError.
+
+    Data files are opened, and user code is imported; no network is made yet.
+    """
     return _of_workload(settings, dtype) if settings.workload is not None else _of_user(settings, dtype)
 
 
 def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:
-    """A workload's own settings, over which the user's go."""
+    """A workload's own settings at a scale, as a nested dict over which the user's settings go."""
     _known("workload", workload, WORKLOADS)
     _known("scale", scale, ("small", "full"))
     training = dict(getattr(WORKLOADS[workload], scale).training)
@@ -69,6 +80,7 @@ def defaults_of(workload: str, scale: str = "small") -> dict[str, Any]:
 
 
 def _known(key: str, value: object, there: Iterable[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of those, with a hint at a similar one."""
     names = list(there)
     if value not in names:
         near = difflib.get_close_matches(str(value), names, 1)
@@ -77,6 +89,10 @@ def _known(key: str, value: object, there: Iterable[str]) -> None:
 
 
 def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:
+    """The task of a workload. Settings that only make sense for the user's own data are refused.
+
+    Training and validation samples are made with different seeds.
+    """
     workload = known_workload(settings.workload or "")
     scale = getattr(workload, settings.scale)
     data = settings.data
@@ -89,7 +105,10 @@ def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:
 
     def fields(samples: int, seed: int) -> dict[str, Field]:
         made = called("data.arguments", workload.data, samples, seed, **{**scale.data, **data.arguments})
-        return {name: _as(each, dtype) for name, each in made.items()}
+        floating = {
+            name: replace(each, dtype=dtype) for name, each in made.items() if each.tensor_dtype.is_floating_point
+        }
+        return {**made, **floating}
 
     kept = data.held_out(data.samples)
     training = fields(data.samples, data.seed)
@@ -106,12 +125,8 @@ def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:
     )
 
 
-def _as(field: Field, dtype: torch.dtype) -> Field:
-    """Numbers that are not whole in the run's own dtype."""
-    return replace(field, dtype=dtype) if field.tensor_dtype.is_floating_point else field
-
-
 def _of_user(settings: Settings, dtype: torch.dtype) -> TrainingTask:
+    """The task of the user's own model, loss and data."""
     if settings.data.arguments:
         raise ConfigError(f"data.arguments = {settings.data.arguments}: they are for data that a workload makes")
     loss = make_loss(settings.loss or "", settings.loss_options)
@@ -129,7 +144,7 @@ def _of_user(settings: Settings, dtype: torch.dtype) -> TrainingTask:
 
 
 def model_maker(settings: Settings) -> Callable[[], nn.Module]:
-    """What makes the network: needs no data."""
+    """A function that makes the network; needs no data. Raises ConfigError now if the model cannot be imported."""
     if settings.workload is not None:
         workload = known_workload(settings.workload)
         arguments = {**getattr(workload, settings.scale).network, **settings.network}
@@ -169,7 +184,7 @@ def augmentations(data: DataSettings) -> list[Any]:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How a run lies on its ranks, and which letters of the data are cut along which mesh axes."""
+    """How a run is arranged on its ranks, and which letters of the data's dims are cut along which mesh axes."""
 
     arrangement: Arrangement
     cut: Mapping[str, str]
@@ -181,16 +196,14 @@ class MeshLayout:
 
 
 def planned_layout(arrangement: Arrangement) -> MeshLayout:
-    """That of a plan."""
+    """The layout of a plan."""
     return MeshLayout(arrangement, arrangement.cut_letters())
 
 
 def make_layout(settings: Settings, letters: str, ranks: int) -> MeshLayout:
-    """That of the settings: the mesh they give, or one that cuts ``letters``."""
+    """The layout of the settings: the mesh that they give, or one that cuts ``letters``. Raises ConfigError."""
     parts = dict(settings.mesh) or spread(ranks, letters)
-    count = 1
-    for number in parts.values():
-        count *= number
+    count = math.prod(parts.values())
     if count != ranks:
         told = ", ".join(f"{letter} = {number}" for letter, number in parts.items())
         raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; give sizes that multiply to that")
@@ -199,7 +212,7 @@ def make_layout(settings: Settings, letters: str, ranks: int) -> MeshLayout:
 
 
 def spread(ranks: int, letters: str) -> dict[str, int]:
-    """Ranks over dims, a factor at a time, the first dim first.
+    """Distribute ranks over dims, one prime factor at a time, largest first, starting with the first dim.
 
     >>> spread(4, "DH"), spread(12, "DHW"), spread(3, "H"), spread(2, "")
     ({'D': 2, 'H': 2}, {'D': 3, 'H': 2, 'W': 2}, {'H': 3}, {'N': 2})
@@ -212,7 +225,7 @@ def spread(ranks: int, letters: str) -> dict[str, int]:
 
 
 def _factors(number: int) -> list[int]:
-    """Primes, the smallest first."""
+    """Prime factors, the smallest first."""
     factors, factor = [], 2
     while number > 1:
         while number % factor:

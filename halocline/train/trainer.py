@@ -1,6 +1,8 @@
-"""The loop round the step: batches, learning rate, log, guard, validation, checkpoints. Thin on purpose.
+"""The loop around the step: batches, learning rate, log, guard, validation, checkpoints.
 
-Whoever has a loop of his own uses ``hc.distribute``, ``hc.data.Loader`` and ``training_step``, and needs none of it.
+Every rank runs the same loop, and every decision that could differ between ranks (to stop, to save, a failed disk) is
+agreed on first. For a loop of your own, ``hc.distribute``, ``hc.data.Loader`` and ``training_step`` are enough; nothing
+here is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from .log import RunLog
 from .optimizers import load_optimizer, make_optimizer, rate_at
 from .pictures import Examples, memory_used
 from .planning import run_plan
-from .precision import Precision
+from .precision import Precision, this_device
 from .settings import Settings
 from .step import training_step
 from .task import START, augmentations, make_layout, make_task, planned_layout
@@ -49,18 +51,20 @@ _RANKS = Label("memory of ranks", "the training loop", "control")
 
 @dataclass
 class Result:
-    """What came of a run, the same on every rank."""
+    """The outcome of a run, the same on every rank."""
 
-    steps: int  # made so far
-    losses: list[float] = field(default_factory=list)  # of those made this time
+    steps: int  # made so far, earlier attempts included
+    losses: list[float] = field(default_factory=list)  # of the steps made by this process
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False  # by a signal, after a checkpoint
 
 
 class Trainer:
-    """One run in a folder of its own, made on every rank; resumes an earlier run that it finds there.
+    """One run in a folder of its own; resumes an earlier run that it finds there. Made by all ranks together.
 
-    ``lock`` is a descriptor by which the launcher of this rank holds the lock on the run's checkpoints.
+    ``tell(kind, values)`` is called with steps, validations and notes, for a progress display. ``lock`` is a descriptor
+    by which this rank's launcher holds the lock on the run's checkpoints. If any rank fails during set-up, all ranks
+    raise.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Trainer:
         self._task = task
         check_room(settings, task, self._layout, world.rank, self._precision)
         torch.manual_seed(settings.seed)
-        random.seed(settings.seed)  # or dropout would go on where another run of this process ended
+        random.seed(settings.seed)  # else dropout would continue the numbers of an earlier run of this process
         self.model = self._precision.placed(task.make_model())
         if task.loss_module is not None:
             self._precision.placed(task.loss_module)
@@ -111,8 +115,10 @@ class Trainer:
         self._tracer = Tracer(folder, self.mesh.rank, STEPS if settings.trace else range(0), self.mesh.world)
         self.step = 0
         self._stop_asked = False
+        self._data_waited = 0.0  # seconds that the loader had waited when the last step ended
 
     def _loader(self, fields: Any, batch: int, shuffle: bool, device: torch.device) -> Loader:
+        """A loader over ``fields``, cut as the layout says; training batches are shuffled and augmented."""
         data = self.settings.data
         return Loader(
             fields,
@@ -134,10 +140,10 @@ class Trainer:
     # -- the loop
 
     def train(self) -> Result:
-        """Train to the end, or until asked to stop; called by all ranks."""
+        """Train to the end, or until a signal asks to stop. By all ranks together."""
         try:
             with _calling(self._ask_to_stop), ExitStack() as opened:
-                # They close in their own way after an error: nobody waits for a lost rank.
+                # They close in an orderly way, and after an error without waiting for a lost rank.
                 for each in (self.checkpoints, self.loader, self._validation):
                     if each is not None:
                         opened.enter_context(each)
@@ -148,9 +154,13 @@ class Trainer:
                 self._log.close()
 
     def _run(self) -> Result:
-        if self._log is not None and self._log.no_board:
-            self._note(self._log.no_board)
+        """Resume, make all steps that are left, then save, validate and write what the report needs.
+
+        The last checkpoint is written before the last validation, so that an error there loses nothing.
+        """
         if self._log is not None:
+            if self._log.no_board:
+                self._note(self._log.no_board)
             self._log.write("data", text=self._task.words)
             if self._plan is not None:
                 predicted = self._plan.predicted.model_dump()
@@ -164,14 +174,14 @@ class Trainer:
             for batches in self._tracer.waits(self._groups()):
                 with self._tracer.step(self.step):
                     loss = self._one_step(batches)
-                batches.clear()  # or their memory could not take the next ones
+                batches.clear()  # releases their memory for the next ones
                 result.losses.append(loss)
                 self._callbacks("on_step", self, self.step - 1, loss)
                 if self._after_step():
                     result.stopped = True
                     break
         if not result.stopped:
-            self.save(wait=True)  # first: what is learned must not depend on how its pictures come out
+            self.save(wait=True)  # before validation, whose errors must not lose the weights
             result.metrics = self.validate(last=True)
         result.steps = self.step
         self._callbacks("on_end", self, result)
@@ -182,22 +192,24 @@ class Trainer:
         return result
 
     def _groups(self) -> Iterator[list[Batch]]:
-        """The batches of each step that is left."""
-        stream = self._endless()
+        """The batches of each step that is left, epoch after epoch."""
+
+        def endless() -> Iterator[Batch]:
+            while True:
+                empty = True
+                for batch in self.loader:
+                    empty = False
+                    yield batch
+                    del batch  # its memory goes back to the loader
+                if empty:
+                    raise TrainingError("no sample of an epoch could be read; check the data")
+
+        stream = endless()
         while self.step < self.settings.steps:
             yield [next(stream) for _ in range(self.settings.accumulate)]
 
-    def _endless(self) -> Iterator[Batch]:
-        while True:
-            given = False
-            for batch in self.loader:
-                given = True
-                yield batch
-                del batch  # its memory goes back to the loader
-            if not given:
-                raise TrainingError("no sample of an epoch could be read; check the data")
-
     def _one_step(self, batches: list[Batch]) -> float:
+        """One optimizer step; returns its loss. Times and waits go to log and guard."""
         settings, traffic = self.settings, self.mesh.world.traffic
         rate = settings.optimizer.lr * rate_at(self.step, settings.steps, settings.schedule)
         for group in self.optimizer.param_groups:
@@ -216,8 +228,9 @@ class Trainer:
         return loss
 
     def _write_step(self, loss: float, rate: float, seconds: float, hidden: dict[str, float], samples: int) -> None:
+        """Log a step. ``hidden`` are the seconds that this rank waited, by channel."""
         report = self.loader.report
-        data, self._data_waited = report.waited - getattr(self, "_data_waited", 0.0), report.waited
+        data, self._data_waited = report.waited - self._data_waited, report.waited
         entry = {
             "step": self.step,
             "loss": loss,
@@ -236,13 +249,13 @@ class Trainer:
         self._tell("step", entry)
 
     def _note(self, text: str) -> None:
-        """For people, on the terminal and in the log."""
+        """A remark for the terminal and the log."""
         if self._log is not None:
             self._log.write("note", text=text)
         self._tell("note", {"text": text})
 
     def _after_step(self) -> bool:
-        """Validation, a checkpoint, and whether to stop, the same on every rank. Raises what a save failed with."""
+        """Validate, save and decide whether to stop, the same on every rank. Raises the error of a failed save."""
         settings = self.settings
         if settings.validate_every and self.step % settings.validate_every == 0 and self.step < settings.steps:
             self.validate()
@@ -260,7 +273,10 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, last: bool = False) -> dict[str, float]:
-        """Loss and metrics over all validation samples, whole and cut; at last, what a report shows of them too."""
+        """Loss and metrics over all validation samples, the same on every rank and for every mesh.
+
+        At the ``last`` validation examples for the report are written, too. By all ranks together.
+        """
         if self._validation is None:
             return {}
         examples = Examples() if last else None
@@ -286,7 +302,7 @@ class Trainer:
         return metrics
 
     def _write_ranks(self) -> None:
-        """Memory and tile of every rank, for the report."""
+        """Log memory and tile of every rank, for the report. By all ranks together."""
         used = torch.zeros(self.mesh.size, dtype=torch.float64)
         used[self.mesh.rank] = memory_used(self._device)
         used = self.mesh.world.maximum(used, tuple(range(self.mesh.size)), _RANKS)
@@ -301,10 +317,14 @@ class Trainer:
     # -- checkpoints
 
     def _tensors(self) -> dict[str, Any]:
+        """The state that is saved as tensors."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint, unless the state is corrupt: not a number, or not the same on every rank."""
+        """Write a checkpoint in the background, or with ``wait`` at once. By all ranks together.
+
+        A state that is not sound (NaN, or different between ranks) is not saved; the guard raises or warns.
+        """
         tensors = self._tensors()
         if not self._guard.may_save(self.step, named_tensors(tensors)):
             return
@@ -321,11 +341,11 @@ class Trainer:
         self._tell("checkpoint", {"step": self.step})
 
     def resume(self) -> None:
-        """Go on from the newest good checkpoint in the folder, on whatever mesh it was written."""
+        """Load the newest good checkpoint in the folder, whatever mesh it was written on. By all ranks together."""
         checkpoint = self.checkpoints.load_latest(self._tensors())
         if checkpoint is None:
             return
-        told = checkpoint.state.get("settings", self.settings.as_dict())  # those of older versions do not tell
+        told = checkpoint.state.get("settings", self.settings.as_dict())  # older versions did not save them
         check_optimizer(told, self.settings)
         self.model.load_state_dict(checkpoint.tensors["model"])
         load_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
@@ -340,12 +360,13 @@ class Trainer:
             self._note(f"other settings from step {self.step} on: {words}")
 
     def _ask_to_stop(self, number: int = signal.SIGTERM, _: object = None) -> None:
-        if self._stop_asked and number == signal.SIGINT:  # whoever presses Ctrl-C twice does not want to wait
+        """Handler of signals: stop after this step; a second Ctrl-C stops at once."""
+        if self._stop_asked and number == signal.SIGINT:  # the second Ctrl-C: do not wait for the end of the step
             raise KeyboardInterrupt
         self._stop_asked = True
 
     def _agreed(self, *flags: bool) -> list[bool]:
-        """Each flag, true on all ranks if it is on one: signals and failing disks may reach one rank alone."""
+        """Each flag, true on all ranks if it is true on one: signals and failing disks may reach one rank alone."""
         if self.mesh.size == 1:
             return list(flags)
         raised = self.mesh.world.maximum(torch.tensor(flags).float(), tuple(range(self.mesh.size)), _STOP)
@@ -354,7 +375,7 @@ class Trainer:
 
 @contextmanager
 def _calling(stop: Callable[[int, object], None]) -> Iterator[None]:
-    """At SIGTERM and Ctrl-C, which threads cannot ask for; what is ignored, since another forwards it, stays so."""
+    """Call ``stop`` at SIGTERM and Ctrl-C. Signals that are ignored, since a launcher forwards them, stay ignored."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -369,7 +390,7 @@ def _calling(stop: Callable[[int, object], None]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every layer as it was before, in the end: some may have been put into eval by their maker, for good."""
+    """A context in which the model is in eval mode; each layer gets its own mode back, which may be eval for good."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -377,10 +398,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def this_device() -> torch.device:
-    """This rank's GPU, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def extremes(world: World, numbers: Tensor, label: Label) -> tuple[Tensor, Tensor]:
-    """The least and the greatest over all ranks of each whole number (int64), in one exchange."""
+    """The minimum and the maximum over all ranks of each int64, in one exchange."""
     if world.size == 1:
         return numbers, numbers
     # The least is the complement of the complements' greatest: the smallest int64 has no negative.
@@ -29,7 +29,8 @@ def extremes(world: World, numbers: Tensor, label: Label) -> tuple[Tensor, Tenso
 
 
 def gather_rows(world: World, row: Tensor, label: Label, ranks: tuple[int, ...] | None = None) -> Tensor:
-    """The rows of ``ranks`` (default: all), one below the other, on every rank. Shapes are alike, numbers from 0 on."""
+    """The rows of ``ranks`` (default: all), one below the other, on every rank. Rows have the same shape on all ranks,
+    and no negative numbers."""
     ranks = tuple(range(world.size)) if ranks is None else ranks
     table = torch.zeros((len(ranks), *row.shape), dtype=row.dtype)
     if world.rank in ranks:
@@ -47,10 +48,11 @@ class ErrorOnRank(NamedTuple):
 def errors_on_any_rank(
     world: World, errors: Mapping[int, str], count: int, label: Label, alike: int = 0, longest: int = 512
 ) -> tuple[dict[int, ErrorOnRank], range]:
-    """By place (of ``count``): the highest rank that has an error there, with its text of at most ``longest`` bytes.
+    """For each of ``count`` places, the highest rank that has an error there, with at most ``longest`` bytes of its
+    text.
 
-    The range holds what the ranks gave as ``alike``, from the least to the greatest. One small exchange, and one more
-    for each place that has an error.
+    The range holds the values that ranks gave as ``alike``, from the least to the greatest. One small exchange, and one
+    more for each place that has an error.
     """
     failed = torch.zeros(count + 1, dtype=torch.int64)
     for place in errors:
@@ -68,7 +70,10 @@ def errors_on_any_rank(
 def agree(
     world: World, work: Callable[[], T], label: Label, raises: Callable[[str], HaloclineError] = RankFailure
 ) -> T:
-    """What this rank's own work gives. If that of one rank fails, all raise: that rank its error, the others why."""
+    """Run ``work`` on every rank and return this rank's result. If it fails on one rank, all raise.
+
+    The failing rank raises its own error, the others an error of class ``raises`` that names that rank and its text.
+    """
     values, own = list[T](), None
     try:
         values.append(work())

@@ -1,8 +1,8 @@
 """The interface between the library and a transport: exchange messages between ranks, sum, duplicate, close.
 
-Every message bears a tag made of its place in the sequence, the operation, the line of the program that asked for it,
-and its size. Ranks that take different paths through the program ask for tags that no other rank sends: their numbers
-are never mixed up, and where two such messages meet, both ranks raise.
+Every message has a tag made of its place in the sequence, the operation, the line of the program that asked for it, and
+its size. Ranks that take different paths through the program wait for tags that no other rank sends: values are never
+mixed up, and where two such messages meet, both ranks raise.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from .tags import counted_tag, size_bits, sum_tag
 
 
 class Send(NamedTuple):
+    """A message to a rank. It must not change before the exchange has been waited for."""
+
     peer: int
     message: Tensor
 
 
 class Receive(NamedTuple):
+    """A message of so many elements that a rank will send; its dtype and device are those of ``like``."""
+
     peer: int
     elements: int
 
@@ -41,7 +45,10 @@ _LARGE = 1 << 18  # bytes from which the transport's own sum beats recursive dou
 
 
 class Tape(Protocol):
-    """Stands before a world's ``begin``, ``sum`` and ``maximum``: records what they bring, or plays it back."""
+    """Replaces a world's ``begin``, ``sum`` and ``maximum``: records their results, or plays them back.
+
+    Recomputation of a checkpointed part of a model uses it, so that nothing is sent twice.
+    """
 
     def begin(
         self,
@@ -51,19 +58,25 @@ class Tape(Protocol):
         ranks: tuple[int, ...],
         label: Label,
         path: int | None = None,
-    ) -> PendingExchange: ...
+    ) -> PendingExchange:
+        """As :meth:`World.begin`."""
 
-    def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor: ...
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """As :meth:`World.sum`."""
 
-    def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor: ...
+    def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """As :meth:`World.maximum`."""
 
 
 class World(ABC):
     """The ranks of a run as one rank sees them.
 
-    A transport implements ``post``, ``complete`` and ``_duplicate``; ``post_sum``, ``complete_sum`` and ``close`` where
-    it has something better than messages or something to release; the other methods that do nothing here are optional.
-    ``halocline.testing.WorldTests`` checks it. One thread at a time uses a world: another thread has a duplicate.
+    A transport implements ``post``, ``complete`` and ``_duplicate``; ``post_sum`` and ``complete_sum`` if it can sum
+    faster than by messages, and ``close`` if it has something to release. The other methods that do nothing here are
+    optional. ``halocline.testing.WorldTests`` checks an implementation.
+
+    Only one thread at a time may use a world; another thread makes a duplicate. All ranks of an exchange or a sum call
+    the same methods in the same order.
     """
 
     capabilities: Capabilities
@@ -72,10 +85,10 @@ class World(ABC):
         self.rank, self.size, self.deadline = rank, size, deadline
         self.traffic = Traffic()
         self.share_events(EventStream())
-        self.overlap = True  # False: wait for every exchange as soon as it has begun
+        self.overlap = True  # False: every exchange is waited for as soon as it has begun
         self.engines = 0  # gradient averages made so far, in the same order on every rank
         self.samples: Counter[tuple[int, ...]] = Counter()  # calls of ``hc.shard`` so far, by group of ranks
-        self.launcher_calls: LauncherCalls | None = None  # the outermost calls, where they differ between ranks
+        self.launcher_calls: LauncherCalls | None = None  # the outermost calls of the stack, if ranks differ in them
         self.tape: Tape | None = None
         self._turns: Counter[tuple[int, ...]] = Counter()
         self._sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -84,22 +97,24 @@ class World(ABC):
 
     @abstractmethod
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
-        """Start the sends and receives, and return what ``complete`` needs. It does not wait for other ranks.
+        """Start the sends and receives, and return what ``complete`` needs. Does not wait for other ranks.
 
-        Messages are of any dtype, size (0 too) and device. They may be changed when ``complete`` has returned.
+        Messages have any dtype, size (0 included) and device. They may be changed once ``complete`` has returned.
         """
 
     @abstractmethod
     def complete(self, posted: Any, label: Label) -> None:
-        """Wait until the sends are taken and the buffers hold what came; RankFailure at the deadline."""
+        """Wait until the sends are taken and the buffers are filled; RankFailure at the deadline."""
 
     @abstractmethod
     def _duplicate(self, wide: bool) -> World:
-        """The same ranks with connections of their own."""
+        """A world of the same ranks with connections of its own. Called by all ranks together."""
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
-        """Start to sum ``tensor`` over ``ranks`` in place; the same bits on each. Here: all send to all, and each adds
-        in the order of ranks.
+        """Start to sum ``tensor`` over ``ranks`` in place, with the same bits on each; returns what ``complete_sum``
+        needs.
+
+        This default sends from all to all, and each rank adds in the order of ranks.
         """
         self._sums[label.channel, ranks] += 1
         tag = sum_tag(self._sums[label.channel, ranks], ranks, label.operation, label.channel, tensor)
@@ -108,7 +123,7 @@ class World(ABC):
         return tensor, ranks, parts, self.post(sends, [(peer, part, tag) for peer, part in parts.items()], label)
 
     def complete_sum(self, posted: Any, label: Label) -> None:
-        """Wait until the tensor that was posted holds the sum."""
+        """Wait until the posted tensor holds the sum; RankFailure at the deadline."""
         tensor, ranks, parts, messages = posted
         self.complete(messages, label)
         parts[self.rank] = tensor
@@ -118,24 +133,25 @@ class World(ABC):
         tensor.copy_(total)
 
     def close(self) -> None:  # noqa: B027
-        """Release process groups, threads and sockets. By all ranks together, when nothing is under way."""
+        """Release process groups, threads and sockets. By all ranks together, with nothing under way."""
 
     def leave(self) -> None:  # noqa: B027
-        """After an error: ranks that wait for this one are to hear at once that it has gone, not at the deadline."""
+        """After an error: let ranks that wait for this one fail now, and not at their deadline."""
 
     def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
-        """Wait until one of these is done, and return which; None after :meth:`wake`. RankFailure at ``end``."""
+        """Wait until one of these is done and return its index; None after :meth:`wake`. RankFailure at ``end``, by
+        ``time.monotonic``."""
         under_way[0].wait()
         return 0
 
     def wake(self) -> None:  # noqa: B027
-        """From another thread: whoever waits in :meth:`wait_any` is to return."""
+        """From another thread: end the wait of a thread in :meth:`wait_any`."""
 
     def connect(self, peers: Sequence[int]) -> None:  # noqa: B027
         """Connect with ``peers`` before the first message. By all ranks together."""
 
     def limit_unsent(self, size: int) -> None:  # noqa: B027
-        """Hand at most about ``size`` bytes to what knows no urgency, such as the kernel's buffers."""
+        """Keep at most about ``size`` unsent bytes in buffers without priorities, such as the kernel's."""
 
     # Exchanges ------------------------------------------------------------------------------------------------------
 
@@ -148,9 +164,9 @@ class World(ABC):
         label: Label,
         path: int | None = None,
     ) -> PendingExchange:
-        """Start an exchange among ``ranks`` (the same tuple on each of them: it keeps their count of messages).
+        """Start an exchange among ``ranks``, the same tuple on each of them: their exchanges are counted by it.
 
-        ``path`` is the caller's :meth:`path`, where it is known already.
+        ``like`` gives dtype and device of the messages. ``path`` is the caller's :meth:`path`, if it is known already.
         """
         if self.tape is not None:
             return self.tape.begin(sends, receives, like, ranks, label, path)
@@ -165,7 +181,7 @@ class World(ABC):
         return self.begin_tagged(outgoing, incoming, label)
 
     def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> PendingExchange:
-        """Start an exchange into existing buffers. The caller keeps its tags apart from all others."""
+        """Start an exchange into existing buffers. The caller makes sure that no other messages have its tags."""
         number, dtype = next(self.events.numbers), (incoming or outgoing or _NOTHING)[0][1].dtype
         sizes = _sizes(outgoing), _sizes(incoming)
         self.emit(Begun(number, self.number, self.events.clock(), label, *sizes, dtype))
@@ -173,26 +189,26 @@ class World(ABC):
         return PendingExchange(self, self.post(outgoing, incoming, label), buffers, label, number)
 
     def path(self, label: Label) -> int:
-        """From where in the program this is called; 0 for what the library does by itself, in threads of its own."""
+        """A hash of the user's calls that led here; 0 for communication that the library does by itself."""
         return call_path(self.launcher_calls) if label.channel == "moves" else 0
 
     def called(self, label: Label) -> str:
-        """For errors: what communicates, and the line of the program that called it."""
+        """For errors: the operation, and the line of the user's program that called it."""
         text = describe_path(call_path(self.launcher_calls))
         return f"{label}, called at {text}" if text else str(label)
 
     # Sums and other reductions --------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        """The sum over ``ranks``, same bits on each of them."""
+        """The sum over ``ranks`` as a new tensor, with the same bits on each of them."""
         if self.tape is not None:
             return self.tape.sum(tensor, ranks, label)
         if len(ranks) == 1:
             return tensor
-        if tensor.numel() * tensor.element_size() < _LARGE:
+        if tensor.nbytes < _LARGE:
             result = self._double(tensor, ranks, torch.add, label)
         else:
-            # The transport's sums know no tags: a small tagged sum first makes sure that all mean the same one.
+            # The transport's sums have no tags: a small tagged sum first checks that all ranks mean the same one.
             self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
             result = tensor.clone(memory_format=torch.contiguous_format)
             self.begin_sum(result, ranks, label).wait()
@@ -200,24 +216,26 @@ class World(ABC):
         return result
 
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
-        """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in one order."""
-        number, size = next(self.events.numbers), tensor.numel() * tensor.element_size()
+        """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in the same
+        order."""
+        number, size = next(self.events.numbers), tensor.nbytes
         self.emit(Summed(number, self.number, self.events.clock(), label, ranks, size, tensor.dtype))
         return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The maximum over ``ranks``, element by element."""
         if self.tape is not None:
             return self.tape.maximum(tensor, ranks, label)
         return self.combined(tensor, ranks, torch.maximum, label)
 
     def combined(self, tensor: Tensor, ranks: tuple[int, ...], combine: Combine, label: Label) -> Tensor:
-        """``combine`` over all ranks: associative and commutative, element by element."""
+        """Combine the tensors of ``ranks`` by a function that is associative, commutative and elementwise."""
         result = self._double(tensor, ranks, combine, label)
         count_in_checkpoint()
         return result
 
     def broadcast(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
-        """The first rank's tensor on all ``ranks``, down a binomial tree."""
+        """The tensor of ``ranks[0]`` on all ``ranks``, sent along a binomial tree."""
         me, step = ranks.index(self.rank), 1
         value = tensor.reshape(-1)
         while step < len(ranks):
@@ -231,7 +249,8 @@ class World(ABC):
     def _double(
         self, tensor: Tensor, ranks: tuple[int, ...], combine: Combine, label: Label, detail: str = ""
     ) -> Tensor:
-        """Recursive doubling: ceil(log2 P) rounds; both partners compute the same a + b, so all end with equal bits."""
+        """Recursive doubling in ceil(log2 P) rounds. Both partners compute the same a + b, so all ranks get equal
+        bits."""
         me, count = ranks.index(self.rank), len(ranks)
         if count == 1:
             return tensor
@@ -241,7 +260,7 @@ class World(ABC):
         shape, value = tensor.shape, tensor.reshape(-1)
         power = 1 << (count.bit_length() - 1)
         extra = count - power
-        if me >= power:  # hand over to a partner inside the power of two, and take its result at the end
+        if me >= power:  # give the value to a partner inside the power of two, and get its result at the end
             self._swap(value, ranks, send_to=me - power, label=label, path=path)
             return self._swap(value, ranks, receive_from=me - power, label=label, path=path).view(shape)
         if me < extra:
@@ -265,20 +284,23 @@ class World(ABC):
         receive_from: int | None = None,
         path: int | None = None,
     ) -> Tensor:
+        """Send a value to, or receive one from, places among ``ranks``; returns the received value, else the own."""
         sends = [] if send_to is None else [Send(ranks[send_to], value)]
         receives = [] if receive_from is None else [Receive(ranks[receive_from], value.numel())]
-        # Turns are counted by pair here: partners differ from round to round.
+        # Exchanges are counted by pair here, since partners differ from round to round.
         pair = tuple(sorted((self.rank, ranks[send_to if send_to is not None else receive_from or 0])))
         received = self.begin(sends, receives, value, (*pair, -1), label, path).wait()
-        return received[0] if received else value
+        # Where nothing moves, as if the partner held the same value: flags and shapes, which are no meta tensors, then
+        # stay meaningful.
+        return received[0] if received and self.capabilities.moves_data else value
 
     # Other worlds, and events ---------------------------------------------------------------------------------------
 
     def duplicate(self, wide: bool = False) -> World:
-        """The same ranks once more, for another thread: the two never mix up messages. Made by all together.
+        """A second world of the same ranks, for another thread; messages of the two never mix. Made by all together.
 
-        ``wide``: that thread does nothing but communicate, many messages at a time and of any size; they are spread
-        over all network cards by their tags.
+        ``wide``: that thread does nothing but communicate, many messages at a time and of any size; their tags spread
+        them over all network cards.
         """
         made = self._duplicate(wide)
         made.launcher_calls = self.launcher_calls
@@ -286,42 +308,42 @@ class World(ABC):
         return made
 
     def share_events(self, events: EventStream) -> None:
-        """Emit into ``events``, as the next of the worlds that do."""
+        """Emit into ``events``, and take the next number among the worlds that do."""
         self.events, self.number = events, next(events.worlds)
 
     def emit(self, event: Event) -> None:
-        """Count an event, and hand it to those who listen to ``events``."""
+        """Count an event, and call the listeners of ``events`` with it, in this thread."""
         self.traffic.count(event)
         for listener in self.events.listeners:
             listener(event)
 
     def redistributed(self, kind: str, label: Label, size: int = 0) -> int:
-        """Emit the event of that kind, of ``size`` bytes; returns how often it happened with this label."""
+        """Emit a :class:`Redistributed` of ``size`` bytes; returns how often that kind happened with this label."""
         number = next(self.events.numbers)
         self.emit(Redistributed(number, self.number, self.events.clock(), label, kind, size))
         return self.traffic.times(kind, label)
 
     def waited(self, label: Label, event: int, began: float) -> float:
-        """A wait for that event has ended well; returns its seconds."""
+        """Emit that a wait for an event, which began at ``began``, was successful; returns its seconds."""
         seconds = self.events.clock() - began
         self.emit(Waited(next(self.events.numbers), self.number, began, label, event, seconds))
         return seconds
 
 
 class PendingExchange:
-    """An exchange under way."""
+    """An exchange under way. Holds its buffers, and the messages through what the transport posted."""
 
     def __init__(self, world: World, posted: Any, buffers: list[Tensor], label: Label, number: int) -> None:
         self._world, self.posted, self._buffers, self.label, self._number = world, posted, buffers, label, number
 
     def wait(self) -> list[Tensor]:
-        """What arrived; waiting a second time gives it again."""
+        """The received messages, in the order in which they were asked for. RankFailure at the deadline."""
         if self.posted is not _DONE:
             began = self._world.events.clock()
             self._world.complete(self.posted, self.label)
             self._world.waited(self.label, self._number, began)
             self.posted = _DONE
-            if self.label.channel == "moves":  # those of sums count once a sum
+            if self.label.channel == "moves":  # exchanges of a sum are counted once, by the sum
                 count_in_checkpoint()
         return self._buffers
 
@@ -333,7 +355,7 @@ class PendingSum:
         self._world, self._posted, self._label, self._number = world, posted, label, number
 
     def wait(self) -> None:
-        """The tensor that was given holds the sum from here on."""
+        """Block until the tensor holds the sum. RankFailure at the deadline."""
         posted, self._posted = self._posted, _DONE
         if posted is not _DONE:
             began = self._world.events.clock()

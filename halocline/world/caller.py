@@ -1,7 +1,8 @@
-"""From where in the user's program a communication is called: part of its tag, and named in errors.
+"""Where in the user's program a communication is called: part of its tag, and named in errors.
 
-All ranks run the same program, so that the same exchange is reached through the same calls on each. A message of a rank
-that took another path has another tag, and is never mistaken for the one that is awaited.
+All ranks run the same program, so the same exchange is reached through the same calls on each. A message of a rank that
+took another path has another tag, and is never taken for the one that is awaited. Frames of torch, of this library and
+of launchers do not count, since they may differ between ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-#: Folders of installed packages. Their generators only hand on what the program's own yield: progress bars, which are
-#: often shown on rank 0 alone and take another path there.
+#: Folders of installed packages. Their generators do not count in a path: progress bars pass items on, and are often
+#: shown on rank 0 alone, where the path would then differ.
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _PACKAGE = Path(__file__).parents[1]
 #: Parts of the library that run on behalf of the program, by paths that depend on caches and on other ranks.
@@ -40,14 +41,15 @@ _texts: dict[int, str] = {}
 
 
 class LauncherCalls(NamedTuple):
-    """How many of the outermost calls differ from rank to rank, in the thread where the ranks met: a launcher's."""
+    """How many of the outermost calls belong to the launcher, in the thread in which the ranks met: they differ between
+    ranks."""
 
     thread: int
     calls: int
 
 
 def call_path(launch: LauncherCalls | None) -> int:
-    """A hash of the user's calls that led here, but for those of the launcher."""
+    """A hash of the user's calls that led here, without those of the launcher."""
     calls, frames = _calls()
     if launch is not None and launch.thread == threading.get_ident():
         calls = calls[: max(0, len(calls) - launch.calls)]
@@ -55,22 +57,26 @@ def call_path(launch: LauncherCalls | None) -> int:
     for call in calls:
         value = (value * 1000003 + call) & _MASK
     if value not in _texts:
-        _keep_text(value, frames)
+        if len(_texts) >= _MOST:
+            _texts.clear()
+        places = [f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" for frame in frames]
+        _texts[value] = ", from ".join(places)
     return value
 
 
 def describe_path(path: int) -> str:
-    """The innermost calls of a path that this process has hashed, for errors."""
+    """The innermost calls of a path that this process has hashed, for errors; empty if it is not known."""
     return _texts.get(path, "")
 
 
 def meeting_calls(most: int) -> list[int]:
-    """Hashes of the calls that led here, the innermost first, for ranks to compare where they meet."""
+    """Hashes of the calls that led here, innermost first, for ranks to compare when they join."""
     return _calls()[0][:most]
 
 
 def _calls() -> tuple[list[int], list[FrameType]]:
-    """A hash of each of the user's frames from the innermost outwards, up to the module level; and the first frames."""
+    """A hash of each of the user's frames from the innermost to the module level, and the innermost frames
+    themselves."""
     frame: FrameType | None = sys._getframe(2)
     calls: list[int] = []
     innermost: list[FrameType] = []
@@ -92,11 +98,14 @@ def _calls() -> tuple[list[int], list[FrameType]]:
 
 
 def _learn(code: CodeType) -> dict[int, int]:
+    """Decide how frames of a code object count: skipped, the entry of compiled code, or hashed by position."""
     name = code.co_filename
     hashes: dict[int, int] = {}
     if name.endswith(_COMPILED):
         hashes = _ENTERS_COMPILED
-    elif name.startswith((_TORCH, *_INTERNAL, "<frozen ")) or _hands_on(code):
+    elif name.startswith((_TORCH, *_INTERNAL, "<frozen ")) or (
+        code.co_flags & inspect.CO_GENERATOR and name.startswith(_INSTALLED)
+    ):
         hashes = _SKIPPED
     if len(_codes) >= _MOST:  # a program that generates code at every step
         _codes.clear()
@@ -104,22 +113,11 @@ def _learn(code: CodeType) -> dict[int, int]:
     return hashes
 
 
-def _hands_on(code: CodeType) -> bool:
-    return bool(code.co_flags & inspect.CO_GENERATOR) and code.co_filename.startswith(_INSTALLED)
-
-
 def _hash_of(code: CodeType, at: int, hashes: dict[int, int]) -> int:
-    """Of the place in the source, not in the bytecode, which debuggers change."""
+    """A hash of a frame's position in the source: unlike bytecode, debuggers do not change it."""
     line, _, column, _ = next(islice(code.co_positions(), at // 2, None), (None,) * 4)
     # Folders differ between nodes, and generated code is numbered.
     file = "" if code.co_filename.startswith("<") else Path(code.co_filename).name
     found = zlib.crc32(f"{file} {code.co_name} {line} {column}".encode()) + 1
     hashes[at] = found
     return found
-
-
-def _keep_text(path: int, frames: list[FrameType]) -> None:
-    if len(_texts) >= _MOST:
-        _texts.clear()
-    places = [f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" for frame in frames]
-    _texts[path] = ", from ".join(places)

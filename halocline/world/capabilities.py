@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a world that its callers act on. The defaults are those of a plain transport between processes."""
+    """What the library may expect of a world. The defaults are those of a plain transport between processes."""
 
     #: As ``hc.init(transport=...)`` names it: "torch" or "mpi"; others are not joined by name.
     transport: str

@@ -1,7 +1,7 @@
-"""The one class of background thread: it runs jobs that communicate, beside the rank's own thread.
+"""The only class of background thread that communicates, beside the rank's own thread.
 
-A world must not be used by two threads at once. Whoever communicates in the background therefore duplicates the world
-and gives the duplicate a :class:`CommThread` of its own; data and gradients never share one.
+Two threads must not use one world at once. A component that communicates in the background therefore duplicates the
+world and gives the duplicate a :class:`CommThread` of its own; data and gradients never share one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Owner = TypeVar("Owner")
 
 
 class Poller(Protocol):
-    """Communication under way that a thread drives between its jobs."""
+    """Communication under way that a thread drives between its jobs, such as a :class:`ChunkScheduler`."""
 
     @property
     def busy(self) -> bool:
         """Is anything under way?"""
 
     def advance(self) -> bool:
-        """Wait until a part of it is done, and go on with that; False if ``wake`` ended the wait before."""
+        """Wait until a part of it is done and continue that; False if ``wake`` ended the wait before."""
 
 
 class CommThread:
@@ -53,10 +53,11 @@ class CommThread:
 
     @property
     def alive(self) -> bool:
+        """Is the thread running?"""
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, job: Job, urgency: float = -math.inf) -> None:
-        """From any thread. By default a job comes before all that have an urgency."""
+        """Add a job, from any thread. By default it comes before all jobs that have an urgency."""
         with self._changed:
             self._submitted += 1
             heapq.heappush(self._jobs, (urgency, self._submitted, job))
@@ -74,7 +75,7 @@ class CommThread:
         self._patience = 0.0
 
     def stop(self, seconds: float, drop: bool = False) -> None:
-        """Wait at most so long for the end of the work; ``drop`` the jobs that have not begun."""
+        """End the thread, and wait at most so many seconds for it; ``drop`` the jobs that have not begun."""
         self._patience = 0.0
         with self._changed:
             if drop:
@@ -87,6 +88,7 @@ class CommThread:
     # In the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run jobs until there are none. After a job with an urgency, the poller catches up."""
         try:
             while (entry := self._next()) is not None:
                 urgency, _, job = entry
@@ -132,9 +134,10 @@ class CommThread:
 
 
 def stop_at_exit(owner: Owner, stop: Callable[[Owner], object]) -> None:
-    """Call ``stop(owner)`` when the program ends, if it still lives: a thread in torch's code then aborts the program.
+    """Call ``stop(owner)`` when the program ends, if the owner is still alive: a thread inside torch would abort the
+    exit.
 
-    Holds only a weak reference. The last registered is called first.
+    Holds only a weak reference. Owners registered last are stopped first.
     """
     reference = weakref.ref(owner)
 

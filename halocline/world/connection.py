@@ -1,8 +1,8 @@
-"""One connection to one peer, over a socket of our own: how messages are framed, matched, ordered and shared.
+"""One connection to one peer over a socket of our own: how messages are framed, matched, ordered and shared.
 
 A message is a header (tag, bytes, place) and a payload, which follows on the socket or lies at ``place`` in memory that
-both ranks of a node have mapped (``shared_memory.py``). Negative tags are words between the two ends about that memory.
-Nothing here waits: :class:`~.tcp.TcpTransport` decides when a connection reads and writes.
+both ranks of a node have mapped (``shared_memory.py``). Messages with negative tags are about that memory. Nothing here
+blocks: :class:`~.tcp.TcpTransport` decides when a connection reads and writes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .transport_errors import Diverged
 
 READ_AHEAD = 1 << 13  # bytes: headers and small payloads are read together, since a call costs more than a copy
 _HEADER = struct.Struct("<qqq")  # tag, bytes, place
-_FOLLOWS = -1  # in place of a place: the payload comes next on the socket
-_OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of words about shared memory
-_WORTH_SHARING = 1 << 14  # bytes
-_LOW_WATER = 1 << 18  # bytes of a half-read payload that are to lie in the kernel's buffer before it wakes us
-_PARTS = 8  # pieces of memory that are handed to the kernel in one call
+_FOLLOWS = -1  # as place: the payload follows on the socket
+_OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of messages about shared memory, without a payload but for the offer
+_WORTH_SHARING = 1 << 14  # bytes from which a message goes through shared memory
+_LOW_WATER = 1 << 18  # bytes of a half-read payload that the kernel collects before it reports the socket as readable
+_PARTS = 8  # buffers that one call gives to the kernel
 
 Item = TypeVar("Item")
 
 
 class PendingSend:
-    """A message on its way out: ``done`` when its last byte is with the kernel, or in the shared memory."""
+    """A message on its way out; ``done`` when its last byte is in the kernel or in the shared memory."""
 
     diverged = False
 
@@ -39,7 +39,7 @@ class PendingSend:
 
 
 class PendingReceive:
-    """A message that is awaited, and the memory it goes to.
+    """A message that is awaited, and the memory that it goes to.
 
     ``diverged``: it cannot come, because the peer has sent another message in its place.
     """
@@ -50,7 +50,7 @@ class PendingReceive:
 
 
 class ByTag(Generic[Item]):
-    """What waits, in order, under each tag. Tags come and go by the thousand: one that nothing waits under is gone."""
+    """Queues of items by tag. An empty queue is removed, since thousands of tags come and go."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Item]] = {}
@@ -64,9 +64,11 @@ class ByTag(Generic[Item]):
                 yield tag, item
 
     def add(self, tag: int, item: Item) -> None:
+        """Append an item to the queue of a tag."""
         self._waiting.setdefault(tag, deque()).append(item)
 
     def take(self, tag: int) -> Item | None:
+        """Remove the first item of a tag's queue; None if there is none."""
         line = self._waiting.get(tag)
         if line is None:
             return None
@@ -77,12 +79,12 @@ class ByTag(Generic[Item]):
 
 
 class Connection:
-    """Messages to and from one peer. They are known by their tag; those of one tag arrive in the order sent.
+    """Messages to and from one peer, matched by tag; those of one tag arrive in the order in which they were sent.
 
-    Messages wait here, and not in the kernel, for their turn: the most urgent goes first, one that has begun goes on.
-    With ``share``, large ones to a rank of the same node go through shared memory as soon as both ends have it mapped.
-    ``read_ahead`` is how many bytes a read may take beyond a message. Without it, reading stops at the end of each
-    message: the next may be asked for before it is read, and need not be kept and copied.
+    Messages wait for their turn here and not in the kernel: the most urgent goes first, and one that has begun is
+    finished. With ``share``, large messages to a rank of the same node go through shared memory as soon as both ends
+    have it mapped. ``read_ahead`` is how many bytes a read may take beyond a message; with 0, reading stops at the end
+    of each message, so that the next one can be asked for before it is read and need not be copied.
     """
 
     def __init__(self, connected: socket.socket, peer: int, share: bool = False, read_ahead: int = READ_AHEAD) -> None:
@@ -92,23 +94,24 @@ class Connection:
         self.socket, self.peer = connected, peer
         self.closed = False
         # Out
-        self.outbox: deque[memoryview] = deque()  # goes to the kernel next, whatever comes
-        self._leaving: PendingSend | None = None  # whose last part is in the outbox
+        self.outbox: deque[memoryview] = deque()  # bytes of messages that have begun: they go to the kernel next
+        self._leaving: PendingSend | None = None  # the message whose last part is in the outbox
         self._later: list[tuple[float, int, int, memoryview, PendingSend]] = []  # a heap: by urgency, then by age
         self._count = 0  # messages sent so far
         # In
         self._awaited = ByTag[PendingReceive]()
-        self._early = ByTag[memoryview]()  # has come, and nobody has asked for it yet
+        self._early = ByTag[memoryview]()  # messages that have arrived and were not asked for yet
         self._header, self._target, self._filled = memoryview(bytearray(_HEADER.size)), memoryview(b""), 0
         self._tag: int | None = None  # of the payload being read; None: a header is being read
         self._arrival: PendingReceive | None = None
-        self._buffer, self._begin, self._end = memoryview(bytearray(read_ahead)), 0, 0  # read, and not yet taken
+        # Bytes that were read ahead and not used yet: from ``_begin`` to ``_end``.
+        self._buffer, self._begin, self._end = memoryview(bytearray(read_ahead)), 0, 0
         self._low_water = 1
         # Shared memory
         self._share, self._accepted = share, False
         self._outgoing: Mailbox | None = None
         self._incoming: Mailbox | None = None
-        self._unshared: deque[tuple[int, memoryview, PendingSend]] = deque()  # waits for room in the mailbox
+        self._unshared: deque[tuple[int, memoryview, PendingSend]] = deque()  # wait for room in the mailbox
 
     def __del__(self) -> None:
         self.socket.close()
@@ -116,7 +119,7 @@ class Connection:
     # Sending ----------------------------------------------------------------------------------------------------------
 
     def send(self, tag: int, payload: memoryview, urgency: float = 0.0) -> PendingSend:
-        """The payload must not change before the message is done."""
+        """Queue a message, and send as much as the kernel takes now. The payload must not change before it is done."""
         pending = PendingSend()
         if self._share and payload.nbytes >= _WORTH_SHARING:
             if self._outgoing is None:
@@ -135,7 +138,7 @@ class Connection:
         heapq.heappush(self._later, (urgency, self._count, tag, payload, pending))
 
     def flush(self) -> None:
-        """Hand the kernel as much as it takes at once."""
+        """Give the kernel as many bytes as it takes without blocking."""
         while not self.closed and (self.outbox or self._later):
             if not self.outbox:
                 _, _, tag, payload, self._leaving = heapq.heappop(self._later)
@@ -160,10 +163,11 @@ class Connection:
                 self._leaving.done, self._leaving = True, None
 
     def _say(self, tag: int, size: int = 0, place: int = _FOLLOWS) -> None:
+        """Queue a header; without ``place`` the payload follows."""
         self.outbox.append(memoryview(_HEADER.pack(tag, size, place)))
 
     def _fill_mailbox(self) -> None:
-        """Put into the shared memory what there is room for."""
+        """Copy waiting messages into the shared memory as far as there is room, and announce them."""
         assert self._outgoing is not None
         while self._unshared:
             tag, payload, pending = self._unshared[0]
@@ -176,14 +180,14 @@ class Connection:
         self.flush()
 
     def limit_unsent(self, size: int) -> None:
-        """Let the kernel hold no more than about ``size`` bytes that it has not sent."""
+        """Keep at most about ``size`` unsent bytes in the kernel, so that urgent messages need not wait behind them."""
         if self.socket.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
     def receive(self, tag: int, target: memoryview) -> PendingReceive:
-        """Ask for a message, which may have come before."""
+        """Ask for a message, which may have arrived already."""
         arrival = PendingReceive(tag, target)
         early = self._early.take(tag)
         if early is None:
@@ -198,12 +202,13 @@ class Connection:
         return arrival
 
     def _check_size(self, arrival: PendingReceive, size: int) -> None:
+        """Raise Diverged if a message has another size than the one awaited."""
         if arrival.target.nbytes != size:
             text = f"a message of another size came: {size} bytes where {arrival.target.nbytes} were awaited"
             raise Diverged(self.peer, text)
 
     def pump(self) -> None:
-        """Read up to the end of the next message, and all that a read took beyond it."""
+        """Read to the end of the next message, and everything that the last read took beyond it. Does not block."""
         while not self.closed:
             room = self._header if self._tag is None else self._target
             if self._filled < room.nbytes and not self._take_in(room):
@@ -214,7 +219,7 @@ class Connection:
                 return
 
     def _take_in(self, room: memoryview) -> bool:
-        """Fill a part of ``room``; False if there is nothing for now."""
+        """Fill a part of ``room``; False if nothing is there to be read now."""
         wanted = room.nbytes - self._filled
         if self._begin == self._end:
             if wanted > self._buffer.nbytes // 2:
@@ -229,22 +234,24 @@ class Connection:
         return part > 0
 
     def _read(self, into: memoryview) -> int:
+        """Bytes read from the socket; 0 if there are none, or if the peer has closed it."""
         try:
             count = self.socket.recv_into(into)
         except BlockingIOError:
             return 0
         except OSError:
             count = 0
-        self.closed = not count  # the peer is gone; what it sent before is here
+        self.closed = not count  # 0 bytes: the peer has closed; everything it sent before is here
         return count
 
     def _wake_at(self, low_water: int) -> None:
+        """Let the kernel report the socket as readable only from so many bytes on."""
         if low_water != self._low_water:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
 
     def _finish_part(self) -> bool:
-        """A header or a payload is complete; True if it was the end of a message."""
+        """A header or a payload is complete; returns whether that ends a message."""
         self._filled = 0
         if self._tag is not None:
             tag, self._tag = self._tag, None
@@ -269,13 +276,14 @@ class Connection:
         return True
 
     def _take_awaited(self, tag: int, size: int) -> PendingReceive | None:
+        """The pending receive that a message of this tag and size is for, if there is one."""
         arrival = self._awaited.take(tag)
         if arrival is not None:
             self._check_size(arrival, size)
         return arrival
 
     def _deliver(self, tag: int) -> None:
-        """A payload has come on the socket. Somebody may have asked for it after its header had come."""
+        """A payload has arrived on the socket. It may have been asked for only after its header was read."""
         arrival = self._arrival
         if arrival is None:
             arrival = self._take_awaited(tag, self._target.nbytes)
@@ -287,6 +295,7 @@ class Connection:
         arrival.done = True
 
     def _take_from_mailbox(self, tag: int, size: int, place: int) -> None:
+        """A message has arrived in the shared memory: copy it, and tell the peer that its place is free."""
         assert self._incoming is not None
         arrival = self._take_awaited(tag, size)
         if arrival is not None:
@@ -300,13 +309,14 @@ class Connection:
         self.flush()
 
     def _keep(self, tag: int, payload: memoryview) -> None:
-        """Nobody has asked for this message yet."""
+        """Keep a message that was not asked for yet, and see whether it proves that the peer is elsewhere."""
         self._early.add(tag, payload)
         if is_counted(tag):
             for awaited, arrival in self._awaited:
                 arrival.diverged = arrival.diverged or diverged(awaited, tag)
 
     def _accept(self, offer: bytes) -> None:
+        """Map the memory that the peer offers, and tell it so."""
         self._incoming = offered(offer)
         if self._incoming is not None:
             self._say(_ACCEPTED)

@@ -1,6 +1,7 @@
 """One rank of any number, alone: it moves nothing, and emits the events of what it would have moved.
 
-Programs run in it on meta tensors, through the very code that moves between processes.
+Programs run in it on meta tensors, through the same code that communicates between processes. Planning, forecasts of
+memory and tests of programs for thousands of ranks use it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .events import Label
 
 
 class DryWorld(World):
-    """Rank ``rank`` of ``size``, without the others."""
+    """Rank ``rank`` of ``size``, without the others. Small sums and broadcasts return this rank's own value."""
 
     capabilities = Capabilities("dry", moves_data=False)
 
@@ -26,33 +27,22 @@ class DryWorld(World):
         super().__init__(rank, size, deadline=0.0)
 
     def path(self, label: Label) -> int:
-        """Nobody compares it."""
+        """0: no other rank compares it."""
         return 0
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
+        """Nothing is sent; ``begin_tagged`` has emitted the event."""
         return None
 
     def complete(self, posted: object, label: Label) -> None:
-        """Nothing comes: buffers are meta tensors, or stay unread."""
+        """Nothing arrives: buffers are meta tensors, or are not read."""
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        """Nothing is summed; ``begin_sum`` has emitted the event."""
         return None
 
     def complete_sum(self, posted: object, label: Label) -> None:
-        """The tensor keeps what it holds."""
+        """The tensor keeps its values."""
 
     def _duplicate(self, wide: bool) -> DryWorld:
         return type(self)(self.rank, self.size)
-
-    def _swap(
-        self,
-        value: Tensor,
-        ranks: tuple[int, ...],
-        label: Label,
-        send_to: int | None = None,
-        receive_from: int | None = None,
-        path: int | None = None,
-    ) -> Tensor:
-        """As if the partner held the same value: what little is not meta (shapes, flags) then stays meaningful."""
-        super()._swap(value, ranks, label, send_to, receive_from, path)
-        return value

@@ -1,7 +1,7 @@
-"""What a rank does, as one stream of typed events; counters, dry records, traces and reports read it.
+"""What a rank does, as one stream of typed events, which counters, dry records, traces and reports read.
 
-A world and its duplicates share a stream. An event names its place in it (``number``), the world it happened in (0 for
-the first, n for its n-th duplicate) and its time by the stream's clock. Listeners run in the thread that emits.
+A world and its duplicates share a stream. An event has a number in it, the world that it happened in (0 for the first,
+n for its n-th duplicate) and its time by the stream's clock. Listeners run in the thread that emits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Sizes = tuple[tuple[int, int], ...]  # a peer, and the bytes that go to it or co
 
 
 class Label(NamedTuple):
-    """What a communication is for: named in errors and part of the tag. Channels never wait for each other.
+    """What a communication is for: shown in errors, and part of the tag. Channels never wait for each other.
 
-    Where the world has priorities, messages of the least ``urgency`` go first over a link.
+    Where the world has priorities, messages with the smallest ``urgency`` go first over a link.
     """
 
     operation: str
@@ -35,7 +35,7 @@ class Label(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """An exchange has begun."""
+    """An exchange has begun; bytes by peer."""
 
     number: int
     world: int
@@ -116,12 +116,12 @@ Listener = Callable[[Event], object]
 
 
 class EventStream:
-    """Hands the events of a rank to its listeners, in the order of their numbers within a thread."""
+    """Calls the listeners of a rank with its events, in the order of their numbers within a thread."""
 
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
-        #: Seconds. A dry run that is priced while it goes on sets it to predicted time, so that gradients are planned
-        #: from when they would be ready on the machine, not on the host that plans.
+        #: Seconds. A dry run that is priced while it runs sets it to predicted time, so that gradients are planned from
+        #: when they would be ready on the machine, not on the host that plans.
         self.clock: Callable[[], float] = time.perf_counter
         self.numbers = count(1)
         self.worlds = count(0)
@@ -136,9 +136,11 @@ class EventStream:
             self.remove(listener)
 
     def add(self, listener: Listener) -> None:
+        """Call ``listener`` with every event from now on."""
         self.listeners = (*self.listeners, listener)
 
     def remove(self, listener: Listener) -> None:
+        """Stop calling ``listener``."""
         self.listeners = tuple(each for each in self.listeners if each != listener)
 
 
@@ -151,14 +153,15 @@ class Traffic:
     gathered_bytes: int = 0
     sums: int = 0
     summed_bytes: int = 0
-    transport_bytes: int = 0  # given to the transport: messages sent, and tensors summed
-    #: Seconds by channel: what did not hide behind work.
+    transport_bytes: int = 0  # of messages sent and tensors summed
+    #: Seconds by channel that a rank has waited: communication that was not hidden by work.
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathers: Counter[str] = field(default_factory=Counter)
     shuffles: Counter[str] = field(default_factory=Counter)
     rings: Counter[str] = field(default_factory=Counter)
 
     def count(self, event: Event) -> None:
+        """Add an event to the counters."""
         if isinstance(event, Begun):
             self.messages += len(event.sends)
             for _, size in event.sends:
@@ -184,6 +187,7 @@ class Traffic:
         return {"gather": self.gathers, "shuffle": self.shuffles, "ring": self.rings}.get(kind, Counter())
 
     def clear(self) -> None:
+        """Set all counters to zero."""
         self.messages = self.moved_bytes = self.gathered_bytes = self.sums = 0
         self.summed_bytes = self.transport_bytes = 0
         for counter in (self.waited, self.gathers, self.shuffles, self.rings):

@@ -1,4 +1,8 @@
-"""What worlds of processes share: a deadline, and words about who failed where."""
+"""What worlds of processes share: a deadline, and error texts that say which rank failed where.
+
+A rank that fails writes where it stopped into the common store, waits a few seconds for the others to do the same, and
+raises an error that names ranks which are silent.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,14 @@ from .tags import called_elsewhere, divergence
 from .transport_errors import Diverged
 
 DEFAULT_DEADLINE = 120.0  # seconds
-_PATIENCE = 4.0  # where nobody has set a deadline: of the longest wait that ended well
-_DEEPEST = 64  # calls that are compared where ranks meet
-_QUICK = 1.0  # seconds that the store has to answer, where an answer is of use during a wait only
-_GRACE = 3.0  # seconds in which other ranks may still say what they saw, once one has failed
+_PATIENCE = 4.0  # times the longest successful wait: the deadline, if none was chosen
+_DEEPEST = 64  # calls of the stack that ranks compare when they join
+_QUICK = 1.0  # seconds for an answer of the store during a wait
+_GRACE = 3.0  # seconds in which other ranks may write where they stopped, once one has failed
 
 
 class JoinedWorld(World):
-    """Ranks that are processes, met at torch's common store."""
+    """The base of worlds whose ranks are processes, which met at torch's store."""
 
     def __init__(self, rank: int, size: int, deadline: float) -> None:
         super().__init__(rank, size, deadline)
@@ -38,24 +42,27 @@ class JoinedWorld(World):
         self._store_is_silent = False
         self._closed = False
         self._adapts = False
-        self._first = False  # the one that all ranks joined, in which the program communicates
+        self._first = False  # whether it is the world that all ranks joined, not a duplicate
 
     def set_deadline(self, seconds: float) -> None:
+        """Set the seconds that any wait for another rank may take."""
         self.deadline, self._wait = seconds, timedelta(seconds=seconds)
 
     def choose_deadline(self, seconds: float | None) -> None:
-        """As asked; where nobody asks, one that grows with the waits that the program has shown to need."""
+        """Set the deadline; None starts with the default and lets it grow with the waits that the program needs."""
         self._adapts = seconds is None
         self.set_deadline(DEFAULT_DEADLINE if seconds is None else seconds)
 
     def waited(self, label: Label, event: int, began: float) -> float:
+        """As in :class:`World`; without a chosen deadline, it becomes four times the longest successful wait."""
         seconds = super().waited(label, event, began)
         if self._adapts and _PATIENCE * seconds > self.deadline:
             self.set_deadline(_PATIENCE * seconds)
         return seconds
 
     def compare_launches(self) -> None:
-        """By all ranks where they meet: calls that differ between them (a fork, a wrapper) are the launcher's."""
+        """When ranks have joined: calls of the stack that differ between ranks are the launcher's. By all ranks
+        together."""
         calls, everyone = meeting_calls(_DEEPEST), tuple(range(self.size))
         label = Label("joining", "the world", "control")
         mine = torch.tensor([*calls, *[0] * (_DEEPEST - len(calls))], dtype=torch.int64, device="cpu")
@@ -68,31 +75,36 @@ class JoinedWorld(World):
         self._first = True
 
     def _alike(self, made: Self) -> Self:
-        """A duplicate with this world's choice of deadlines."""
+        """A duplicate, with this world's way to choose deadlines."""
         made._adapts = self._adapts
         return made
 
     def close(self) -> None:
+        """Wait until all ranks close, unless one has failed, and release the transport. A second call does nothing."""
         if self._closed:
             return
         if not self._failed:
-            with suppress(RankFailure):  # no rank may go while another waits for its last message
+            with suppress(RankFailure):  # no rank may close while another waits for its last message
                 self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
         self._closed = True
         self._release()
 
     @abstractmethod
     def _release(self) -> None:
-        """Let go of connections, and of the threads behind them."""
+        """Close connections, and end the threads behind them."""
 
     def _refuse_after_failure(self) -> None:
+        """Raise RankFailure if this world is closed or has failed."""
         if self._closed:
             raise RankFailure(f"rank {self.rank}: this world is closed; make another with world.duplicate()")
         if self._failed:
             raise RankFailure(f"rank {self.rank}: an earlier exchange failed ({self._failed}); start the run again")
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
-        """Say what this rank saw, hear what the others saw, and name the rank where it began."""
+        """The error for a failed wait: what this rank saw, where the others stopped, and which ranks are silent.
+
+        Writes where this rank stopped into the store, and takes up to three seconds.
+        """
         called = self.called(label)
         if isinstance(error, Diverged) and peer is not None:
             return self._divergence(peer, called)
@@ -107,13 +119,14 @@ class JoinedWorld(World):
         return RankFailure("; ".join(parts) + f". Look at that rank's own output first. ({text.splitlines()[0][:120]})")
 
     def _divergence(self, peer: int, called: str) -> RankFailure:
-        """This rank and a peer wait for each other's messages at different places of the program."""
+        """The error for two ranks that wait for each other at different places of the program."""
         self._failed = f"{called}: rank {peer} was elsewhere in the program"
         theirs = self._hear_others(called, [peer]).get(peer) or "another operation"
         self.leave()  # ranks that wait for this one need not wait for their deadline
         return RankFailure(divergence(self.rank, called, peer, theirs))
 
     def _seen(self, peer: int | None, text: str) -> str:
+        """What this rank saw of a failure, from the transport's error text."""
         if peer is None or peer < 0:
             return "a reduction did not complete"
         if "closed" in text.lower() or "reset" in text.lower():
@@ -121,7 +134,7 @@ class JoinedWorld(World):
         return f"nothing came from rank {peer} within the deadline of {self.deadline:g} s"
 
     def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
-        """Where each of these says it stopped; None for one that says nothing within a short grace."""
+        """Where each of these ranks stopped, as it wrote into the store; None for a rank that is silent."""
         heard: dict[int, str | None] = dict.fromkeys(ranks)
         store = joined_store(_GRACE)
         if store is None:
@@ -136,7 +149,7 @@ class JoinedWorld(World):
                         heard[rank] = store.get(f"halocline/failed/{rank}")
                 time.sleep(0.05)
 
-        with suppress(RuntimeError, ValueError, OSError):  # the store may be gone, or stopped, with whoever holds it
+        with suppress(RuntimeError, ValueError, OSError):  # the store may have ended with the process that serves it
             within(_GRACE, talk)
         return dict(heard)
 
@@ -154,21 +167,22 @@ class JoinedWorld(World):
             raise Diverged(peer, f"rank {peer} runs another operation")
 
     def forget_place(self, peer: int) -> None:
-        """The long wait has ended."""
+        """A long wait has ended: remove this rank's entry from the store."""
         store = self._answering_store()
         if store is not None:
             with self._noticing_silence():
                 store.delete_key(f"halocline/at/{self.rank}/{peer}")
 
     def _answering_store(self) -> BoundedStore | None:
+        """The common store, unless it has failed to answer before."""
         return None if self._store_is_silent else joined_store(_QUICK)
 
     @contextmanager
     def _noticing_silence(self) -> Iterator[None]:
-        """A store that did not answer once is not asked again: each time would cost a part of the deadline."""
+        """A store that failed to answer once is not asked again: each time would cost a part of the deadline."""
         try:
             yield
         except TimeoutError:
             self._store_is_silent = True
-        except (RuntimeError, ValueError):  # gone with the rank that held it
+        except (RuntimeError, ValueError):  # the store has ended with the rank that served it
             pass

@@ -1,4 +1,4 @@
-"""Which ranks this process joins, and how they talk: the one place where that is decided."""
+"""Which ranks this process joins, and over which transport: the only place where that is decided."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .mpi_joining import join_by_mpi
 
 TRANSPORTS = ("torch", "mpi")
 
-_joined_by_mpi: list[bool] = []  # from then on torch.distributed runs too, and its variables are set
+#: Not empty once ranks have joined over MPI: torch.distributed then runs, too, and its variables no longer tell.
+_joined_by_mpi: list[bool] = []
 
 
 def connect(deadline: float = DEFAULT_DEADLINE, transport: str | None = None) -> JoinedWorld | None:
-    """Join the ranks that a launcher started; None where this process stands alone."""
+    """Join the ranks that a launcher started; None if this process is alone. By all ranks together."""
     chosen = transport or os.environ.get("HALOCLINE_TRANSPORT") or _found()
     _check_name(chosen)
     if chosen == "torch":
@@ -29,7 +30,7 @@ def connect(deadline: float = DEFAULT_DEADLINE, transport: str | None = None) ->
 
 
 def _found() -> str:
-    """Variables of torchrun and Slurm come first, since MPI's may be inherited from a shell on a cluster."""
+    """The transport by the environment. Variables of torchrun and Slurm come first, since MPI's may be inherited."""
     if _joined_by_mpi:
         return "mpi"
     if dist.is_initialized() or adopt_environment():
@@ -38,7 +39,7 @@ def _found() -> str:
 
 
 def check_transport(joined: JoinedWorld, transport: str | None) -> None:
-    """Ranks that have joined one way do not join another."""
+    """Raise MeshError if the ranks have joined over another transport already."""
     if transport is None:
         return
     _check_name(transport)
@@ -48,5 +49,6 @@ def check_transport(joined: JoinedWorld, transport: str | None) -> None:
 
 
 def _check_name(transport: str) -> None:
+    """Raise MeshError for an unknown transport."""
     if transport not in TRANSPORTS:
         raise MeshError(f"no transport {transport!r}; it is {' or '.join(TRANSPORTS)}")

@@ -1,4 +1,4 @@
-"""Which rank of a run this process is, as its launcher's environment says: the one place where that is read."""
+"""Which rank of a run this process is, from its launcher's environment: the only place where that is read."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MPI = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the ranks of its run. ``size`` is 0 where the environment does not say it."""
+    """This process among the ranks of its run. ``size`` is 0 where the environment does not say."""
 
-    by: str  # "torchrun" (or whoever sets its variables), "Slurm" or "MPI"
+    by: str  # "torchrun" (or another launcher that sets its variables), "Slurm" or "MPI"
     rank: int
     size: int
 
 
 def rank_info_of(environment: Mapping[str, str]) -> RankInfo | None:
-    """None for a process that no launcher started, or that Slurm or mpiexec started alone.
+    """This process's rank from environment variables; None if no launcher started it, or started it alone.
 
-    Variables of torchrun come first, then Slurm's: those of MPI may be inherited from a shell on a cluster.
+    Variables of torchrun come first, then Slurm's, since those of MPI may be inherited from a shell on a cluster.
 
     >>> rank_info_of({"PMI_RANK": "1", "PMI_SIZE": "4"}), rank_info_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
     (RankInfo(by='MPI', rank=1, size=4), None)
@@ -47,6 +47,7 @@ def rank_info_of(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+    """A variable as a number from 0; MeshError if it is none."""
     text = environment.get(name, str(default))
     if not text.isdigit():
         raise MeshError(f"the environment has {name}={text!r}, and a number from 0 is needed; unset it, or mend it")
@@ -54,7 +55,7 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def this_rank_info() -> RankInfo | None:
-    """Of this process. Asks MPI itself where ranks are told to join over MPI and no variable says more."""
+    """The rank of this process. Asks MPI itself if ranks should join over MPI and no variable says more."""
     found = rank_info_of(os.environ)
     if found is not None or os.environ.get("HALOCLINE_TRANSPORT") != "mpi":
         return found
@@ -65,13 +66,13 @@ def this_rank_info() -> RankInfo | None:
 
 
 def started_by_mpiexec(environment: Mapping[str, str]) -> bool:
-    """As one of several ranks, by a launcher of MPI alone."""
+    """Is this process one of several ranks that a launcher of MPI started?"""
     found = rank_info_of(environment)
     return found is not None and found.by == "MPI"
 
 
 def adopt_environment() -> bool:
-    """torchrun's variables as they are, or made from Slurm's; False where neither started this process."""
+    """Set torchrun's variables from Slurm's, if need be; False if neither launcher started this process."""
     found = rank_info_of(os.environ)
     if found is None or found.by == "MPI" or (found.by == "torchrun" and "WORLD_SIZE" not in os.environ):
         return False
@@ -86,7 +87,7 @@ def adopt_environment() -> bool:
 
 
 def _tasks_per_node() -> str:
-    """Slurm says it in one of several ways, as "4", "4(x2)" or "4,3"; without a word, one task a node."""
+    """The ranks of a node, which Slurm gives as "4", "4(x2)" or "4,3" in one of several variables; by default 1."""
     for name in ("SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if os.environ.get(name):
             return re.split(r"[(,]", os.environ[name])[0]
@@ -108,7 +109,7 @@ def first_host(nodelist: str) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run meet. ``served``: torchrun itself keeps the store there."""
+    """Where the ranks of a run meet. ``served``: torchrun itself serves the store there."""
 
     address: str
     port: int
@@ -116,7 +117,7 @@ class Rendezvous:
 
 
 def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
-    """As torchrun's variables say; port 0 where they do not."""
+    """The meeting point from torchrun's variables; port 0 if they do not name one."""
     served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Rendezvous(environment.get("MASTER_ADDR", "127.0.0.1"), _number(environment, "MASTER_PORT"), served)
 
@@ -131,12 +132,12 @@ class NodeInfo:
 
 
 def ranks_on_this_node(otherwise: int) -> int:
-    """How many ranks share this machine; ``otherwise`` where the environment does not say."""
+    """The number of ranks on this machine; ``otherwise`` if the environment does not say."""
     return _number(os.environ, "LOCAL_WORLD_SIZE", otherwise)
 
 
 def node_info_of(environment: Mapping[str, str]) -> NodeInfo:
-    """A lone rank of node 0 where the environment says nothing."""
+    """This rank's place on its node; a single rank on node 0 if the environment says nothing."""
     node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID") or ""
     local = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE", 1)
     return NodeInfo(*local, int(node) if node.isdigit() else 0)

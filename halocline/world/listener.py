@@ -1,7 +1,7 @@
-"""The port at which a rank is called by others.
+"""The port at which other ranks connect.
 
-Strangers call there too: port scanners, monitors, another job. They are sent away, at the latest after two seconds, and
-none of them keeps a rank waiting or makes it fail.
+Other programs connect there, too: port scanners, monitors, another job. They are disconnected after two seconds at
+most, and none of them delays a rank or makes it fail.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import struct
 import time
 
 HELLO = struct.Struct("<16sqq")  # token, rank, lane
-_GREETING = 2.0  # seconds that a caller has to say it
+_GREETING = 2.0  # seconds that a caller has to send it
 
 
 class Listener:
-    """Accepts connections of other ranks: a caller says a token that the ranks alone know, its rank, and a lane."""
+    """Accepts connections of other ranks, which send a secret token, their rank and a lane first."""
 
     def __init__(self, host: str) -> None:
         self._token = secrets.token_bytes(16)
         self._socket = socket.create_server((host, 0), backlog=256)
         self._socket.setblocking(False)
-        self._greeting: dict[int, tuple[socket.socket, bytearray, float]] = {}  # by descriptor: since when
+        #: Callers that are not identified yet, by descriptor: socket, what it has sent, and since when.
+        self._greeting: dict[int, tuple[socket.socket, bytearray, float]] = {}
         self.callers: dict[tuple[int, int], socket.socket] = {}  # by rank and lane
 
     @property
     def address(self) -> str:
-        """Host, port and token, for the other ranks alone."""
+        """Host, port and token, for other ranks only."""
         host, port = self._socket.getsockname()[:2]
         return f"{host} {port} {self._token.hex()}"
 
     def look(self, seconds: float) -> None:
-        """Take in who calls, waiting so long at most for anybody."""
+        """Accept and identify callers, and wait at most so many seconds for one."""
         poll = select.poll()
         for descriptor in (self._socket.fileno(), *self._greeting):
             poll.register(descriptor, select.POLLIN)
@@ -47,16 +48,18 @@ class Listener:
                 self._send_away(descriptor)
 
     def _accept(self) -> None:
+        """Accept all connections that are waiting."""
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except (BlockingIOError, ConnectionError):  # nobody, or one that has hung up already
+            except (BlockingIOError, ConnectionError):  # no caller, or one that has hung up already
                 return
             connection.setblocking(False)
             self._greeting[connection.fileno()] = connection, bytearray(), time.monotonic()
             self._read(connection.fileno())
 
     def _read(self, descriptor: int) -> None:
+        """Read a caller's greeting as far as it has come, and admit or disconnect the caller."""
         connection, said, _ = self._greeting[descriptor]
         try:
             part = connection.recv(HELLO.size - len(said))
@@ -78,5 +81,6 @@ class Listener:
         self._greeting.pop(descriptor)[0].close()
 
     def close(self) -> None:
+        """Close the port and all connections that were not taken from ``callers``."""
         for connection in (*self.callers.values(), *(greeted[0] for greeted in self._greeting.values()), self._socket):
             connection.close()

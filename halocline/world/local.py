@@ -1,4 +1,4 @@
-"""All ranks in one process, a thread each: for tests on CPU, with the same movements as between processes."""
+"""All ranks in one process, a thread each: for tests on CPUs, with the same movements as between processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class _Board:
-    """Messages left for other ranks, by (from, to, tag)."""
+    """The messages of all ranks of a process, by (sender, receiver, tag). All access is under its condition."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -31,11 +31,12 @@ class _Board:
         self._duplicates: dict[int, _Board] = {}
 
     def duplicate(self, number: int) -> _Board:
-        """One for each number, the same for all ranks."""
+        """The board of the n-th duplicate, the same for all ranks."""
         with self.changed:
             return self._duplicates.setdefault(number, _Board())
 
     def fail(self, text: str) -> None:
+        """Let all ranks that wait, on this board and on duplicates, raise with this text."""
         with self.changed:
             self.failure = self.failure or text
             self.changed.notify_all()
@@ -54,6 +55,7 @@ class LocalWorld(World):
         self._board, self._duplicates, self._woken = board, 0, False
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
+        """Leave copies of the messages on the board."""
         with self._board.changed:
             for peer, message, tag in sends:
                 self._board.messages.setdefault((self.rank, peer, tag), []).append(message.detach().clone())
@@ -62,11 +64,13 @@ class LocalWorld(World):
         return receives
 
     def complete(self, posted: object, label: Label) -> None:
+        """Wait for the messages and copy them into the buffers."""
         end = time.monotonic() + self.deadline
         for peer, buffer, tag in posted:  # type: ignore[attr-defined]
             buffer.copy_(self._take((peer, self.rank, tag), end, label))
 
     def _take(self, key: tuple[int, int, int], end: float, label: Label) -> Tensor:
+        """Wait for a message and remove it from the board; RankFailure at ``end`` or if another rank has failed."""
         board = self._board
         with board.changed:
             while not board.messages.get(key):
@@ -85,11 +89,13 @@ class LocalWorld(World):
             return message
 
     def _refuse_others(self, awaited: tuple[int, int, int], label: Label) -> None:
+        """Raise RankFailure if the peer has sent another message in place of the awaited one."""
         for key, called in self._board.called.items():
             if key[:2] == awaited[:2] and diverged(awaited[2], key[2]):
                 raise RankFailure(divergence(self.rank, self.called(label), awaited[0], called))
 
     def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+        """As in :class:`World`, by looking at the board."""
         board = self._board
         with board.changed:
             while not self._woken:
@@ -105,6 +111,7 @@ class LocalWorld(World):
         return None
 
     def leave(self) -> None:
+        """Let the other ranks fail."""
         self._board.fail(f"rank {self.rank} has left")
 
     def wake(self) -> None:
@@ -118,12 +125,13 @@ class LocalWorld(World):
 
 
 def current_local_world() -> World | None:
+    """The world of this thread, if it is a rank of its own."""
     return getattr(_current, "world", None)
 
 
 @contextmanager
 def as_world(world: World) -> Iterator[None]:
-    """Inside, this thread is a rank of ``world``."""
+    """A context in which this thread is a rank of ``world``."""
     before = current_local_world()
     _current.world = world
     try:
@@ -133,7 +141,7 @@ def as_world(world: World) -> Iterator[None]:
 
 
 def run_local(size: int, function: Callable[[], Result], deadline: float = 20.0) -> list[Result]:
-    """Run ``function()`` on ``size`` ranks, a thread each, and return their results; the first error is raised."""
+    """Run ``function()`` on ``size`` ranks, a thread each, and return their results; raises the first error."""
     board = _Board()
     results: list[Result | None] = [None] * size
     errors: list[tuple[float, int, BaseException]] = []

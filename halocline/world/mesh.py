@@ -1,4 +1,4 @@
-"""The mesh: ranks laid out along named axes, the last axis fastest."""
+"""The mesh: ranks arranged along named axes, the last axis fastest."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEFAULT_CHOICES = Choices()
 
 
 def init(deadline: float | None = None, transport: str | None = None) -> None:
-    """Join the ranks, with the seconds that any wait for another rank may last; later calls change these.
+    """Join the ranks. ``deadline`` is the seconds that a wait for another rank may take; later calls change it.
 
-    By default they are 120, and where a wait has been longer than 30 and ended well, four times that wait.
+    By default it is 120, and after a successful wait of more than 30 it is four times that wait.
 
-    ``transport`` is "torch" (gloo and NCCL) or "mpi"; without it the environment decides. ``Mesh`` joins by itself.
+    ``transport`` is "torch" (gloo and NCCL) or "mpi"; by default the environment decides. ``Mesh`` joins by itself.
     """
     if _process_world:
         check_transport(_process_world[0], transport)
@@ -37,16 +37,17 @@ def init(deadline: float | None = None, transport: str | None = None) -> None:
 
 
 def joined_world() -> World | None:
-    """The world of this rank where it has been joined already: asking does not join it."""
+    """The world of this rank if ranks have been joined already; this call does not join them."""
     return current_local_world() or (_process_world[0] if _process_world else None)
 
 
 def forget() -> None:
-    """Drop the joined ranks, when the process groups under them are taken down."""
+    """Forget the joined world, when the process groups under it have been destroyed."""
     _process_world.clear()
 
 
 def this_world() -> World:
+    """The world of this rank. Joins the ranks if need be; a process alone gets a dry world of one rank."""
     if joined_world() is None:
         init()
     return joined_world() or DryWorld(0, 1)
@@ -55,8 +56,8 @@ def this_world() -> World:
 class Mesh:
     """Named axes whose sizes multiply to the number of ranks; one size may be -1.
 
-    ``Mesh(data=2, depth=4)`` on 8 ranks: two samples at a time, each cut in four along depth. ``choices`` say how calls
-    on its tensors run.
+    ``Mesh(data=2, depth=4)`` on 8 ranks: two samples at a time, each cut in four along depth. ``choices`` say how
+    operations on its tensors run. All ranks make the same mesh.
     """
 
     def __init__(self, choices: Choices | None = None, /, **sizes: int) -> None:
@@ -65,7 +66,7 @@ class Mesh:
         self.sizes: Mapping[str, int] = _resolve(sizes, self.world.size)
         self.names = tuple(self.sizes)
         self._key = (self.names, tuple(self.sizes.values()), id(self.world), self.choices)
-        self.channels_last = False  # has any tensor of this mesh been laid out so?
+        self.channels_last = False  # whether any tensor of this mesh has that memory format
         self._ranks = lru_cache(maxsize=None)(self._ranks_along)
 
     def __repr__(self) -> str:
@@ -82,29 +83,33 @@ class Mesh:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled without its world: whoever loads it gets a mesh of the same axes over the ranks he is one of."""
+        """Pickled without its world: loading gives a mesh of the same axes over the ranks of the loading process."""
         return _loaded, (self.choices, dict(self.sizes))
 
     @property
     def rank(self) -> int:
+        """This rank's number in the world."""
         return self.world.rank
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.world.size
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
-        """Where this rank stands on each axis."""
+        """This rank's place on each axis."""
         return self.coordinates_of(self.rank)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
+        """A rank's place on each axis."""
         rest, found = rank, {}
         for name in reversed(self.names):
             rest, found[name] = divmod(rest, self.sizes[name])
         return {name: found[name] for name in self.names}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at a place on each axis."""
         rank = 0
         for name in self.names:
             rank = rank * self.sizes[name] + coordinates[name]
@@ -124,9 +129,11 @@ class Mesh:
         return tuple(found)
 
     def count(self, axes: Iterable[str]) -> int:
+        """The number of ranks along some axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def check_axis(self, axis: str) -> None:
+        """Raise MeshError for an axis that the mesh does not have."""
         if axis not in self.sizes:
             raise MeshError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.names)}")
 
@@ -136,7 +143,7 @@ def _loaded(choices: Choices, sizes: dict[str, int]) -> Mesh:
 
 
 def _resolve(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The sizes with -1 worked out, checked against the number of ranks."""
+    """The sizes with -1 replaced, checked against the number of ranks. Raises MeshError."""
     if not sizes:
         raise MeshError(f"a mesh needs at least one axis, such as Mesh(data={ranks})")
     bad = [name for name, size in sizes.items() if not isinstance(size, int) or (size < 1 and size != -1)]

@@ -1,6 +1,7 @@
 """Movements as linear maps with their adjoints: the backward of each is the same Function with the pair swapped.
 
-A rank that waits for another does so here; everything above is local computation.
+Ranks wait for each other only here; everything above is local computation. ``scales`` are the factors of the forward
+and of the adjoint (law 3).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ AVERAGED = "_halocline_averaged"
 
 
 class Route(NamedTuple):
-    """What a movement needs besides numbers: who takes part, and what to call it in errors."""
+    """What a movement needs besides tensors: the ranks that take part, and a label for errors."""
 
     world: World
     ranks: tuple[int, ...]
@@ -31,7 +32,7 @@ class Route(NamedTuple):
 
 
 class OwnFunction(torch.autograd.Function):
-    """The base of the library's autograd Functions: nodes of the graph are known by it, never by their names."""
+    """The base of the library's autograd Functions, by which nodes of the graph are recognised."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -41,7 +42,7 @@ class OwnFunction(torch.autograd.Function):
 
 
 class MovementFunction(OwnFunction):
-    """A Function that moves tiles or applies law 3: leaves behind its node have been looked at when it was made."""
+    """A Function that moves tiles or applies law 3. The leaves behind its node were checked when it was made."""
 
 
 _TOKEN = torch.empty(0)
@@ -56,12 +57,13 @@ def recompute_first(ctx: Any) -> None:
 
 
 def is_movement(node: object) -> bool:
+    """Is this node of the autograd graph a movement of ours?"""
     function = function_of(node)
     return function is not None and issubclass(function, MovementFunction)
 
 
 class MoveBoxes(MovementFunction):
-    """Carry boxes between ranks: ``target = scale * sum of what arrives``, ``fill`` where nothing does."""
+    """Carry boxes between ranks: ``target = scale * sum of what arrives``, and ``fill`` where nothing arrives."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, transfer: Transfer, route: Route, scales: tuple[float, float], fill: float):  # type: ignore[no-untyped-def]
@@ -81,7 +83,7 @@ class MoveBoxes(MovementFunction):
 
 
 class MoveTogether(MovementFunction):
-    """Several movements among the same ranks, that are needed at the same moment, in one message for each peer."""
+    """Several movements among the same ranks that are needed at the same moment, in one message per peer."""
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, *tiles: Tensor):  # type: ignore[no-untyped-def]
@@ -96,7 +98,7 @@ class MoveTogether(MovementFunction):
 
 
 class KnownMove(MovementFunction):
-    """A movement of which the result is known: nothing travels until backward, which is that of :class:`MoveBoxes`."""
+    """A movement whose result is known: nothing travels until backward, which is that of :class:`MoveBoxes`."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, arrived: Tensor, transfer: Transfer, route: Route):  # type: ignore[no-untyped-def]
@@ -111,7 +113,7 @@ class KnownMove(MovementFunction):
 
 
 class Sum(MovementFunction):
-    """Sum over the ranks of a route, times a scale. SUM's adjoint is MEAN, since a whole gradient is a mean."""
+    """Sum over the ranks of a route, times a scale. The adjoint of SUM is MEAN, since a whole gradient is a mean."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, route: Route, scales: tuple[float, float]):  # type: ignore[no-untyped-def]
@@ -132,7 +134,7 @@ class Sum(MovementFunction):
 
 
 class ScaleGradient(MovementFunction):
-    """Identity whose adjoint multiplies: whole operands that enter a cut operation, all of a call at once."""
+    """The identity, whose adjoint multiplies: for whole operands that enter a cut operation, all of a call at once."""
 
     @staticmethod
     def forward(ctx: Any, scales: tuple[float, float], *tensors: Tensor):  # type: ignore[no-untyped-def]
@@ -155,28 +157,33 @@ class ScaleGradient(MovementFunction):
 
 
 def scaled(scales: tuple[float, float], *tensors: Tensor) -> Any:
+    """The tensors through one :class:`ScaleGradient`."""
     return quick_apply(ScaleGradient, scales, *tensors)
 
 
 def carry(tile: Tensor, transfer: Transfer, route: Route, scale: float, fill: float) -> Tensor:
+    """Send and receive the boxes of a transfer; returns the target. Called by all ranks of the route."""
     exchange = begin(tile, transfer, route)
-    target = _room(tile, transfer, fill)
-    for source, place in transfer.staying:
-        _place(target, place, tile[source], transfer.accumulate)
+    target = _with_staying(tile, transfer, fill)
     for message, values in zip(transfer.arriving, exchange.wait(), strict=True):
         unpack(target, message, values, transfer.accumulate)
     return target.mul_(scale) if scale != 1 else target
 
 
-def _room(tile: Tensor, transfer: Transfer, fill: float) -> Tensor:
-    """A target laid out as the tile is, channels last too; filled where nothing may arrive."""
+def _with_staying(tile: Tensor, transfer: Transfer, fill: float) -> Tensor:
+    """A target in the tile's memory format, with the boxes that stay on this rank, and ``fill`` where nothing
+    arrives."""
     form = memory_format_of(tile)
     target = torch.empty(transfer.target_shape, dtype=tile.dtype, device=tile.device, memory_format=form)
-    return target if transfer.covers else target.fill_(fill)
+    if not transfer.covers:
+        target.fill_(fill)
+    for source, place in transfer.staying:
+        _place(target, place, tile[source], transfer.accumulate)
+    return target
 
 
 class Bundle(NamedTuple):
-    """The transfers of :class:`MoveTogether`, each with its pair of scales and what stands where nothing arrives."""
+    """The transfers of :class:`MoveTogether`, each with its scales and the value where nothing arrives."""
 
     route: Route
     transfers: tuple[Transfer, ...]
@@ -185,10 +192,12 @@ class Bundle(NamedTuple):
 
     @property
     def reversed(self) -> Bundle:
+        """The adjoint: every transfer in the other direction, with its scales swapped."""
         swapped = tuple((after, before) for before, after in self.scales)
         return Bundle(self.route, tuple(t.reversed for t in self.transfers), swapped, (0.0,) * len(self.fills))
 
     def carry(self, tiles: Sequence[Tensor]) -> list[Tensor]:
+        """Send and receive the boxes of all transfers, in one exchange."""
         world, like = self.route.world, tiles[0]
         outgoing: dict[int, list[Tensor]] = {}
         for tile, transfer in zip(tiles, self.transfers, strict=True):
@@ -201,19 +210,12 @@ class Bundle(NamedTuple):
         sends = [Send(peer, torch.cat(outgoing[peer])) for peer in sorted(outgoing)]
         receives = [Receive(peer, incoming[peer]) for peer in sorted(incoming)]
         exchange = world.begin(sends, receives, like, self.route.ranks, self.route.label)
-        targets = [self._started(index, tile) for index, tile in enumerate(tiles)]
+        targets = [_with_staying(*each) for each in zip(tiles, self.transfers, self.fills, strict=True)]
         arrived = dict(zip(sorted(incoming), exchange.wait(), strict=True))
         return [self._finished(index, target, arrived) for index, target in enumerate(targets)]
 
-    def _started(self, index: int, tile: Tensor) -> Tensor:
-        transfer = self.transfers[index]
-        target = _room(tile, transfer, self.fills[index])
-        for source, place in transfer.staying:
-            _place(target, place, tile[source], transfer.accumulate)
-        return target
-
     def _finished(self, index: int, target: Tensor, arrived: dict[int, Tensor]) -> Tensor:
-        """Every message begins with what is left of it: the first transfer's part first."""
+        """Write a transfer's part of the messages, which are in the order of transfers, into its target."""
         transfer, scale = self.transfers[index], self.scales[index][0]
         for message in transfer.arriving:
             values, arrived[message.peer] = arrived[message.peer].split(
@@ -239,11 +241,13 @@ def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, 
 
 
 def pack(tile: Tensor, message: PackedMessage) -> Tensor:
+    """The elements of a message, which may come from several strips of the tile."""
     strips = [tile[strip.place].reshape(-1) for strip in message.strips]
     return strips[0] if len(strips) == 1 else torch.cat(strips)
 
 
 def unpack(target: Tensor, message: PackedMessage, values: Tensor, accumulate: bool) -> None:
+    """Write a message's elements into the target, or add them."""
     if len(message.strips) == 1:
         (strip,) = message.strips
         _place(target, strip.place, values.view(strip.shape), accumulate)

@@ -1,7 +1,7 @@
 """Ranks over MPI, through mpi4py: messages of every size, and sums that go on while a rank computes.
 
-torch.distributed is started beside it: checkpoints and the doctor talk over gloo, and failing ranks say where they
-stopped in its store. What mpiexec does when a rank dies is in docs/mpi.md.
+torch.distributed is started beside it: checkpoints and the doctor use gloo, and failing ranks write where they stopped
+into its store. docs/mpi.md says what mpiexec does when a rank dies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from threading import Event
 from typing import Any
 
@@ -29,14 +29,14 @@ from .tags import folded
 from .tensor_bytes import in_host_memory
 from .transport_errors import Diverged, TransportError
 
-_PARTING = "parting"  # a communicator on which a rank that leaves says so
-_LAST = 0.1  # seconds for what a rank sent before it left
-_COMPARE = 1.0  # seconds of waiting after which, and again, ranks compare where they are in the program
+_PARTING = "parting"  # the communicator on which a rank tells that it leaves
+_LAST = 0.1  # seconds in which messages that a rank sent before it left may still arrive
+_COMPARE = 1.0  # seconds of waiting between comparisons of where ranks are in the program
 _MAKING = 10.0  # seconds, beyond the deadline, to make a communicator of ranks that have all come
-_SOON = 3.0  # seconds that the others have to end, where something has failed
-_LONG = 1 << 14  # bytes from which a message may need the receiver before it goes
+_SOON = 3.0  # seconds to wait for the end of other ranks after a failure
+_LONG = 1 << 14  # bytes from which MPI may send a message only when the receiver asks for it
 _TAG_BITS = 31
-#: What MPI adds as torch does, by dtype; truth values are or-ed, as torch adds them.
+#: MPI's datatypes for dtypes that it adds as torch does; booleans are or-ed, as torch adds them.
 _TYPES = {
     torch.float64: "DOUBLE",
     torch.float32: "FLOAT",
@@ -47,18 +47,20 @@ _TYPES = {
     torch.uint8: "UINT8_T",
     torch.bool: "UINT8_T",
 }
-_HALVES = (torch.float16, torch.bfloat16)  # MPI knows none: torch adds them
+_HALVES = (torch.float16, torch.bfloat16)  # MPI lacks these: torch adds them
 
 
 @dataclass(eq=False)
 class _Posted:
-    """Requests with what they are about; kept by the world till they are done, since MPI writes into their memory."""
+    """Requests of MPI with their memory. The world keeps them until they are done, since MPI writes into that
+    memory."""
 
     requests: list[Any] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)  # bytes of the receives, which are the first of the requests
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to a tensor that MPI could not write
+    #: Tensors that MPI cannot write, with the host memory to copy from when it is done.
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     memory: list[Tensor] = field(default_factory=list)
     statuses: list[Any] = field(default_factory=list)
     is_sum: bool = False
@@ -67,7 +69,7 @@ class _Posted:
 
 
 class MpiWorld(JoinedWorld):
-    """A communicator for each channel, and one more on which ranks say that they leave."""
+    """Ranks over MPI: a communicator for each channel, and one on which ranks tell that they leave."""
 
     capabilities = Capabilities("mpi", waits_for_any=True)
 
@@ -80,14 +82,16 @@ class MpiWorld(JoinedWorld):
         self._comms = {name: self._communicator(name) for name in (*CHANNELS, _PARTING)}
         self._rings: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._under_way: set[_Posted] = set()
-        self._left: dict[int, float] = {}  # who has said so, and when it was heard
+        self._left: dict[int, float] = {}  # ranks that have told that they leave, and when this rank learned it
         self._told: list[Any] = []
         self._woken = Event()
         self._progress = progress()
         at_the_end(self)
-        weakref.finalize(self, _keep_for_good, self._under_way).atexit = False
+        # MPI may still write into the memory of what is under way: it is kept for good.
+        weakref.finalize(self, _abandoned.extend, self._under_way).atexit = False
 
     def _communicator(self, name: str) -> Any:
+        """A duplicate of the home communicator. By all ranks together; RankFailure at the deadline."""
         made, request = self._home.Idup()
         if not poll(request.Test, time.monotonic() + self.deadline):
             raise RankFailure(
@@ -97,6 +101,7 @@ class MpiWorld(JoinedWorld):
         return made
 
     def compare_launches(self) -> None:
+        """As in :class:`JoinedWorld`; from then on, ranks compare in the store where they wait."""
         super().compare_launches()
         # In the world that all joined, ranks compare in the store where they wait.
         self.capabilities = replace(self.capabilities, detects_divergence=True)
@@ -104,6 +109,7 @@ class MpiWorld(JoinedWorld):
     # ---- messages ----
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
+        """Start requests of MPI for all messages; a thread drives large ones while this rank computes."""
         self._refuse_after_failure()
         comm, posted = self._comms[label.channel], _Posted()
         self._under_way.add(posted)
@@ -120,6 +126,7 @@ class MpiWorld(JoinedWorld):
         return posted
 
     def _start(self, posted: _Posted, start: Callable[..., Any], host: Tensor, peer: int, tag: int) -> None:
+        """Start one send or receive, and note its peer, tag and memory."""
         posted.memory.append(host)
         posted.peers.append(peer)
         posted.requests.append(start([self._memory(host), self._mpi.BYTE], peer, folded(tag, self._bits)))
@@ -129,7 +136,7 @@ class MpiWorld(JoinedWorld):
         return self._mpi.buffer.fromaddress(host.data_ptr(), host.nbytes)
 
     def _carry_on(self, posted: _Posted) -> None:
-        """It needs calls of MPI before anybody waits for it."""
+        """Let the progress thread call MPI until this is done: large messages do not move without calls."""
         posted.long = True
         self._progress.begun()
 
@@ -137,7 +144,7 @@ class MpiWorld(JoinedWorld):
         self._await([posted], time.monotonic() + self.deadline, label)
 
     def _await(self, several: Sequence[_Posted], end: float, label: Label, woken: Event | None = None) -> bool:
-        """Until one of them is done, or it is woken (False); what goes wrong is a RankFailure."""
+        """Wait until one of these is done (True) or ``woken`` is set (False). Raises RankFailure."""
 
         def one_done() -> bool:
             return any(map(self._is_done, several)) or (woken is not None and woken.is_set())
@@ -156,7 +163,7 @@ class MpiWorld(JoinedWorld):
         return any(posted.done for posted in several)
 
     def _is_done(self, posted: _Posted) -> bool:
-        """What came is where it belongs once this says so."""
+        """Test all requests; when they are done, check sizes and copy to tensors that MPI could not write."""
         if posted.done:
             return True
         if not posted.statuses:
@@ -174,12 +181,13 @@ class MpiWorld(JoinedWorld):
         return True
 
     def _rest(self, posted: _Posted) -> None:
+        """The progress thread need not look after this any more."""
         if posted.long:
             posted.long = False
             self._progress.ended()
 
     def _late(self, posted: _Posted) -> int:
-        """The first peer that something is awaited from, or else that has not taken what was sent."""
+        """The first peer that has not sent what is awaited, or not taken what was sent."""
         for peer, request in zip(posted.peers, posted.requests, strict=False):
             with suppress(self._mpi.Exception):
                 # Not Test: it would end the request, and with it the count of what came.
@@ -188,6 +196,7 @@ class MpiWorld(JoinedWorld):
         return posted.peers[0]
 
     def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+        """As in :class:`World`."""
         several = [exchange.posted for exchange in under_way]
         if not self._await(several, end, under_way[0].label, self._woken):
             self._woken.clear()
@@ -203,10 +212,15 @@ class MpiWorld(JoinedWorld):
         self._await([posted], time.monotonic() + self.deadline, label)
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> _Posted:
+        """Start a non-blocking all-reduce in place. Refuses dtypes that MPI cannot add as torch does."""
         self._refuse_after_failure()
         host = in_host_memory(tensor, fill=True)
         real = torch.view_as_real(host) if host.is_complex() else host
-        datatype, operation = _arithmetic(real.dtype, label)
+        arithmetic = _arithmetic(real.dtype)
+        if arithmetic is None:
+            why = f"{real.dtype} cannot be summed over MPI"
+            raise Refused(label.operation, label.place, why, "convert it to another first")
+        datatype, operation = arithmetic
         comm = self._ring(ranks, label)
         posted = _Posted(peers=[rank for rank in ranks if rank != self.rank], memory=[host], is_sum=True)
         posted.copies += [] if host is tensor else [(tensor, host)]
@@ -220,7 +234,7 @@ class MpiWorld(JoinedWorld):
         return posted
 
     def _ring(self, ranks: tuple[int, ...], label: Label) -> Any:
-        """A communicator of these ranks, made when first needed by its members alone."""
+        """A communicator of these ranks, made by its members alone when they first need it."""
         if label.channel in self._comms and ranks == tuple(range(self.size)):
             return self._comms[label.channel]
         key = (label.channel, ranks)
@@ -232,9 +246,9 @@ class MpiWorld(JoinedWorld):
         return self._rings[key]
 
     def _meet(self, key: tuple[str, tuple[int, ...]], label: Label) -> None:
-        """Making a communicator has no deadline of its own: it begins when all have come, which is waited for with one.
+        """Wait with a deadline until all members of a new communicator are there: making it has no deadline.
 
-        That is no exchange of the program's, and emits no events.
+        The program has no part in this exchange, so it emits no events.
         """
         comm, tag, nothing = self._comms[_PARTING], 1 + zlib.crc32(repr(key).encode()) % 32767, torch.empty(0)
         posted = _Posted()
@@ -253,6 +267,7 @@ class MpiWorld(JoinedWorld):
         return self._alike(MpiWorld(self.deadline, self._home))
 
     def _release(self) -> None:
+        """Free the communicators, unless a rank has failed: freeing may wait for it."""
         not_at_the_end(self)
         if self._failed:  # freeing a communicator may wait for ranks that have gone
             return
@@ -261,11 +276,12 @@ class MpiWorld(JoinedWorld):
                 comm.Free()
 
     def leave(self) -> None:
+        """Tell the other ranks that this one has failed."""
         self._failed = self._failed or "this rank has left"
-        self._tell()
+        self.farewell()
 
-    def _tell(self) -> None:
-        """An empty message to each, once: it needs nobody to take it."""
+    def farewell(self) -> None:
+        """Send an empty message to each rank, once: it needs no receiver to be sent."""
         if self._told:
             return
         nothing, comm = [None, 0, self._mpi.BYTE], self._comms[_PARTING]
@@ -273,27 +289,26 @@ class MpiWorld(JoinedWorld):
         for posted in list(self._under_way):
             self._rest(posted)
 
-    def farewell(self) -> None:
-        self._tell()
-
     def patience(self) -> float:
+        """Seconds to wait for the other ranks at the end of the program."""
         return min(self.deadline, _SOON) if self._failed else self.deadline
 
     def _look_for(self, peers: Sequence[int]) -> None:
-        """Has one of them left, and not just now? What it sent before may still come."""
+        """Raise TransportError if one of these peers has left. What it sent before gets a moment to arrive."""
         comm, status, now = self._comms[_PARTING], self._mpi.Status(), time.monotonic()
-        if self._told:  # by another thread, so that this one need not wait
+        if self._told:  # another thread of this rank has failed: waiting is of no use
             raise TransportError(peers[0], "connection closed: this rank has left")
         while comm.Iprobe(self._mpi.ANY_SOURCE, 0, status):
-            comm.Recv([None, 0, self._mpi.BYTE], status.Get_source(), 0)  # it is there
+            comm.Recv([None, 0, self._mpi.BYTE], status.Get_source(), 0)  # does not block: Iprobe has seen it
             self._left[status.Get_source()] = now
         for peer in peers:
             if now - self._left.get(peer, now) > _LAST:
                 raise TransportError(peer, f"connection closed: rank {peer} has left")
 
     def _failure(self, peer: int | None, error: BaseException, label: Label) -> RankFailure:
-        if not isinstance(error, Diverged):  # whose peer is to see for itself
-            self._tell()  # the others need not wait for their deadlines
+        """As in :class:`JoinedWorld`, after telling the other ranks."""
+        if not isinstance(error, Diverged):  # the other rank of a divergence finds it, too
+            self.farewell()  # the others need not wait for their deadlines
         return super()._failure(peer, error, label)
 
     def _seen(self, peer: int | None, text: str) -> str:
@@ -303,13 +318,14 @@ class MpiWorld(JoinedWorld):
 
 
 class _Compared:
-    """During a long wait: says where this rank waits, and looks where the peer does."""
+    """During a long wait, tells the peer through the store where this rank waits, and looks where the peer does."""
 
     def __init__(self, world: MpiWorld, label: Label) -> None:
         self._world, self._label, self._next = world, label, time.monotonic() + _COMPARE
         self._peers: set[int] = set()
 
     def look(self, posted: _Posted) -> None:
+        """Between polls: raise if the peer has left, or waits at another place of the program."""
         self._world._look_for(posted.peers)
         if time.monotonic() < self._next or posted.is_sum or not posted.awaited:
             return
@@ -319,37 +335,27 @@ class _Compared:
         self._world.compare_places(peer, posted.tags[posted.peers.index(peer)], self._label)
 
     def forget(self) -> None:
+        """The wait has ended: remove the entries from the store."""
         for peer in self._peers:
             self._world.forget_place(peer)
-
-
-def _keep_for_good(under_way: set[_Posted]) -> None:
-    """MPI may still write there."""
-    _abandoned.extend(under_way)
 
 
 _abandoned: list[_Posted] = []
 
 
 @cache
-def _arithmetic_of(dtype: torch.dtype) -> tuple[Any, Any]:
+def _arithmetic(dtype: torch.dtype) -> tuple[Any, Any] | None:
+    """The MPI datatype and operation that add as torch does; None for a dtype that cannot be summed."""
     mpi = library()
     if dtype in _HALVES:
-        return mpi.UINT16_T, mpi.Op.Create(_adder(dtype), commute=True)
+        return mpi.UINT16_T, mpi.Op.Create(partial(_add_halves, dtype), commute=True)
+    if dtype not in _TYPES:
+        return None
     return getattr(mpi, _TYPES[dtype]), mpi.BOR if dtype == torch.bool else mpi.SUM
 
 
-def _arithmetic(dtype: torch.dtype, label: Label) -> tuple[Any, Any]:
-    """The type and the operation that add as torch does."""
-    if dtype not in _TYPES and dtype not in _HALVES:
-        raise Refused(label.operation, label.place, f"{dtype} cannot be summed over MPI", "convert it to another first")
-    return _arithmetic_of(dtype)
-
-
-def _adder(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
-    def add(theirs: Any, ours: Any, datatype: Any) -> None:
-        if len(ours):
-            total = torch.frombuffer(ours, dtype=dtype)
-            total.add_(torch.frombuffer(theirs, dtype=dtype))
-
-    return add
+def _add_halves(dtype: torch.dtype, theirs: Any, ours: Any, datatype: Any) -> None:
+    """``ours += theirs``, called by MPI with memory of both."""
+    if len(ours):
+        total = torch.frombuffer(ours, dtype=dtype)
+        total.add_(torch.frombuffer(theirs, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Ranks that mpiexec started meet, and torch.distributed is started beside MPI."""
+"""Joining ranks that mpiexec started, with torch.distributed beside MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text import broadcast_text
 
 
 def join_by_mpi(deadline: float) -> MpiWorld:
-    """The ranks that mpiexec started, with torch.distributed beside them for whoever uses it."""
+    """A world over MPI, with torch.distributed started beside it for other users. By all ranks together."""
     world = MpiWorld(deadline)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
@@ -35,7 +35,7 @@ def join_by_mpi(deadline: float) -> MpiWorld:
 
 
 def _meet(world: MpiWorld) -> Any:
-    """torch's store at rank 0, and the variables that torchrun would have set."""
+    """Open torch's store at rank 0, and set the variables that torchrun would have set."""
     everyone, label = tuple(range(world.size)), Label("joining", "the world", "control")
     hosts = torch.zeros(world.size, dtype=torch.int64)
     hosts[world.rank] = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest())

@@ -1,4 +1,4 @@
-"""The MPI library under mpi4py: started with threads, called while messages hide behind work, and ended together."""
+"""The MPI library under mpi4py: started with threads, driven while ranks compute, and ended together."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any, Protocol
 
 from ..errors import MeshError
 
-_SPIN = 20e-6  # seconds of asking again at once
-_YIELD = 100e-6  # and of letting others have the core in between: where ranks share cores, those we wait for
-_PAUSES = 20e-6, 500e-6  # seconds of sleep after that, from the first to the longest
-_MOVED = 10e-6  # a call of this many seconds has moved something, and there may be more
+_SPIN = 20e-6  # seconds of polling without a pause
+_YIELD = 100e-6  # seconds of polling that yields the core: where ranks share cores, the awaited rank may need it
+_PAUSES = 20e-6, 500e-6  # seconds of sleep between polls after that: the first and the longest
+_MOVED = 10e-6  # seconds: a call that takes longer has moved data, and there may be more
 _STDERR = 2
-_UNUSED = 600.0  # seconds to wait for the others' end, where no world says how long
+_UNUSED = 600.0  # seconds to wait for other ranks at the end, if no world was made
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 @cache
 def library() -> Any:
-    """``mpi4py.MPI``, with MPI started so that several threads may call it."""
+    """``mpi4py.MPI``, with MPI initialised for calls from several threads. Raises MeshError if that is impossible."""
     try:
         import mpi4py
 
         started_here = "mpi4py.MPI" not in sys.modules
         if started_here:
             mpi4py.rc.thread_level = "multiple"
-            mpi4py.rc.finalize = False  # it would wait without end for a rank that has failed
+            mpi4py.rc.finalize = False  # MPI_Finalize would wait for ever for a rank that has failed
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # the second where there is no MPI for it to load
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library to load
         raise MeshError(
             f"ranks over MPI need mpi4py and an MPI library ({error}); pip install 'halocline[mpi]', and mpich where "
             "the machine has no MPI of its own, or start the ranks with torchrun"
@@ -55,7 +55,7 @@ def library() -> Any:
 
 
 def started_library(deadline: float) -> Any:
-    """:func:`library`, started if need be: the process ends if not all ranks have come by the deadline."""
+    """:func:`library`, initialised now if need be. The process ends if not all ranks come by the deadline."""
     if library.cache_info().currsize:
         return library()
     with ending_process(deadline):
@@ -64,7 +64,7 @@ def started_library(deadline: float) -> Any:
 
 @contextmanager
 def ending_process(deadline: float) -> Iterator[None]:
-    """Around calls of MPI that wait for other ranks without a deadline of their own, such as ``MPI_Init``.
+    """A context for calls of MPI that wait for other ranks without a deadline, such as ``MPI_Init``.
 
     They cannot be interrupted: at the deadline the stack goes to stderr and the process ends with status 1.
     """
@@ -76,7 +76,10 @@ def ending_process(deadline: float) -> Iterator[None]:
 
 
 def poll(done: Callable[[], bool], end: float, look: Callable[[], None] | None = None) -> bool:
-    """Ask until it is done; False at ``end``. ``look`` is called between longer pauses, and may raise."""
+    """Call ``done`` until it is true; False at ``end``. ``look`` is called between longer pauses, and may raise.
+
+    It first spins, then yields the core, then sleeps longer and longer.
+    """
     began, pause = time.monotonic(), _PAUSES[0]
     while not done():
         now = time.monotonic()
@@ -95,7 +98,7 @@ def poll(done: Callable[[], bool], end: float, look: Callable[[], None] | None =
 
 
 class Progress:
-    """MPI moves messages only inside its calls: a thread that calls it while some are under way and nobody waits."""
+    """A thread that calls MPI while messages are under way and no thread waits: MPI moves them only inside calls."""
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._source = comm, library().ANY_SOURCE
@@ -104,6 +107,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def begun(self) -> None:
+        """One more message needs the thread."""
         with self._lock:
             self._under_way += 1
             self._wanted.set()
@@ -112,18 +116,21 @@ class Progress:
                 self._thread.start()
 
     def ended(self) -> None:
+        """One message fewer needs the thread."""
         with self._lock:
             self._under_way = max(0, self._under_way - 1)
             if not self._under_way:
                 self._wanted.clear()
 
     def stop(self) -> None:
+        """End the thread, and wait for it at most a second."""
         self._stopped = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(1.0)
 
     def _run(self) -> None:
+        """The thread: call MPI often while messages move, less often while they do not."""
         pause = _PAUSES[0]
         while True:
             if not self._wanted.is_set():
@@ -142,7 +149,7 @@ class Progress:
 
 @cache
 def progress() -> Progress:
-    """One for the process."""
+    """The progress thread of this process."""
     return Progress(library().COMM_SELF.Dup())
 
 
@@ -150,7 +157,7 @@ def progress() -> Progress:
 
 
 class Leaver(Protocol):
-    """What ends with the process."""
+    """A world that takes part in the end of the program."""
 
     def farewell(self) -> None:
         """Tell the others."""
@@ -163,18 +170,19 @@ _leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 
 
 def at_the_end(leaver: Leaver) -> None:
+    """Let ``leaver`` take part in the end of the program. Holds only a weak reference."""
     _leavers.add(leaver)
 
 
 def not_at_the_end(leaver: Leaver) -> None:
-    """It has ended already."""
+    """``leaver`` has closed already."""
     _leavers.discard(leaver)
 
 
 def _end(mpi: Any) -> None:
-    """MPI ends on all ranks together. mpiexec kills the others of a rank that ends without, so it waits for them.
+    """End MPI on all ranks together. mpiexec kills the other ranks if one ends without, so it waits for them.
 
-    A rank that ends by an error does not wait: its status says so, and mpiexec ends the run.
+    A rank that ends with an error does not wait: its status says so, and mpiexec ends the run.
     """
     progress().stop()
     for leaver in _leavers:

@@ -43,12 +43,13 @@ def place_parameter(parameter: Tensor | nn.Module, **axes: str) -> None:
 
 
 def mark_placement(tensor: Tensor, axes: Mapping[str, str]) -> None:
-    """On a tensor that lies as such a parameter does: its value in a ``state_dict``, a moment of an optimizer."""
+    """Mark a tensor that lies on the mesh as such a parameter does: in a ``state_dict``, or a moment of an
+    optimizer."""
     setattr(tensor, _PLACEMENT, {axis: kind for axis, kind in axes.items() if kind != "whole"})
 
 
 def placement_of(tensor: Any) -> Mapping[str, str]:
-    """By axis, where it is not whole."""
+    """The kind by axis, of axes on which a tensor is not whole."""
     placement: Mapping[str, str] = getattr(tensor, _PLACEMENT, {})
     return placement
 
@@ -62,5 +63,5 @@ def ranks_with_same(tensor: Tensor, mesh: Mesh) -> tuple[int, ...]:
 
 
 def place_on(tensor: Tensor, mesh: Mesh) -> str:
-    """Which part, or whose values, this rank holds, such as "depth=1"; empty where the tensor is whole on all axes."""
+    """Which part, or whose values, this rank holds, such as "depth=1"; empty if the tensor is whole on all axes."""
     return ",".join(f"{axis}={mesh.coordinates[axis]}" for axis in sorted(placement_of(tensor)))

@@ -30,27 +30,29 @@ from .tcp import LARGEST, WIDE_POSSIBLE, TcpTransport
 from .tensor_bytes import in_host_memory, memory_of, sendable
 from .transport_errors import TransportError
 
-_TAG_BITS = 31  # of gloo
+_TAG_BITS = 31  # that gloo has for a tag
 _MESSAGES = "messages"
 _NOTHING = torch.empty(0)
-Job = tuple[int, Any, Tensor, Tensor]  # a peer, what is under way, and a tensor with its place in host memory
+Job = tuple[int, Any, Tensor, Tensor]  # a peer, what is under way, and a tensor with its copy in host memory
 
 
 class _Large(NamedTuple):
-    """A message that gloo carries. Its tag alone comes on our own socket, where one from a rank elsewhere in
-    the program is noticed at once: gloo would wait for the deadline."""
+    """A message that gloo carries. Its tag also comes on our own socket, where a tag of a rank that is elsewhere in the
+    program is noticed at once; gloo alone would wait for the deadline."""
 
     announced: PendingReceive
     carried: dist.Work
 
 
 class ProcessWorld(JoinedWorld):
-    """Small messages on sockets of its own, large ones by gloo, and sums of each channel and set of ranks in a gloo
-    group of their own; with one GPU a rank, tensors on GPUs by NCCL. A wide world sends all messages on its sockets.
+    """Ranks as processes: small messages on sockets of its own, large ones by gloo, sums in gloo groups.
+
+    Each channel and set of ranks sums in a group of its own. With one GPU per rank, NCCL carries tensors on GPUs. A
+    wide world sends all messages on its sockets.
     """
 
     def __init__(self, deadline: float = DEFAULT_DEADLINE, wide: bool = False) -> None:
-        self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups
+        self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups by purpose and ranks
         self._new_group = threading.Lock()  # a thread may set the deadline of groups while another adds one
         self._nccl: NcclGroups | None = None
         self._sockets: TcpTransport | None = None
@@ -69,15 +71,16 @@ class ProcessWorld(JoinedWorld):
         self._wide, self._everyone = wide, tuple(range(self.size))
         self._name = f"halocline/world {world_number(self.rank, deadline)}"
         self._store = own_store(deadline)
-        if not all_on_sockets:  # each group of gloo's has threads, which wake up a hundred times a second
+        if not all_on_sockets:  # else saved: the threads of a gloo group wake up a hundred times a second
             self._group(_MESSAGES, self._everyone)
         if own_sockets:
             self._sockets = TcpTransport(self.rank, deadline, self._store, f"{self._name}/sockets", all_on_sockets)
         self._largest_on_sockets = math.inf if all_on_sockets else LARGEST
-        if on_devices:  # flags and shapes travel as CPU tensors, so that NCCL alone would not do
+        if on_devices:  # gloo is needed, too, since flags and shapes are CPU tensors
             self._nccl = nccl_groups(self.size, deadline)
 
     def set_deadline(self, seconds: float) -> None:
+        """Set the deadline of all groups and sockets, those made later included."""
         super().set_deadline(seconds)
         with self._new_group:
             groups = list(self._gloo.values())
@@ -88,18 +91,19 @@ class ProcessWorld(JoinedWorld):
                 transport.set_deadline(seconds)
 
     def _group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
-        """Of these ranks, made when first needed by its members alone."""
+        """The gloo group of these ranks, made by its members alone when they first need it."""
         key = (purpose, ranks)
         if key not in self._gloo:
             name, deadline = f"{self._name}/{purpose}/{'-'.join(map(str, ranks))}", self.deadline
             made = gloo_group(self._store, name, ranks.index(self.rank), len(ranks), deadline)
             with self._new_group:
                 self._gloo[key] = made
-            if deadline != self.deadline:  # it was set meanwhile, for the groups that there were
+            if deadline != self.deadline:  # the deadline has changed while the group was made
                 set_group_timeout(made, self._wait)
         return self._gloo[key]
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
+        """Start the messages, each over NCCL, our sockets or gloo, by device and size."""
         self._refuse_after_failure()
         if self._nccl is not None and any(tensor.is_cuda for _, tensor, _ in (*sends, *receives)):
             return [(-1, work, _NOTHING, _NOTHING) for work in self._nccl.post(sends, receives, label.channel)]
@@ -115,6 +119,7 @@ class ProcessWorld(JoinedWorld):
         return jobs
 
     def _receive(self, peer: int, buffer: Tensor, tag: int) -> Job:
+        """Ask for one message, in host memory."""
         host = in_host_memory(buffer)
         size = host.nbytes
         if self._sockets is not None and size <= self._largest_on_sockets:
@@ -126,6 +131,7 @@ class ProcessWorld(JoinedWorld):
         return peer, carried if announced is None else _Large(announced, carried), buffer, host
 
     def _send(self, peer: int, message: Tensor, tag: int, urgency: float) -> Job:
+        """Send one message, from host memory."""
         host = in_host_memory(message, fill=True)
         size = host.nbytes
         if self._sockets is not None and size <= self._largest_on_sockets:
@@ -136,6 +142,7 @@ class ProcessWorld(JoinedWorld):
         return peer, carried, host, host
 
     def complete(self, posted: object, label: Label) -> None:
+        """Wait for the messages, and copy those for GPUs from host memory."""
         end = time.monotonic() + self.deadline
         for peer, work, buffer, host in posted:  # type: ignore[attr-defined]
             try:
@@ -152,6 +159,7 @@ class ProcessWorld(JoinedWorld):
                 buffer.copy_(host)
 
     def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
+        """As in :class:`World`; only a wide world can tell which exchange is done first."""
         if self._sockets is None or not self.capabilities.waits_for_any:
             return super().wait_any(under_way, end)
         try:
@@ -175,6 +183,7 @@ class ProcessWorld(JoinedWorld):
             self._sockets.limit_unsent(size)
 
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
+        """Start an all-reduce in place, by NCCL or gloo."""
         self._refuse_after_failure()
         try:
             if self._nccl is not None and tensor.is_cuda:
@@ -186,6 +195,7 @@ class ProcessWorld(JoinedWorld):
             raise self._failure(None, error, label) from error
 
     def complete_sum(self, posted: Any, label: Label) -> None:
+        """Wait for the all-reduce; RankFailure at the deadline."""
         work, tensor, host = posted
         try:
             work.wait(self._wait)
@@ -201,11 +211,13 @@ class ProcessWorld(JoinedWorld):
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
 
     def _hear_others(self, called: str, ranks: Sequence[int]) -> dict[int, str | None]:
-        if self._wide:  # all are to stop at once, so that all are heard
+        """As in :class:`JoinedWorld`; a wide world leaves first, so that all ranks stop and are heard."""
+        if self._wide:  # all ranks then stop at once, and say where
             self.leave()
         return super()._hear_others(called, ranks)
 
     def leave(self) -> None:
+        """Close all connections, so that ranks that wait for this one raise at once."""
         self._failed = self._failed or "this rank has left"
         if self._sockets is not None:
             self._sockets.close()
@@ -225,12 +237,12 @@ class ProcessWorld(JoinedWorld):
 
 
 def _peer_of(error: Exception, waited_for: int) -> int:
-    """A wait for one peer serves the connections to all."""
+    """The rank that an error is about: a wait for one peer also serves the connections to others."""
     return error.peer if isinstance(error, TransportError) else waited_for
 
 
 def connect(deadline: float = DEFAULT_DEADLINE) -> ProcessWorld | None:
-    """Join the ranks that torchrun or Slurm started; None where this process stands alone."""
+    """Join the ranks that torchrun or Slurm started; None if this process is alone. By all ranks together."""
     if not dist.is_initialized() and not adopt_environment():
         return None
     try:
@@ -250,7 +262,7 @@ def _this_rank() -> str:
 
 
 def _unmet(error: Exception) -> str:
-    """Why ranks did not meet, and what to do."""
+    """Why the ranks did not meet, and what to do."""
     if "EADDRINUSE" in str(error):
         return (
             f"the ranks cannot meet at {meeting_point()}: the port is in use by another program, perhaps a run that "
@@ -261,7 +273,10 @@ def _unmet(error: Exception) -> str:
 
 
 def start_torch(deadline: float, **meeting: Any) -> None:
-    """torch.distributed as the environment says, or with the store, rank and size of ``meeting``."""
+    """Start torch.distributed as the environment says, or with store, rank and size of ``meeting``.
+
+    With a GPU for each rank of the node, NCCL is used for tensors on GPUs.
+    """
     one_gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= ranks_on_this_node(1)
     if one_gpu_each:
         torch.cuda.set_device(node_info_of(os.environ).local_rank)

@@ -1,7 +1,7 @@
 """Memory that two ranks of one node have mapped, for messages in one direction.
 
-It has no name in any file system: the reader opens it through the writer's process, and nothing is left when both are
-gone. A reader that may not leaves the messages to the socket.
+It has no name in any file system: the reader opens it through the writer's process, and nothing is left when both have
+ended. If the reader is not permitted to, messages go over the socket.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import deque
 
 import numpy as np
 
-_SIZE = 1 << 24  # bytes; pages are had when first written
+_SIZE = 1 << 24  # bytes; the system allocates a page when it is first written
 _TOKEN = 16  # bytes
 
 
 class Mailbox:
-    """Messages lie in a row, begin again at the front, and are freed in the order in which they came."""
+    """A ring buffer in shared memory: messages are written one behind another and freed in the same order."""
 
     def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
         self._bytes = np.frombuffer(memory, dtype=np.uint8)
@@ -29,6 +29,7 @@ class Mailbox:
 
     @classmethod
     def new(cls, size: int = _SIZE) -> Mailbox:
+        """A new mailbox, for the writer."""
         descriptor = os.memfd_create("halocline", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         return cls(mmap.mmap(descriptor, size), descriptor)
@@ -38,12 +39,13 @@ class Mailbox:
             os.close(self._descriptor)
 
     def offer(self) -> bytes:
-        """Where to find it, and what lies at its front to be sure that it is the one."""
+        """How the peer finds the memory, with a random token at its front that proves it is the right one."""
         token = secrets.token_bytes(_TOKEN)
         self._bytes[:_TOKEN] = np.frombuffer(token, dtype=np.uint8)
         return f"{os.getpid()} {self._descriptor} {self.size} {token.hex()}".encode()
 
     def _place(self, size: int) -> int | None:
+        """Where a message of so many bytes fits; None if there is no room yet."""
         if not self._held:
             return 0
         oldest = self._held[0][0]
@@ -54,7 +56,7 @@ class Mailbox:
         return 0 if size < oldest else None
 
     def put(self, payload: memoryview) -> int | None:
-        """Where it lies now; None if there is no room yet."""
+        """Copy a message in and return its place; None if there is no room yet."""
         place = self._place(payload.nbytes)
         if place is None:
             return None
@@ -64,15 +66,16 @@ class Mailbox:
         return place
 
     def free(self) -> None:
-        """The oldest was read."""
+        """The reader has read the oldest message."""
         self._held.popleft()
 
     def read(self, place: int, target: memoryview) -> None:
+        """Copy a message out."""
         np.frombuffer(target, dtype=np.uint8)[:] = self._bytes[place : place + target.nbytes]
 
 
 def offered(offer: bytes) -> Mailbox | None:
-    """The mailbox that a peer offers; None if it cannot be had."""
+    """Map the mailbox that a peer offers; None if that is not permitted."""
     process, descriptor, size, token = offer.decode().split()
     try:
         opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)

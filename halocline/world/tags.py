@@ -1,4 +1,8 @@
-"""Tags of messages: 63 bits that say which exchange a message belongs to."""
+"""Tags of messages: 63 bits that say which exchange a message belongs to.
+
+From the highest bit: whether the tag is counted, a hash of the caller, a hash of the group of ranks, a hash of the
+size, and the number of the exchange within the group.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _EXCHANGE = (1 << _TURN_BITS) - 1 | ((1 << _GROUP_BITS) - 1) << (_TURN_BITS + _S
 
 
 def counted_tag(turn: int, ranks: tuple[int, ...], operation: str, path: int) -> int:
-    """A tag but for the size: the group's turn, the group, and who calls."""
+    """A tag without its size: the number of the exchange in its group, the group, and the caller."""
     who = (_hash(operation) ^ path ^ path >> _CALLER_BITS ^ path >> 2 * _CALLER_BITS) & ((1 << _CALLER_BITS) - 1)
     group = _hash(ranks) & ((1 << _GROUP_BITS) - 1)
     turn &= (1 << _TURN_BITS) - 1
@@ -28,44 +32,46 @@ def _hash(value: object) -> int:
 
 @lru_cache(maxsize=4096)
 def size_bits(elements: int, dtype: torch.dtype) -> int:
+    """The bits of a tag that depend on the message's size and dtype."""
     return (zlib.crc32(f"{elements} {dtype}".encode()) & ((1 << _SIZE_BITS) - 1)) << _TURN_BITS
 
 
 def is_counted(tag: int) -> bool:
-    """Did :meth:`World.begin` make it, so that :func:`diverged` can say something of it?"""
+    """Was the tag made by :meth:`World.begin`, so that :func:`diverged` can compare it?"""
     return bool(tag & _COUNTED)
 
 
 def diverged(awaited: int, came: int) -> bool:
     """Does the second tag prove that its sender is elsewhere in the program?
 
-    An exchange has one message from a rank to another, so that two of the same group and turn are of one exchange.
+    In an exchange a rank sends at most one message to another, so two tags of the same group and number belong to the
+    same exchange.
     """
     differing = awaited ^ came
     return bool(awaited & came & _COUNTED) and bool(differing) and not differing & _EXCHANGE
 
 
 def called_elsewhere(awaited: int, theirs: int) -> bool:
-    """The same of two tags that two ranks await of each other, whose sizes may differ."""
+    """The same for two tags that two ranks await from each other, whose sizes may differ."""
     size = ((1 << _SIZE_BITS) - 1) << _TURN_BITS
     return diverged(awaited | size, theirs | size)
 
 
 def folded(tag: int, bits: int) -> int:
-    """A tag in the bits that a transport has: what is cut off above is not lost below."""
+    """A tag in as few bits as a transport has; the higher bits are mixed into the lower ones."""
     while tag >> bits:
         tag = (tag & ((1 << bits) - 1)) ^ (tag >> bits)
     return tag
 
 
 def sum_tag(turn: int, ranks: tuple[int, ...], operation: str, channel: str, tensor: Tensor) -> int:
-    """Of a sum that goes as messages: apart from all others, by its channel, which has turns of its own."""
+    """The tag of a sum that goes as messages: different from all others, by channel and by the channel's own count."""
     tag = counted_tag(turn, (*ranks, -2), f"{operation} by {channel}", 0)
     return tag & ~_COUNTED | size_bits(tensor.numel(), tensor.dtype)
 
 
 def divergence(rank: int, called: str, peer: int, theirs: str) -> str:
-    """What to say where two ranks have met at different places of the program."""
+    """The error text for two ranks that have met at different places of the program."""
     return (
         f"rank {rank} is in {called}, while rank {peer} is in {theirs}: the ranks have taken different paths through "
         "the program. Have every rank call, from the same line, whatever communicates: reductions and other operations "

@@ -28,26 +28,26 @@ from .listener import HELLO, Listener
 from .rendezvous import BoundedStore
 from .transport_errors import Diverged, TransportError
 
-LARGEST = 1 << 17  # bytes of a message that the kernel's buffers hold
+LARGEST = 1 << 17  # bytes of a message that fits into the kernel's buffers, so that sending does not wait
 WIDE_POSSIBLE = hasattr(os, "eventfd") and hasattr(os, "memfd_create")  # on Linux
-_EXPRESS = 1 << 16  # bytes up to which a message of a wide world waits for none that is half sent
-_LEAST_UNSENT = 1 << 16  # bytes that the kernel may have unsent, however little is asked for
-_PROBE = 1.0  # seconds of waiting for a call after which, and again, a rank sees whether the caller still listens
-_KNOCK = 0.02  # seconds at the door before looking after those who are in
-_SPIN = 50e-6  # seconds of asking again before going to sleep: a wake-up costs more
+_EXPRESS = 1 << 16  # bytes up to which a message of a wide world goes past large ones that are half sent
+_LEAST_UNSENT = 1 << 16  # bytes: the smallest limit on the kernel's unsent bytes
+_PROBE = 1.0  # seconds between checks that a rank which has not called yet still listens
+_KNOCK = 0.02  # seconds to wait for a caller before serving the open connections again
+_SPIN = 50e-6  # seconds to spin before sleeping, since a wake-up takes longer
 
-#: The peer, what is under way, and whatever the caller needs to know of it.
+#: The peer, the pending message, and anything else that the caller keeps with it.
 Job = tuple[Any, ...]
 
 
 class TcpTransport:
-    """This rank's connections, each made when first needed: of two ranks the lower calls, the higher answers.
+    """This rank's connections, each made when first needed: of two ranks the lower one calls, the higher one answers.
 
-    A lane is one connection to each peer. A wide world has two lanes over each network card, one for small messages
-    and one for large; a message takes the card that its tag says. Other worlds have one lane.
+    A lane is one connection to each peer. A wide world has two lanes over each network card, one for small messages and
+    one for large ones; the tag of a message decides its card. Other worlds have one lane.
 
-    One thread at a time uses it; any may call :meth:`wake`. A world that is not wide has no bell, and never waits for
-    the first of several.
+    Only one thread at a time may use it, but any may call :meth:`wake`. A transport that is not wide cannot be woken,
+    and never waits for the first of several messages.
     """
 
     def __init__(self, rank: int, deadline: float, store: Any, name: str, wide: bool = False) -> None:
@@ -56,12 +56,12 @@ class TcpTransport:
         self.set_deadline(deadline)
         self._connections: dict[tuple[int, int], Connection] = {}  # by peer and lane
         self._poll = select.poll()
-        self._open: dict[int, Connection] = {}  # by descriptor: those that are polled
-        self._writing: set[int] = set()  # of these, where something is left to write
+        self._open: dict[int, Connection] = {}  # by descriptor: connections that are polled
+        self._writing: set[int] = set()  # descriptors of those with bytes left to write
         self._gone: set[int] = set()  # peers that have closed a connection
-        self._unsent = 0  # bytes that the kernel may have unsent; 0: as many as it likes
+        self._unsent = 0  # limit on the kernel's unsent bytes; 0: none
         self._spin = 0.0 if wide else _spin()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK) if wide else -1  # with it other threads end a wait
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK) if wide else -1  # an event by which other threads end a wait
         if wide:
             self._poll.register(self._bell, select.POLLIN)
         named = cards() if wide else cards()[:1]
@@ -70,21 +70,21 @@ class TcpTransport:
             self._store.set(f"{name}/{rank}/{number}", listener.address)
 
     def set_deadline(self, seconds: float) -> None:
+        """Set the seconds that any wait may take."""
         self.deadline, self._store = seconds, BoundedStore(self._raw_store, seconds)
 
     # Connections ------------------------------------------------------------------------------------------------------
 
     def connection(self, peer: int, tag: int, size: int) -> Connection:
-        """On which a message of that tag and size goes to ``peer`` or comes from it."""
+        """The connection over which a message of that tag and size goes to or comes from ``peer``."""
         lane = tag % len(self._listeners)
         if self._wide and size > _EXPRESS:
             lane += len(self._listeners)
         return self._connections.get((peer, lane)) or self._connect(peer, lane)
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Make all connections to these. By all ranks together: each answers the lowest caller first, so that none
-        waits in a circle.
-        """
+        """Connect to these peers on all lanes. By all ranks together: each answers the lowest caller first, so that no
+        circle of ranks waits for each other."""
         for lane in range(2 * len(self._listeners) if self._wide else 1):
             for peer in sorted(peers):
                 if (peer, lane) not in self._connections:
@@ -94,9 +94,9 @@ class TcpTransport:
         return self.adopt(self._call(peer, lane) if self.rank < peer else self._answer(peer, lane), peer, lane)
 
     def adopt(self, connected: socket.socket, peer: int, lane: int) -> Connection:
-        """Use a socket whose other end is that lane of ``peer``."""
-        share = self._wide and connected.getpeername()[0] == connected.getsockname()[0]  # it is on this node
-        # On lanes of large messages each one is asked for before it is read: see Connection.
+        """Use a connected socket, whose other end is that lane of ``peer``."""
+        share = self._wide and connected.getpeername()[0] == connected.getsockname()[0]  # the peer is on this node
+        # Large messages are asked for before they are read, and need no copy: see Connection.
         reads_ahead = lane < len(self._listeners)
         made = Connection(connected, peer, share, READ_AHEAD if reads_ahead else 0)
         self._limit(made)
@@ -108,13 +108,14 @@ class TcpTransport:
         return f"{self._name}/{peer}/{lane % len(self._listeners)}"
 
     def _call(self, peer: int, lane: int) -> socket.socket:
+        """Connect to a higher rank, at the address that it has left in the store."""
         host, port, token = self._store.get(self._address(peer, lane)).split()
         connected = socket.create_connection((host, int(port)), timeout=self.deadline)
         connected.sendall(HELLO.pack(bytes.fromhex(token), self.rank, lane))
         return connected
 
     def _answer(self, peer: int, lane: int) -> socket.socket:
-        """Whoever else calls meanwhile is kept for later."""
+        """Wait until a lower rank calls. Other callers meanwhile are kept for later."""
         listener, now = self._listeners[lane % len(self._listeners)], time.monotonic()
         end, probe = now + self.deadline, now + _PROBE
         while (connected := listener.callers.pop((peer, lane), None)) is None:
@@ -129,7 +130,7 @@ class TcpTransport:
         return connected
 
     def _check_listening(self, peer: int, lane: int) -> None:
-        """Raise if a rank that has not called yet has left, or died."""
+        """Raise if a rank that has not called yet has left or died."""
         if self._store.check(self._address(peer, lane)):
             host, port, _ = self._store.get(self._address(peer, lane)).split()
             try:
@@ -140,7 +141,7 @@ class TcpTransport:
                 pass
 
     def limit_unsent(self, size: int) -> None:
-        """On all connections, those too that are made later."""
+        """Limit the kernel's unsent bytes on all connections, those made later included."""
         self._unsent = max(_LEAST_UNSENT, size)
         for connection in self._connections.values():
             self._limit(connection)
@@ -152,14 +153,14 @@ class TcpTransport:
     # Waiting ----------------------------------------------------------------------------------------------------------
 
     def wait(self, peer: int, pending: PendingReceive | PendingSend, end: float) -> None:
-        """Until a message has come or gone; TransportError at ``end``, by ``time.monotonic``."""
+        """Block until a message has come or gone; TransportError at ``end``, by ``time.monotonic``."""
         if not self._wide:
             self._try(self._connections[peer, 0], pending)
         while not pending.done:
             self.wait_any([[(peer, pending)]], end)
 
     def _try(self, connection: Connection, pending: PendingReceive | PendingSend) -> None:
-        """Ask the kernel without going to sleep, at least once and for a little while."""
+        """Read and write without sleeping, at least once and for a few microseconds."""
         asleep_from = 0.0
         while not (pending.done or pending.diverged or connection.closed):
             connection.flush()
@@ -170,7 +171,10 @@ class TcpTransport:
                 return
 
     def wait_any(self, under_way: Sequence[Sequence[Job]], end: float) -> int | None:
-        """Which of these has come and gone in full; None after :meth:`wake`."""
+        """The index of the first of these groups whose messages are all done; None after :meth:`wake`.
+
+        Raises TransportError at ``end`` or if a peer is gone, Diverged if a peer is elsewhere in the program.
+        """
         while True:
             for number, jobs in enumerate(under_way):
                 for job in jobs:
@@ -187,6 +191,7 @@ class TcpTransport:
                 return None
 
     def _refuse_hopeless(self, under_way: Sequence[Sequence[Job]], late: bool) -> None:
+        """Raise for a message whose peer is gone or, if it is ``late``, for the first that is not done."""
         for jobs in under_way:
             for peer, pending, *_ in jobs:
                 if not pending.done and peer in self._gone:
@@ -195,7 +200,7 @@ class TcpTransport:
                     raise TransportError(peer, f"nothing within {self.deadline:g} s")
 
     def _look(self, seconds: float) -> bool:
-        """Read and write what can be, after some sleep if nothing can; True after :meth:`wake`."""
+        """Read and write what is possible, after waiting at most so many seconds; True after :meth:`wake`."""
         for descriptor, connection in self._open.items():
             if bool(connection.outbox) != (descriptor in self._writing):
                 self._writing ^= {descriptor}
@@ -216,12 +221,12 @@ class TcpTransport:
         return woken
 
     def wake(self) -> None:
-        """From any thread: whoever waits in :meth:`wait_any` is to return."""
+        """From any thread: end the wait of a thread in :meth:`wait_any`."""
         if self._wide:
             os.eventfd_write(self._bell, 1)
 
     def _hang_up(self, descriptor: int) -> None:
-        """Whoever waits for this peer, on whatever lane, is to hear of it."""
+        """Stop polling a connection, and mark its peer as gone on all lanes."""
         self._poll.unregister(descriptor)
         self._writing.discard(descriptor)
         connection = self._open.pop(descriptor)
@@ -229,6 +234,7 @@ class TcpTransport:
         self._gone.add(connection.peer)
 
     def close(self) -> None:
+        """Close all connections and ports."""
         for descriptor in list(self._open):
             self._hang_up(descriptor)
         for connection in self._connections.values():
@@ -244,25 +250,30 @@ class TcpTransport:
 
 
 def _spin() -> float:
-    """Where ranks share cores, the one that is waited for has better use for them."""
+    """Seconds to spin before sleeping; 0 where ranks share cores, since the awaited rank needs them."""
     ranks = ranks_on_this_node(dist.get_world_size() if dist.is_initialized() else 1)
     return _SPIN if ranks <= (os.cpu_count() or 1) else 0.0
 
 
 def cards() -> list[str]:
-    """The network cards named to gloo."""
+    """The network cards that GLOO_SOCKET_IFNAME names."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def _own_address(card: str) -> str:
-    """That of the network card, or of the one that leads to where the ranks met."""
+    """The address of a network card, or of the one that leads to where the ranks met."""
+    if card:
+        return card_address(card)
+    meeting = rendezvous_of(os.environ)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if card:
-            import fcntl
-
-            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", card.encode()[:15]))  # SIOCGIFADDR
-            return socket.inet_ntoa(answer[20:24])
-        meeting = rendezvous_of(os.environ)
         probe.connect((meeting.address, meeting.port or 29500))  # sends nothing
-        found: str = probe.getsockname()[0]
-    return found
+        return str(probe.getsockname()[0])
+
+
+def card_address(card: str) -> str:
+    """The IPv4 address of a network card, on Linux; OSError if it has none."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", card.encode()[:15]))  # SIOCGIFADDR
+    return socket.inet_ntoa(answer[20:24])

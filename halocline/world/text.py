@@ -11,7 +11,7 @@ _LONGEST = 512  # bytes
 
 
 def broadcast_text(world: World, source: int, text: str, label: Label, longest: int = _LONGEST) -> str:
-    """What rank ``source`` gives as ``text``, on every rank of the world, cut after ``longest`` bytes.
+    """The text of rank ``source`` on every rank, cut after ``longest`` bytes.
 
     All ranks of the world call it, with the same ``longest``.
     """

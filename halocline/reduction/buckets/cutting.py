@@ -1,9 +1,8 @@
-"""What goes together: gradients in the order in which they become ready, cut into messages so that the last is done
-as early as can be.
+"""How to cut gradients, in the order in which they become ready, into messages so that the last is done early.
 
-A message of n bytes takes ``latency + n * per_byte`` seconds, and starts when all of it is ready and the one before it
-is done. Runs of neighbours in ready order suffice: exchanging two gradients of unequal ready times never helps. The
-best cut is found exactly, by dynamic programming over where the last message begins.
+A message of n bytes takes ``latency + n * per_byte`` seconds. It starts when all its gradients are ready and the
+message before it is done. Runs of neighbours in ready order suffice: exchanging two gradients of unequal ready times
+never helps. The best cut is found exactly, by dynamic programming over where the last message begins.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-_CLOSE = 1.02  # what a message costs is known no better
-_MESSAGES, _FEWEST = 16, 4  # of moderate size, where the wire is busy all the time and where it hardly is
-_LEAST = 3_900_000  # bytes
+_CLOSE = 1.02  # of the best time: the cost of a message is not known any better
+_MESSAGES, _FEWEST = 16, 4  # how many of moderate size, where the link is always busy and where it hardly is
+_LEAST = 3_900_000  # bytes of a moderate message
 _SMALL = 1 << 18  # bytes of the smallest message, where each is needed at a time of its own
-_OF_WHAT_IS_LEFT = 2 / 3
+_OF_WHAT_IS_LEFT = 2 / 3  # largest part of the remaining bytes that one tapered message takes
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a sum over all ranks costs."""
+    """What a message, or a sum over all ranks, costs: seconds, and seconds per byte."""
 
     latency: float = 1e-3
     per_byte: float = 1e-8
 
     def seconds(self, size: float) -> float:
+        """Of a message of so many bytes, by itself."""
         return self.latency + self.per_byte * size
 
 
@@ -49,17 +49,21 @@ def best_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost, most:
         size = upto[end] - upto[:end]
         done = np.maximum(finish[:end], ready[end - 1]) + link.latency + link.per_byte * size
         done[:-1][size[:-1] > most] = math.inf
-        # Of equally good ones the fewest messages: the earliest beginning.
+        # Among equally good cuts the one with the fewest messages: the earliest beginning.
         begins[end] = int(np.argmax(done <= done.min() * (1 + 1e-12) + 1e-15))
         finish[end] = done[begins[end]]
-    return _walked(begins, count)
+    cut, end = [], count
+    while end > 0:
+        end = int(begins[end])
+        cut.append(end)
+    return cut[::-1]
 
 
 def robust_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> list[int]:
-    """The fewest messages that are done nearly as early as the best cut, for each costs the processor something.
+    """The fewest messages that are done nearly as early as the best cut, since each costs processor time.
 
-    The busier the wire, the smaller they may be: messages of moderate size bear it better if a gradient comes later
-    than planned, and the transport works on several at once.
+    The busier the link, the smaller they may be: with messages of moderate size a gradient that comes later than
+    planned delays less, and the transport works on several at once.
     """
     total, deadline = sum(sizes), _CLOSE * finish_time(best_cut(ready, sizes, link), ready, sizes, link)
     load = link.seconds(total) / max(deadline - link.seconds(total), link.latency)
@@ -70,10 +74,10 @@ def robust_cut(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> 
 def fewest_cut(
     ready: Sequence[float], sizes: Sequence[int], link: LinkCost, deadline: float, most: float = math.inf
 ) -> list[int]:
-    """Where the fewest messages of at most ``most`` bytes begin that are all done by ``deadline``; empty if none are.
+    """Where the fewest messages of at most ``most`` bytes begin that are all done by ``deadline``; empty if impossible.
 
-    From the last backwards, each takes in as many gradients as its own deadline allows, and hands the rest of the time
-    to those before it.
+    From the last backwards, each message takes as many gradients as its own deadline allows, and leaves the rest of the
+    time to those before it.
 
     >>> fewest_cut([0.0, 1.0, 1.0], [100, 100, 100], LinkCost(0.1, 0.001), 1.35)
     [0, 1]
@@ -95,16 +99,8 @@ def fewest_cut(
     return cut[::-1]
 
 
-def _walked(begins: np.ndarray, count: int) -> list[int]:
-    cut, end = [], count
-    while end > 0:
-        end = int(begins[end])
-        cut.append(end)
-    return cut[::-1]
-
-
 def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> float:
-    """When the last message of this cut is done."""
+    """Seconds at which the last message of this cut is done."""
     done = 0.0
     for begin, end in zip(cut, [*cut[1:], len(sizes)], strict=True):
         done = max(done, ready[end - 1]) + link.seconds(sum(sizes[begin:end]))
@@ -112,8 +108,8 @@ def finish_time(cut: Sequence[int], ready: Sequence[float], sizes: Sequence[int]
 
 
 def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> list[list[int]]:
-    """Cuts into messages of several sizes, the larger first: small ones cost more, and keep no message waiting for long
-    that is needed soon. The last to come are needed first, so that some cuts taper off towards them."""
+    """Candidate cuts into messages of several sizes, large ones first. Small messages cost more, but delay urgent ones
+    less. The last gradients to come are needed first, so some cuts taper off towards them."""
     total = sum(sizes)
     caps = [max(_SMALL, total / count) for count in (6, 12, 24, 48, 96)]
     even = [fewest_cut(ready, sizes, link, math.inf, cap) for cap in caps]
@@ -121,7 +117,8 @@ def finer_cuts(ready: Sequence[float], sizes: Sequence[int], link: LinkCost) -> 
 
 
 def _tapered(sizes: Sequence[int], most: float) -> list[int]:
-    """Each of at most two thirds of what is left when its last gradient comes, that one counted."""
+    """Messages of at most ``most`` bytes and at most two thirds of the bytes that are left when their last gradient
+    comes, that gradient included."""
     cut, filled, left = [0], 0, sum(sizes)
     for place, size in enumerate(sizes):
         if filled and filled + size > max(_SMALL / 4, min(most, _OF_WHAT_IS_LEFT * left)):
@@ -134,7 +131,7 @@ def _tapered(sizes: Sequence[int], most: float) -> list[int]:
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """When it is there, when it is needed, and its bytes."""
+    """When a bucket is ready and when it is needed, in seconds, and its bytes."""
 
     ready: float
     needed: float
@@ -142,7 +139,7 @@ class BucketTiming:
 
 
 def deadline_order(messages: Sequence[BucketTiming], link: LinkCost) -> list[int]:
-    """Whenever the wire is free: of those that are ready, the one that is needed first.
+    """The order in which messages go if, whenever the link is free, the ready message that is needed first starts.
 
     >>> deadline_order([BucketTiming(0, 9, 10), BucketTiming(1, 8, 10), BucketTiming(2, 7, 10)], LinkCost(0.0, 0.3))
     [0, 2, 1]
@@ -158,14 +155,14 @@ def deadline_order(messages: Sequence[BucketTiming], link: LinkCost) -> list[int
 
 
 def done_by_need(ready: Sequence[float], needed: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """When each is done, if what is needed first goes first and breaks into what does not.
+    """When each is done, if the one that is needed first always goes first and interrupts the others.
 
     >>> done_by_need([0.0, 1.0], [5.0, 1.0], [3.0, 1.0])
     [4.0, 2.0]
     """
     left, done, now = list(seconds), [0.0] * len(ready), 0.0
     coming = sorted(range(len(ready)), key=ready.__getitem__, reverse=True)
-    there: list[tuple[float, int]] = []  # a heap: by need
+    there: list[tuple[float, int]] = []  # a heap by need
     while coming or there:
         if not there:
             now = max(now, ready[coming[-1]])
@@ -182,10 +179,10 @@ def done_by_need(ready: Sequence[float], needed: Sequence[float], seconds: Seque
 
 
 def urgent_lateness(messages: Sequence[BucketTiming], link: LinkCost, express: int, chunk: int) -> float:
-    """As :func:`lateness`, where the most urgent breaks into the others.
+    """As :func:`lateness`, where the most urgent message interrupts the others.
 
-    Those of more than ``express`` bytes go round rings, and wait in every round for what is under way: about half as
-    long, in all, as a ``chunk`` takes.
+    Messages of more than ``express`` bytes go round rings and wait in every round for what is under way: in all about
+    half as long as a ``chunk`` takes.
     """
     needed = [message.needed for message in messages]
     done = done_by_need([message.ready for message in messages], needed, [link.seconds(m.size) for m in messages])
@@ -194,9 +191,9 @@ def urgent_lateness(messages: Sequence[BucketTiming], link: LinkCost, express: i
 
 
 def lateness(messages: Sequence[BucketTiming], link: LinkCost, shared: bool = False) -> float:
-    """The longest time by which a message comes after it is needed, if they go in this order.
+    """The longest time by which a message is done after it is needed, if they go in this order.
 
-    ``shared``: with one more always under way, so that each takes twice as long, and begins as much earlier.
+    ``shared``: one more is always under way, so that each takes twice as long and begins that much earlier.
     """
     done = late = 0.0
     for message in messages:

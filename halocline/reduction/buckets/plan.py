@@ -15,53 +15,43 @@ from ..transport.rings import EXPRESS, URGENT_CHUNK
 from .bucket import Bucket, by_kind
 from .cutting import BucketTiming, LinkCost, deadline_order, finer_cuts, lateness, robust_cut, urgent_lateness
 
-#: By when sums are to be done; "one by one": none breaks into another.
+#: When sums must be done. "one by one": a sum under way cannot be overtaken by a more urgent one.
 Goal = Literal["end of backward", "next forward", "next forward, one by one", "step after"]
 FORWARD = ("next forward", "next forward, one by one")
-_NOTICED = 1e-4  # seconds
-#: Seconds of the wire that a message costs where each is waited for by itself; where several are under way, hardly any.
+_NOTICED = 1e-4  # seconds of lateness below which no other plan is looked for
+#: Seconds of link time that one message costs. High where each message is waited for before the next begins.
 _HANDLING = {"next forward": 1e-4, "next forward, one by one": 4e-3}
-_CLOSE = 0.01  # of a step's time: cuts that are later by less count as equally good, and the fewest messages are taken
-_GAIN = 0.97  # of the time that the sums take longer than backward: what another plan must come down to
+_CLOSE = 0.01  # of a step's time: among cuts later by less than this, the one with the fewest messages wins
+_GAIN = 0.97  # a new plan must bring lateness down to this part of today's
 
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """Of each parameter: when its gradient was ready on the last rank (less than 0: on none), whether some rank had
-    none, whether it is sparse, when the next forward needs it (less than 0: not known); whether gradients are to be
-    differentiated themselves; and what a sum costs."""
+    """What a plan is made from: one entry per parameter in each list; after :meth:`agreed` the same on all ranks."""
 
-    ready: list[float]
-    lacking: list[bool]
-    sparse: list[bool]
-    needs: list[float]
-    graph: bool
+    ready: list[float]  #: seconds at which the gradient was ready on the last rank; negative: on no rank
+    lacking: list[bool]  #: some rank had no gradient
+    sparse: list[bool]  #: the gradient is a sparse tensor
+    needs: list[float]  #: seconds at which the next forward needs the parameter; negative: not known
+    graph: bool  #: backward(create_graph=True): gradients are differentiated themselves
     link: LinkCost
 
     def agreed(self, world: World, ranks: tuple[int, ...], name: str) -> GradientFacts:
-        """The largest of all ranks, in one exchange."""
-        mine = torch.tensor(
-            [*self.ready, *self.lacking, *self.sparse, *self.needs, self.graph, self.link.latency, self.link.per_byte],
-            dtype=torch.float64,
-            device="cpu",
-        )
+        """The maximum over ``ranks`` of every number, in one exchange that all of them take part in."""
+        lists = torch.tensor([self.ready, self.lacking, self.sparse, self.needs], dtype=torch.float64, device="cpu")
+        scalars = lists.new_tensor([self.graph, self.link.latency, self.link.per_byte])
         label = Label(f"{name}: which came, and when", "backward", "gradients")
-        found = world.maximum(mine, ranks, label).tolist()
-        count = len(self.ready)
-        return GradientFacts(
-            found[:count],
-            [bool(value) for value in found[count : 2 * count]],
-            [bool(value) for value in found[2 * count : 3 * count]],
-            found[3 * count : 4 * count],
-            bool(found[4 * count]),
-            LinkCost(*found[4 * count + 1 :]),
-        )
+        largest = world.maximum(torch.cat([lists.flatten(), scalars]), ranks, label)
+        ready, lacking, sparse, needs = largest[:-3].view(4, len(self.ready)).tolist()
+        graph, latency, per_byte = largest[-3:].tolist()
+        flags = [bool(value) for value in lacking], [bool(value) for value in sparse]
+        return GradientFacts(ready, *flags, needs, bool(graph), LinkCost(latency, per_byte))
 
     @cached_property
     def needed(self) -> list[float]:
         """Seconds after the first gradient at which the next forward needs each parameter, if it starts at once.
 
-        Where it is not known: forward takes half as long as backward, the other way round.
+        Where that was not measured: forward takes half as long as backward and goes the other way round.
         """
         end = max(self.ready, default=0.0)
         return [
@@ -70,16 +60,16 @@ class GradientFacts:
 
     @property
     def came(self) -> list[int]:
-        """In the order in which they were ready."""
-        found = [index for index, ready in enumerate(self.ready) if ready >= 0]
-        return sorted(found, key=lambda index: (self.ready[index], index))
+        """The parameters of which some rank had a gradient, in the order in which they were ready."""
+        ready = [index for index, moment in enumerate(self.ready) if moment >= 0]
+        return sorted(ready, key=lambda index: (self.ready[index], index))
 
 
 @dataclass
 class BucketPlan:
     """``buckets`` in the order in which they go; ``sparse`` parameters go by themselves, after backward.
 
-    ``dynamic``: ranks took different ways, so that each bucket goes when all ranks have agreed that it may.
+    ``dynamic``: ranks took different paths, so each bucket goes when all ranks have agreed that it may.
     """
 
     buckets: list[Bucket]
@@ -87,7 +77,7 @@ class BucketPlan:
     facts: GradientFacts
     dynamic: bool = False
     goal: Goal = "end of backward"
-    home: dict[int, int] = field(default_factory=dict)  # of a parameter: its bucket
+    home: dict[int, int] = field(default_factory=dict)  # parameter -> number of its bucket
     _twin: BucketPlan | None = None
 
     def __post_init__(self) -> None:
@@ -104,113 +94,110 @@ class BucketPlan:
         explicit: Sequence[Sequence[int]] | None,
         goal: Goal = "end of backward",
     ) -> BucketPlan:
+        """Make a plan, the same on every rank; ``explicit`` buckets replace those that would be computed."""
         dynamic = any(lacking and ready >= 0 for lacking, ready in zip(facts.lacking, facts.ready, strict=True))
         sparse = [index for index, flag in enumerate(facts.sparse) if flag]
         dense = [index for index in facts.came if not facts.sparse[index]]
         if explicit is not None:
-            runs = [list(kind) for run in explicit for kind in by_kind(_known(run, dense), parameters)]
-            left = set(dense).difference(*map(set, runs)) if runs else set(dense)
-            runs += by_kind([index for index in dense if index in left], parameters)
+            known = [[index for index in run if index in dense] for run in explicit]
+            runs = [kind for run in known for kind in by_kind(run, parameters)]
+            placed = {index for run in runs for index in run}
+            runs += by_kind([index for index in dense if index not in placed], parameters)
         else:
-            runs = [run for kind in by_kind(dense, parameters) for run in _cut(kind, facts, parameters, goal)]
-            runs = [runs[place] for place in _order(runs, facts, parameters, goal)]
+            cutter = _Cutter(facts, parameters, goal)
+            runs = cutter.ordered([run for kind in by_kind(dense, parameters) for run in cutter.cut(kind)])
         if dynamic or goal != "end of backward":  # gradients that did not come may come later
             absent = [index for index, ready in enumerate(facts.ready) if ready < 0 and not facts.sparse[index]]
             runs += by_kind(absent, parameters)
-        buckets = [Bucket(run, [parameters[index] for index in run]) for run in runs if run]
-        return cls(buckets, sparse, facts, dynamic, goal)
+        return cls([Bucket(run, parameters) for run in runs if run], sparse, facts, dynamic, goal)
 
     @property
     def on_cpus(self) -> bool:
+        """Do all buckets lie in host memory?"""
         return all(bucket.device.type == "cpu" for bucket in self.buckets)
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
-        """Are these parameters still what it was made for?"""
+        """Do the parameters still have the shapes, dtypes and devices that the plan was made for?"""
         return all(bucket.fits(parameters) for bucket in self.buckets)
 
     def urgency(self, number: int) -> float:
-        """The smaller, the sooner it is needed."""
+        """Of a bucket: the smaller, the sooner it is needed."""
         return self._urgency[number]
 
     @property
     def complete(self) -> bool:
-        """Are all parameters in it, those too that have never had a gradient?"""
+        """Are all parameters in it, even those that have never had a gradient?"""
         return self.goal != "end of backward"
 
     def twin(self, parameters: Sequence[Tensor]) -> BucketPlan:
-        """The same in other memory, for one pass while another is under way; its twin is this one."""
+        """The same plan on other memory, for a pass that runs while this one's sums are under way. Twins alternate."""
         if self._twin is None:
-            buckets = [
-                Bucket(bucket.indices, [parameters[index] for index in bucket.indices]) for bucket in self.buckets
-            ]
+            buckets = [Bucket(bucket.indices, parameters) for bucket in self.buckets]
             self._twin = BucketPlan(buckets, self.sparse, self.facts, self.dynamic, self.goal, _twin=self)
         return self._twin
 
     def worth_changing(self, facts: GradientFacts, parameters: Sequence[Tensor]) -> bool:
-        """Would buckets made from what was seen lately be done clearly earlier?"""
+        """Would buckets made from these newer facts be done clearly earlier?"""
         dense = [index for bucket in self.buckets for index in bucket.indices if facts.ready[index] >= 0]
         if self.dynamic or not dense or (not self.complete and len(dense) < len(self.home)):
             return False
-        order = sorted(dense, key=lambda index: (facts.ready[index], index))
-        now = _late_by([bucket.indices for bucket in self.buckets], facts, parameters, self.goal)
+        cutter = _Cutter(facts, parameters, self.goal)
+        now = cutter.lateness([bucket.indices for bucket in self.buckets])
         if now <= _NOTICED:
             return False
-        runs = _cut(order, facts, parameters, self.goal)
-        best = [runs[place] for place in _order(runs, facts, parameters, self.goal)]
-        return _late_by(best, facts, parameters, self.goal) < _GAIN * now - _NOTICED
+        best = cutter.cut(sorted(dense, key=lambda index: (facts.ready[index], index)))
+        return cutter.lateness(cutter.ordered(best)) < _GAIN * now - _NOTICED
 
 
-def _known(run: Sequence[int], dense: list[int]) -> list[int]:
-    known = set(dense)
-    return [index for index in run if index in known]
+@dataclass(frozen=True)
+class _Cutter:
+    """Divides gradients into runs, one per bucket, and predicts how late they will be."""
 
+    facts: GradientFacts
+    parameters: Sequence[Tensor]
+    goal: Goal
 
-def _cut(kind: list[int], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> list[list[int]]:
-    ready, sizes = [facts.ready[index] for index in kind], [_bytes(parameters[index]) for index in kind]
+    def cut(self, kind: list[int]) -> list[list[int]]:
+        """Runs of parameters of one kind, which come in ready order."""
+        ready, sizes = [self.facts.ready[index] for index in kind], [self.parameters[index].nbytes for index in kind]
 
-    def runs(cut: Sequence[int]) -> list[list[int]]:
-        return [kind[begin:end] for begin, end in zip(cut, [*cut[1:], len(kind)], strict=True)]
+        def runs(begins: Sequence[int]) -> list[list[int]]:
+            return [kind[begin:end] for begin, end in zip(begins, [*begins[1:], len(kind)], strict=True)]
 
-    if goal not in FORWARD:
-        return runs(robust_cut(ready, sizes, facts.link))
-
-    def late(cut: list[list[int]]) -> float:
-        return _late_by([cut[place] for place in _order(cut, facts, parameters, goal)], facts, parameters, goal)
-
-    facts = replace(facts, link=LinkCost(_HANDLING[goal], facts.link.per_byte))
-    cuts = [runs(cut) for cut in finer_cuts(ready, sizes, facts.link)]
-    lateness = [late(cut) for cut in cuts]
-    allowed = max(0.0, min(lateness)) + _CLOSE * max(facts.needed)
-    return min((cut for cut, each in zip(cuts, lateness, strict=True) if each <= allowed), key=len)
-
-
-def _order(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> list[int]:
-    messages = _messages(runs, facts, parameters)
-    if goal == "next forward, one by one":
-        return deadline_order(messages, facts.link)
-    return sorted(range(len(runs)), key=lambda place: messages[place].ready)
-
-
-def _late_by(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor], goal: Goal) -> float:
-    """Seconds by which the latest of these comes after it is needed, if they go in this order."""
-    messages = _messages([run for run in runs if max(facts.ready[index] for index in run) >= 0], facts, parameters)
-    if goal == "next forward":
-        return urgent_lateness(messages, facts.link, EXPRESS, URGENT_CHUNK)
-    if goal not in FORWARD:  # all are waited for when backward has ended
-        messages = [replace(message, needed=max(m.ready for m in messages)) for message in messages]
-    return lateness(messages, facts.link, shared=goal in FORWARD)
-
-
-def _messages(runs: Sequence[Sequence[int]], facts: GradientFacts, parameters: Sequence[Tensor]) -> list[BucketTiming]:
-    return [
-        BucketTiming(
-            max(facts.ready[index] for index in run),
-            min(facts.needed[index] for index in run),
-            sum(_bytes(parameters[index]) for index in run),
+        if self.goal not in FORWARD:
+            return runs(robust_cut(ready, sizes, self.facts.link))
+        handled = replace(
+            self, facts=replace(self.facts, link=LinkCost(_HANDLING[self.goal], self.facts.link.per_byte))
         )
-        for run in runs
-    ]
+        cuts = [runs(begins) for begins in finer_cuts(ready, sizes, handled.facts.link)]
+        late = [handled.lateness(handled.ordered(cut)) for cut in cuts]
+        allowed = max(0.0, min(late)) + _CLOSE * max(self.facts.needed)
+        return min((cut for cut, each in zip(cuts, late, strict=True) if each <= allowed), key=len)
 
+    def ordered(self, runs: Sequence[list[int]]) -> list[list[int]]:
+        """The runs in the order in which they should go."""
+        timings = self._timings(runs)
+        if self.goal == "next forward, one by one":
+            return [runs[place] for place in deadline_order(timings, self.facts.link)]
+        return [runs[place] for place in sorted(range(len(runs)), key=lambda place: timings[place].ready)]
 
-def _bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+    def lateness(self, runs: Sequence[Sequence[int]]) -> float:
+        """Seconds by which the latest run comes after it is needed, if they go in this order."""
+        timings = self._timings([run for run in runs if max(self.facts.ready[index] for index in run) >= 0])
+        if self.goal == "next forward":
+            return urgent_lateness(timings, self.facts.link, EXPRESS, URGENT_CHUNK)
+        if self.goal not in FORWARD:  # all are waited for when backward has ended
+            end = max((timing.ready for timing in timings), default=0.0)
+            timings = [replace(timing, needed=end) for timing in timings]
+        return lateness(timings, self.facts.link, shared=self.goal in FORWARD)
+
+    def _timings(self, runs: Sequence[Sequence[int]]) -> list[BucketTiming]:
+        ready, needed = self.facts.ready, self.facts.needed
+        return [
+            BucketTiming(
+                max(ready[index] for index in run),
+                min(needed[index] for index in run),
+                sum(self.parameters[index].nbytes for index in run),
+            )
+            for run in runs
+        ]

@@ -1,4 +1,4 @@
-"""What is measured: when gradients become ready, and what a sum costs."""
+"""Measurements that bucket plans are made from: when gradients become ready, and what a sum costs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...world import Label, World
 from ..buckets.cutting import LinkCost
 
 _PROBE, _PIECES, _REPEAT = 1 << 19, 8, 3  # elements of float32, in how many messages, how often
-_DEAREST = 32  # more than this part of the probe's time a message costs only where processes wait for a processor
-_OLD = 0.7  # weight of what was known before
-_LOOK = (2, 4, 8)  # steps after which the plan is looked at; then every thirty-second
-_EVERY = 32
+_DEAREST = 32  # a message costs at most 1/32 of the probe; more is measured only where processes wait for a processor
+_OLD = 0.7  # weight of earlier measurements in a running mean
+_LOOK, _EVERY = (2, 4, 8), 32  # passes after which the plan is reviewed; then after every thirty-second
 
 
 class Clock:
-    """Ready times by parameter in seconds after the first of a pass, and when the next forward needs it in seconds
-    after it needs the first (less than 0: not known), averaged over passes."""
+    """Running means over passes, by parameter: ``times`` at which gradients are ready, in seconds after the first of
+    the pass, and ``needs``, at which the next forward needs each parameter, in seconds after the first (negative: not
+    known); and the cost of a sum."""
 
     def __init__(self, parameters: int) -> None:
         self.times = [0.0] * parameters
@@ -27,22 +27,24 @@ class Clock:
         self.passes = 0
 
     def learn(self, ready: dict[int, float]) -> None:
+        """Take in the moments of one pass, by parameter."""
         if not ready:
             return
         start = min(ready.values())
         for index, moment in ready.items():
             new = moment - start
-            # The first pass finds its memory, and much else, for the first time: it does not count long.
+            # The first passes allocate memory and warm caches up, so their times are replaced and not averaged.
             self.times[index] = _OLD * self.times[index] + (1 - _OLD) * new if self.passes > 1 else new
         self.passes += 1
 
     def learn_needs(self, needs: dict[int, float]) -> None:
+        """Take in when one forward needed each parameter."""
         for index, moment in needs.items():
             known = self.needs[index]
             self.needs[index] = moment if known < 0 else _OLD * known + (1 - _OLD) * moment
 
     def learn_link(self, sums: int, size: int, seconds: float) -> None:
-        """So many sums, one after the other, took so long."""
+        """So many sums, one after another, of ``size`` bytes in all took so long."""
         if self.link is None or sums < 1 or size < 1 << 20:
             return
         per_byte = max(1e-12, (seconds - sums * self.link.latency) / size)
@@ -50,12 +52,13 @@ class Clock:
 
     @property
     def time_to_look(self) -> bool:
+        """Should the plan be reviewed after this pass? The same on all ranks."""
         return self.passes in _LOOK or self.passes % _EVERY == 0
 
 
 class FixedClock(Clock):
-    """For sums that are the same from run to run: times follow from the order in which gradients come and their sizes,
-    and what a sum costs is a guess. Nothing is measured."""
+    """A clock for plans that are the same in every run: times follow from the order in which gradients come and from
+    their sizes in bytes, and the cost of a sum is a guess. Nothing is measured."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(len(sizes))
@@ -63,7 +66,7 @@ class FixedClock(Clock):
         self.link = LinkCost()
 
     def learn(self, ready: dict[int, float]) -> None:
-        """In the order in which they came."""
+        """Only the order counts, which is the dict's."""
         self.passes += 1
         moment = 0.0
         for index in ready:
@@ -71,24 +74,26 @@ class FixedClock(Clock):
             moment += self._sizes[index] * LinkCost().per_byte
 
     def learn_needs(self, needs: dict[int, float]) -> None:
-        """They stay unknown."""
+        """Needs stay unknown."""
 
     def learn_link(self, sums: int, size: int, seconds: float) -> None:
-        """It stays a guess."""
+        """The cost stays a guess."""
 
     @property
     def time_to_look(self) -> bool:
+        """Never."""
         return False
 
 
 def measured_link(world: World, ranks: tuple[int, ...]) -> LinkCost:
-    """What one more message costs in a stream of them, and what a byte does: as one sum, and as many at once.
+    """The cost of one more message in a stream of them, and of a byte, from one large sum and many small ones.
 
-    That is less than the latency of a message by itself, for the next is under way while one is waited for.
+    That is less than the latency of a single message, since the next is under way while one is waited for. By ``ranks``
+    together.
     """
     if len(ranks) == 1:
         return LinkCost()
-    # The least of each: what waits for a processor is not the wire's.
+    # The minimum of several tries: waits for a processor do not count.
     one = min(_timed(world, ranks, 1) for _ in range(_REPEAT))
     many = min(_timed(world, ranks, _PIECES) for _ in range(_REPEAT))
     latency = min(max(1e-6, (many - one) / (_PIECES - 1)), one / _DEAREST)

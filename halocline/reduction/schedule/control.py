@@ -1,7 +1,7 @@
-"""Small agreements among all ranks: a bitwise AND or OR of a few words, in one of three ways.
+"""Small agreements among all ranks: a bitwise AND or OR of a few words, by one of three algorithms.
 
 Recursive doubling takes ceil(log2 P) messages a rank (two more where P is no power of two), a tree of radix r at most
-r + 1 out and r + 1 in. A coordinator hears and answers everybody; it is here to be compared with.
+r + 1 out and r + 1 in. A coordinator talks to every rank; benchmarks compare the others with it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,49 @@ class Doubling:
     name: str
 
     def agree(self, bits: Tensor, combine: Combine) -> Tensor:
+        """All ranks' words combined, the same on all. By all ranks together."""
         everyone = tuple(range(self.world.size))
         return self.world.combined(bits, everyone, combine, Label(self.name, "backward", "gradients"))
 
 
 @dataclass
 class Tree:
-    """Rank i stands above ranks ``radix * i + 1`` to ``radix * i + radix``: up it is combined, down it is told."""
+    """A tree in which rank i is the parent of ranks ``radix * i + 1`` to ``radix * i + radix``."""
 
     world: World
     name: str
     radix: int = 4
 
     def agree(self, bits: Tensor, combine: Combine) -> Tensor:
+        """Combine words on the way up to rank 0, and send the result down. By all ranks together."""
         rank, size = self.world.rank, self.world.size
-        below = [child for child in range(self.radix * rank + 1, self.radix * rank + self.radix + 1) if child < size]
-        above = None if rank == 0 else (rank - 1) // self.radix
-        for child in below:
-            bits = combine(bits, _received(self.world, child, bits, self.name))
-        if above is not None:
-            _sent(self.world, above, bits, self.name)
-            bits = _received(self.world, above, bits, self.name)
-        for child in below:
-            _sent(self.world, child, bits, self.name)
+        children = [child for child in range(self.radix * rank + 1, self.radix * rank + self.radix + 1) if child < size]
+        for child in children:
+            bits = combine(bits, self._received(child, bits))
+        if rank:
+            parent = (rank - 1) // self.radix
+            self._send(parent, bits)
+            bits = self._received(parent, bits)
+        for child in children:
+            self._send(child, bits)
         return bits
+
+    def _send(self, peer: int, bits: Tensor) -> None:
+        label = Label(f"{self.name} {self.world.rank} to {peer}", "backward", "gradients")
+        self.world.begin([Send(peer, bits)], [], bits, self._pair(peer), label).wait()
+
+    def _received(self, peer: int, like: Tensor) -> Tensor:
+        label = Label(f"{self.name} {peer} to {self.world.rank}", "backward", "gradients")
+        return self.world.begin([], [Receive(peer, like.numel())], like, self._pair(peer), label).wait()[0]
+
+    def _pair(self, peer: int) -> tuple[int, ...]:
+        """The group of the message; -2 keeps it apart from other messages of the same two ranks."""
+        return (*sorted((self.world.rank, peer)), -2)
 
 
 @dataclass
 class Coordinator(Tree):
-    """A tree of one level: rank 0 above all others."""
+    """A tree of one level: rank 0 is the parent of all others."""
 
     def __post_init__(self) -> None:
         self.radix = max(1, self.world.size - 1)
@@ -62,22 +76,8 @@ class Coordinator(Tree):
 Control = Doubling | Tree
 
 
-def _label(name: str, sender: int, receiver: int) -> Label:
-    return Label(f"{name} {sender} to {receiver}", "backward", "gradients")
-
-
-def _sent(world: World, peer: int, bits: Tensor, name: str) -> None:
-    pair = (*sorted((world.rank, peer)), -2)
-    world.begin([Send(peer, bits)], [], bits, pair, _label(name, world.rank, peer)).wait()
-
-
-def _received(world: World, peer: int, like: Tensor, name: str) -> Tensor:
-    pair = (*sorted((world.rank, peer)), -2)
-    return world.begin([], [Receive(peer, like.numel())], like, pair, _label(name, peer, world.rank)).wait()[0]
-
-
 def packed(flags: list[bool]) -> Tensor:
-    """63 a word: the sign stays out of it."""
+    """Flags as bits of int64 words, 63 a word: the sign bit stays unused."""
     words = [0] * -(-len(flags) // 63)
     for place, flag in enumerate(flags):
         words[place // 63] |= int(flag) << (place % 63)
@@ -85,7 +85,8 @@ def packed(flags: list[bool]) -> Tensor:
 
 
 def unpacked(words: Tensor, count: int) -> list[bool]:
-    """
+    """The first ``count`` flags.
+
     >>> unpacked(packed([True, False] * 50), 100) == [True, False] * 50
     True
     """

@@ -1,8 +1,8 @@
 """Which buckets may go where ranks take different paths through the model: agreed in a thread while backward runs.
 
-Each rank has two bits a bucket: *ready*, and *will not come* (set when its backward has ended). One AND over all ranks
-says which buckets everybody is done with; those that some rank had are summed, in one order. Bits that were lost are
-offered again in the next round.
+Each rank has two bits per bucket: *ready*, and *will not come* (set when its backward has ended). One AND over all
+ranks says which buckets all ranks are done with; those that some rank had are summed, in one order. A ready bit that
+another rank did not have yet is offered again in the next round.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from collections.abc import Callable
 import torch
 
 from ...errors import RankFailure
+from ...world import CommThread, World
+from ..transport.leases import MOST, lease
 from ..transport.sum_queue import BucketSum
 from .control import Control, packed, unpacked
 
 
 class Negotiation:
-    """Of one backward pass; :meth:`run` is the thread's job. ``begin_sum(number)`` starts the sum of a bucket."""
+    """The agreement of one backward pass; :meth:`run` is the thread's job.
+
+    ``begin_sum(number)`` starts the sum of a bucket, in the thread. ``valid``: this rank's parameters fit the plan.
+    """
 
     def __init__(
         self, buckets: int, control: Control, begin_sum: Callable[[int], BucketSum], valid: bool, deadline: float
@@ -36,18 +41,20 @@ class Negotiation:
         self.invalid = False
 
     def ready(self, bucket: int) -> None:
+        """All gradients of a bucket are there on this rank."""
         with self._changed:
             self._done.add(bucket)
             self._changed.notify_all()
 
     def end(self, never: set[int]) -> None:
-        """Backward is over: all buckets are as they will be, and those in ``never`` got nothing here."""
+        """Backward is over on this rank: buckets in ``never`` got no gradient, all others are complete."""
         with self._changed:
             self._done, self._never, self._ended = set(range(self._buckets)), never, True
             self._changed.notify_all()
 
     def agreed(self) -> dict[int, BucketSum | None]:
-        """Wait for the end: the sums of buckets that some rank had; None for those that none had."""
+        """Wait for the end: the sum of each bucket, or None if no rank had a gradient. RankFailure after the
+        deadline."""
         if not self._over.wait(self._deadline + 5):
             raise RankFailure(f"the ranks did not agree on their gradients within {self._deadline:g} s")
         if self._error is not None:
@@ -55,6 +62,7 @@ class Negotiation:
         return self.sums
 
     def run(self) -> None:
+        """Negotiate until every bucket is decided. In the agreement's thread."""
         try:
             while len(self.sums) < self._buckets and not self.invalid:
                 self._round(*self._news())
@@ -63,7 +71,7 @@ class Negotiation:
         self._over.set()
 
     def _news(self) -> tuple[set[int], set[int]]:
-        """What this rank offers, once there is something that it has not offered before."""
+        """This rank's complete buckets and those that will not come, once there is something new to offer."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended or len(self._done) > self._offered, self._deadline):
                 raise RankFailure(f"backward did not end within {self._deadline:g} s")
@@ -71,7 +79,7 @@ class Negotiation:
             return set(self._done), set(self._never)
 
     def _round(self, done: set[int], never: set[int]) -> None:
-        """One AND. Its first bit says that no rank's parameters have changed; else an OR tells whose bucket has."""
+        """One AND over all ranks, and the sums that it allows. The first bit says that no rank's parameters changed."""
         every = range(self._buckets)
         mine = [self._valid, *(bucket in done for bucket in every), *(bucket in never for bucket in every)]
         valid, *bits = unpacked(self._control.agree(packed(mine), torch.bitwise_and), 1 + 2 * self._buckets)
@@ -83,3 +91,16 @@ class Negotiation:
             if bits[bucket] and bucket not in self.sums:
                 nobody = bits[self._buckets + bucket]
                 self.sums[bucket] = None if nobody else self._begin_sum(bucket)
+
+
+class Agreement:
+    """A duplicated world and its thread, in which ranks agree while backward runs. Made by all ranks together."""
+
+    def __init__(self, world: World, control: Callable[[World, str], Control], name: str) -> None:
+        leased = lease(world, "duplicated world", lambda _: (world.duplicate(), CommThread("halocline agreement")))
+        assert leased is not None, f"more than {MOST} models whose ranks take different paths"
+        self.lease = leased
+        self.world: World = leased.thing[0]
+        self.thread: CommThread = leased.thing[1]
+        self.world.traffic.clear()
+        self.control = control(self.world, name)

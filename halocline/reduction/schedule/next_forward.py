@@ -1,7 +1,7 @@
-"""Sums that go on into the next forward: each is waited for by the layer that needs its parameters, and by no other.
+"""Sums that go on into the next forward: only the layer that needs a bucket's parameters waits for its sum.
 
 When backward ends, gradients are still pending. ``optimizer.step()`` only records which gradient to apply with which
-hyper-parameters, and defers the parameters. The first user of a deferred parameter waits for its bucket and makes the
+hyper-parameters, and defers the parameters. The first reader of a deferred parameter waits for its bucket and makes the
 step of that bucket, unless the communication thread has made it before. The result is bit for bit that of a
 synchronous step.
 """
@@ -40,11 +40,14 @@ if TYPE_CHECKING:
     from ..average import GradientAverage
     from ..backward_pass import BackwardPass
 
-_LEARN_AGAIN = 4  # when forward needs each parameter is measured in one of so many steps, after the first ones
+_LEARN_AGAIN = 4  # after the first steps, one step in four measures when forward needs each parameter
 
 
 class NextForwardOverlap:
-    """Between the end of a backward and the parameters' next use. ``optimizers`` are those whose steps may wait."""
+    """The :class:`Overlap` that holds a step's state between the end of backward and the parameters' next use.
+
+    ``optimizers`` are those whose steps may be deferred; their ``step`` methods are replaced.
+    """
 
     def __init__(self, engine: GradientAverage, optimizers: Sequence[Any]) -> None:
         self._engine = engine
@@ -54,75 +57,76 @@ class NextForwardOverlap:
         urgent_first = rings is not None and rings.urgent
         self.goal: Goal = "next forward" if urgent_first else "next forward, one by one"
         self._under_way: BackwardPass | None = None
-        self._left: set[int] = set()  # buckets that nobody has waited for yet
-        self._pending: dict[int, Tensor] = {}
-        self._old: dict[int, Tensor] = {}  # gradients of earlier passes, which this one did not add to
-        self._requests: dict[int, StepRequest] = {}
+        self._left: set[int] = set()  # buckets that were not waited for yet
+        self._pending: dict[int, Tensor] = {}  # by parameter: its ``.grad`` while it is summed
+        self._old: dict[int, Tensor] = {}  # gradients of earlier passes that this pass did not add to
+        self._requests: dict[int, StepRequest] = {}  # by parameter: the optimizer step to make
         self._thread_steps: dict[int, list[SumStep]] = {}  # by bucket: steps that the thread makes
-        self._needs: dict[int, float] = {}
-        self._began, self._stalled = 0.0, 0.0
-        self._looked_at: tuple[BackwardPass, set[int]] | None = None
+        self._needs: dict[int, float] = {}  # by parameter: when forward first read it, without stalls
+        self._began, self._stalled = 0.0, 0.0  # of the forward: its first read; seconds that it waited since
+        self._to_review: tuple[BackwardPass, set[int]] | None = None
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            self._stand_before(optimizer)
+            self._replace_step(optimizer)
 
-    # What the engine asks ---------------------------------------------------------------------------------------------
+    # Called by the engine ---------------------------------------------------------------------------------------------
 
     def take_over(self, ended: BackwardPass, came: set[int]) -> None:
-        """Backward is over and all its sums have begun."""
+        """Make the gradients of all buckets pending: backward is over and all its sums have begun."""
         engine = self._engine
         assert ended.plan is not None
-        self._under_way, self._left, self._looked_at = ended, set(range(len(ended.plan.buckets))), (ended, came)
+        self._under_way, self._left, self._to_review = ended, set(range(len(ended.plan.buckets))), (ended, came)
         self._requests, self._thread_steps, self._needs, self._began = {}, {}, {}, 0.0
         self._learns = engine.clock.passes < 2 * _LEARN_AGAIN or engine.clock.passes % _LEARN_AGAIN == 0
         for number, bucket in enumerate(ended.plan.buckets):
             arrival = _BucketArrival(self, ended.sum_of(number))
             for index in bucket.indices:
                 parameter = engine.parameters[index]
-                # The same object, which the user may hold since an earlier pass, if it lies where the mean will.
+                # Keep the object, which the user may hold since an earlier pass, if it lies where the mean will.
                 same = type(parameter.grad) is Tensor and bucket.holds(index, parameter.grad)
-                found: Any = parameter.grad if same else bucket.gradient(index)
+                gradient: Any = parameter.grad if same else bucket.gradient(index)
                 if index not in came and parameter.grad is not None:
                     self._old[index] = parameter.grad
-                # Of those that did not come here too: another rank may have had one.
-                self._pending[index] = parameter.grad = pending(found, arrival)
+                # Even if no gradient came on this rank: another rank may have had one.
+                self._pending[index] = parameter.grad = pending(gradient, arrival)
 
     def take_means(self) -> None:
-        """Nothing is pending: the optimizer steps as ever."""
+        """Nothing is pending: the optimizer steps as usual."""
 
     def before(self, index: int) -> None:
-        """A gradient is about to be added to a parameter's: nothing may be pending any more."""
+        """Finish, since no gradient may be pending when another is added to it."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for all that is left: the sums go on by themselves, whatever the other ranks are at."""
+        """Wait for all sums and make all requested steps. Each rank may call it at any time: sums go on by
+        themselves."""
         if self._under_way is None:
             return
         for number in sorted(self._left):
             self._settle(number)
         ended, self._under_way = self._under_way, None
         for parameter in self._engine.parameters:
-            undefer(parameter)  # they are as they should be, and nobody has looked yet
+            undefer(parameter)  # only watched for needs: their steps are made
         self._engine.clock.learn_needs(self._needs)
         ended.learn_link()
         self._pending, self._requests, self._old = {}, {}, {}
 
     def look_back(self) -> None:
-        """What the last sums told of plans, at a point that all ranks come to."""
-        seen, self._looked_at = self._looked_at, None
+        """Let the engine review its plan by the last pass, at a point that all ranks reach."""
+        seen, self._to_review = self._to_review, None
         if seen is not None:
             self._engine.look_back(*seen)
 
-    # What the optimizer is asked --------------------------------------------------------------------------------------
+    # Called by the optimizer ------------------------------------------------------------------------------------------
 
-    def _stand_before(self, optimizer: Any) -> None:
-        """Its ``step`` is ours from here on. A method, for torch's schedulers look into it."""
+    def _replace_step(self, optimizer: Any) -> None:
+        """Give an optimizer a ``step`` that defers. A bound method, since torch's schedulers look into it."""
         before = optimizer.step
         overlap = self
 
         def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-            self._opt_called = True  # torch's schedulers ask
-            if self is not optimizer:  # a copy of it
+            self._opt_called = True  # read by torch's schedulers
+            if self is not optimizer:  # a copy of the optimizer
                 return type(self).step(self, closure)
             return overlap._step(self, closure)
 
@@ -130,7 +134,7 @@ class NextForwardOverlap:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
         def reduce(self: Any, protocol: Any) -> Any:
-            overlap.finish()  # a copy is to have the state after the step
+            overlap.finish()  # a copy gets the state after the step
             return self.__class__.__reduce_ex__(self, protocol)
 
         step._halocline = True  # type: ignore[attr-defined]
@@ -141,6 +145,7 @@ class NextForwardOverlap:
         inner.register_load_state_dict_pre_hook(lambda *_: self.finish())
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+        """Record requests for pending gradients; step the other parameters now, or all if any cannot be deferred."""
         numbers = {id(parameter): index for index, parameter in enumerate(self._engine.parameters)}
         theirs = [parameter for bucket in inner_of(optimizer).param_groups for parameter in bucket["params"]]
         asked_before = any(numbers.get(id(parameter)) in self._requests for parameter in theirs)
@@ -148,59 +153,61 @@ class NextForwardOverlap:
             self.finish()
             return type(optimizer).step(optimizer, closure)
         now: list[StepRequest] = []
-        whose: list[Tensor] = []
+        step_now: list[Tensor] = []
         for bucket in inner_of(optimizer).param_groups:
             settings = copied(bucket)
             for parameter in bucket["params"]:
                 index, gradient = numbers.get(id(parameter), -1), parameter.grad
                 if gradient is None:
                     continue
-                order = StepRequest(optimizer, settings, gradient)
+                request = StepRequest(optimizer, settings, gradient)
                 if is_pending(gradient) and gradient is self._pending.get(index) and can_be_deferred(parameter):
-                    self._requests[index] = order
+                    self._requests[index] = request
                 else:
-                    whose.append(parameter)
-                    now.append(order)
-        if any(is_pending(order.gradient) for order in now):  # of a kind that cannot be deferred
-            self._requests = {i: order for i, order in self._requests.items() if order.optimizer is not optimizer}
+                    step_now.append(parameter)
+                    now.append(request)
+        if any(is_pending(request.gradient) for request in now):  # of parameters that cannot be deferred
+            self._requests = {i: each for i, each in self._requests.items() if each.optimizer is not optimizer}
             self.finish()
             return type(optimizer).step(optimizer)
-        make_step(whose, now)
+        make_step(step_now, now)
         self._defer_parameters(optimizer)
         return None
 
     def _defer_parameters(self, optimizer: Any) -> None:
+        """Defer the parameters of this optimizer's requests, and queue their steps in the thread where it can step."""
         ended = self._under_way
         assert ended is not None
         plan = ended.plan
         assert plan is not None
         waiting: dict[int, list[int]] = {}
-        for index, order in self._requests.items():
+        for index, request in self._requests.items():
             number = plan.home[index]
-            if number in self._left and order.optimizer is optimizer:
+            if number in self._left and request.optimizer is optimizer:
                 waiting.setdefault(number, []).append(index)
-                defer(self._engine.parameters[index], partial(self._touched, index, number))
+                defer(self._engine.parameters[index], partial(self._read, index, number))
         queue = self._engine.queue
         if queue is not None and queue.told and plan.on_cpus and can_step_in_thread(optimizer):
             for number, indices in waiting.items():
                 job = partial(self._step_in_thread, ended, number, indices)
                 step = queue.after(ended.sum_of(number), plan.urgency(number), job, set(indices))
                 self._thread_steps.setdefault(number, []).append(step)
-        # A graph that was made with them before the step has not been for them since, as after any step.
+        # As any step does: a graph that was made with the parameters before the step must not be used after it.
         torch.autograd.graph.increment_version([self._engine.parameters[index] for index in self._requests])
         self._began = self._stalled = 0.0
 
     def _step_in_thread(self, ended: BackwardPass, number: int, indices: list[int]) -> None:
-        """Make the requested steps of these parameters; the thread's job, once their bucket's sum is there."""
+        """Make the requested steps of these parameters: the thread's job, once their bucket's sum is done."""
         means = ended.means(number, self._old)
         stepped = [index for index in indices if index in means]
         requests = [replace(self._requests[index], gradient=means[index]) for index in stepped]
         with apart():
             make_step_in_thread([self._engine.parameters[index] for index in stepped], requests)
 
-    # What a parameter's first user asks -------------------------------------------------------------------------------
+    # Called by a parameter's first reader ----------------------------------------------------------------------------
 
-    def _touched(self, index: int, number: int) -> None:
+    def _read(self, index: int, number: int) -> None:
+        """A deferred parameter is read: note when, and settle its bucket."""
         now = time.perf_counter()
         self._began = self._began or now
         self._needs.setdefault(index, now - self._began - self._stalled)
@@ -209,8 +216,8 @@ class NextForwardOverlap:
             self._stalled += time.perf_counter() - now
 
     def _settle(self, number: int) -> None:
-        """Wait for a bucket, and make the steps that were asked for."""
-        if transforming() or tracing() is not None:  # they look at all that their thread does
+        """Wait for a bucket's sum, and make the requested steps of its parameters."""
+        if transforming() or tracing() is not None:  # transforms and traces would record what happens in this thread
             with ThreadPoolExecutor(1) as other:
                 other.submit(self._settle, number).result()
             return
@@ -223,42 +230,39 @@ class NextForwardOverlap:
             step.wait()
         self._left.discard(number)
         stepped = set().union(*(step.indices for step in thread_steps))
-        whose, orders = [], []
+        parameters, requests = [], []
         for index in bucket.indices:
-            parameter, order = engine.parameters[index], self._requests.get(index)
-            shell = resolved(self._pending[index])
-            mean = shell if index in had else self._old.get(index)
-            if order is not None and mean is not None:
+            parameter, request = engine.parameters[index], self._requests.get(index)
+            gradient = resolved(self._pending[index])
+            mean = gradient if index in had else self._old.get(index)
+            if request is not None and mean is not None:
                 undefer(parameter)
                 if index not in stepped:
-                    whose.append(parameter)
-                    orders.append(StepRequest(order.optimizer, order.settings, mean))
-            # A gradient that was let go of meanwhile, or replaced, is none of ours.
-            if mean is not shell and parameter.grad is shell:
+                    parameters.append(parameter)
+                    requests.append(replace(request, gradient=mean))
+            # Leave a ``.grad`` that the user has dropped or replaced meanwhile.
+            if mean is not gradient and parameter.grad is gradient:
                 parameter.grad = mean
-        if whose:
+        if parameters:
             with apart():
-                make_step(whose, orders)
-        self._watch_for_needs(number)
-
-    def _watch_for_needs(self, number: int) -> None:
-        """To learn when the others of a bucket are needed; there is nothing left to do."""
-        assert self._under_way is not None
-        assert self._under_way.plan is not None
-        for index in self._under_way.plan.buckets[number].indices if self._learns else ():
-            if index in self._requests and index not in self._needs:
-                defer(self._engine.parameters[index], partial(self._touched, index, number))
+                make_step(parameters, requests)
+        for index in bucket.indices if self._learns else ():
+            if index in self._requests and index not in self._needs:  # only to learn when it is read
+                defer(engine.parameters[index], partial(self._read, index, number))
 
 
 class _BucketArrival:
-    """What pending gradients of a bucket call for their values. Holds only a weak reference to the model: Python's
-    collector does not see that a parameter holds its gradient. A gradient that outlives its model waits for its sum."""
+    """What the pending gradients of a bucket call for their values.
+
+    Holds only a weak reference to the overlap, and so to the model: Python's collector does not see that a parameter
+    holds its gradient. A gradient that outlives its model waits for its sum itself.
+    """
 
     def __init__(self, overlap: NextForwardOverlap, pending: BucketSum) -> None:
-        self._deadlines, self._pending = weakref.ref(overlap), [pending]
+        self._overlap, self._pending = weakref.ref(overlap), [pending]
 
     def __call__(self) -> None:
-        overlap = self._deadlines()
+        overlap = self._overlap()
         if overlap is not None:
             overlap.finish()
         elif self._pending:

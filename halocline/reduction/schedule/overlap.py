@@ -1,4 +1,4 @@
-"""What may take over the sums of a backward pass that has ended."""
+"""The interface of schedules in which sums go on after backward."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ if TYPE_CHECKING:
 
 
 class Overlap(Protocol):
-    """Who takes over the sums of a backward that has ended, where they are not waited for at once."""
+    """Takes over a backward pass that has ended while its sums are under way: :class:`NextForwardOverlap`, or
+    :class:`Lag`. The engine calls all methods in the rank's own thread, or in autograd's."""
 
     goal: Goal
 
     def before(self, index: int) -> None:
-        """A gradient is about to be added to a parameter's."""
+        """A gradient is about to be added to a parameter's ``.grad``."""
 
     def take_over(self, ended: BackwardPass, came: set[int]) -> None:
-        """Its sums have begun; the gradients are yet to be."""
+        """All sums of a pass have begun; gradients of the parameters in ``came`` came on this rank."""
 
     def take_means(self) -> None:
-        """All gradients are means already: there was no plan to begin them by."""
+        """A pass without a plan has ended: all gradients are means already."""
 
     def look_back(self) -> None:
-        """Let the engine see what earlier sums told, now that all ranks are at the same point."""
+        """Let the engine review its plan by what earlier sums told, now that all ranks are at the same point."""
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all sums under way."""

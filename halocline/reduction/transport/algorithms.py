@@ -1,9 +1,9 @@
-"""How a sum travels, on paper: for one rank, the rounds in which it sends one span of elements and takes in another.
+"""How a sum travels, as data: for one rank, the rounds in which it sends one span of elements and receives another.
 
-Nothing communicates here. Both ends of a message work out the same span, so empty ones are left out on both, and every
-rank counts the rounds alike, idle ones too. In all ways but doubling an element is added up along one chain of ranks,
-the last of which hands its result to all others; in doubling both partners add the same two numbers in the same order.
-Either way all ranks end with the same bits.
+Nothing communicates here. Both ends of a message compute the same span, so empty messages are left out on both, and
+every rank counts the rounds alike, idle ones included. In all algorithms but doubling an element is added up along one
+chain of ranks, the last of which sends its result to all others; in doubling both partners add the same two numbers in
+the same order. Either way all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-#: What becomes of what arrives: put in place, added to what is there, or what is there added to it; or it goes on in
-#: the next round with what is there added, which itself stays as it is.
+#: What a rank does with received elements: overwrite its own, add them to its own, add its own to them (the other order
+#: of operands), or add its own to them and send the result on in the next round, leaving its own unchanged.
 Taking = Literal["copy", "add", "add to it", "carry"]
 NOTHING = Span(0, 0)
 
 
 class Round(NamedTuple):
-    """One message out and one in, or less."""
+    """At most one message out (``to``) and one in (``source``) of one rank; ranks are numbers in the world."""
 
     to: int | None = None
     sent: Span = NOTHING
@@ -46,6 +46,7 @@ class Round(NamedTuple):
 
     @property
     def idle(self) -> bool:
+        """Does the rank neither send nor receive?"""
         return self.to is None and self.source is None
 
 
@@ -53,7 +54,7 @@ IDLE = Round()
 
 
 def split(span: Span, parts: int) -> list[Span]:
-    """In parts whose sizes differ by one at most.
+    """Divide a span into parts whose sizes differ by one at most.
 
     >>> split(Span(0, 5), 3)
     [Span(start=0, stop=1), Span(start=1, stop=3), Span(start=3, stop=5)]
@@ -66,7 +67,7 @@ def split(span: Span, parts: int) -> list[Span]:
 
 
 def ring_scatter(shares: Sequence[Span], ring: Sequence[int], place: int, taking: Taking = "add") -> Iterator[Round]:
-    """Share i ends, summed, with the i-th of the ring. It starts with the next of the ring and goes all round."""
+    """Reduce-scatter: share i ends, summed, on the i-th rank of the ring, after going all round from the next one."""
     count = len(ring)
     for step in range(count - 1):
         sent, received = shares[(place - step - 1) % count], shares[(place - step - 2) % count]
@@ -74,7 +75,7 @@ def ring_scatter(shares: Sequence[Span], ring: Sequence[int], place: int, taking
 
 
 def ring_gather(shares: Sequence[Span], ring: Sequence[int], place: int) -> Iterator[Round]:
-    """From the i-th of the ring, share i goes to all."""
+    """All-gather: share i goes from the i-th rank of the ring to all others."""
     count = len(ring)
     for step in range(count - 1):
         sent, received = shares[(place - step) % count], shares[(place - step - 1) % count]
@@ -90,27 +91,27 @@ def _round(to: int, sent: Span, source: int, received: Span, taking: Taking) -> 
 
 
 def coordinates(place: int, factors: Sequence[int]) -> list[int]:
-    """Of the ``place``-th rank; neighbours differ in the first.
+    """The ``place``-th rank's number at each level; neighbours differ in the first.
 
     >>> coordinates(7, (2, 4))
     [1, 3]
     """
-    found = []
+    numbers = []
     for factor in factors:
-        found.append(place % factor)
+        numbers.append(place % factor)
         place //= factor
-    return found
+    return numbers
 
 
 def _ring_of(level: int, ranks: Sequence[int], factors: Sequence[int], place: int) -> list[int]:
-    """The ranks that differ from this one in the coordinate of that level alone."""
+    """The ranks that differ from this one at that level alone."""
     stride = prod(factors[:level])
     first = place - coordinates(place, factors)[level] * stride
     return [ranks[first + number * stride] for number in range(factors[level])]
 
 
 def level_sum(span: Span, ranks: Sequence[int], factors: Sequence[int], place: int) -> Iterator[Round]:
-    """Reduce-scatter over each level in turn, on what is left of the level before; then all-gathers, the way back."""
+    """Reduce-scatter over each level in turn, on this rank's share of the level before; then all-gathers in reverse."""
     own, way_back = coordinates(place, factors), []
     for level, factor in enumerate(factors):
         shares, ring = split(span, factor), _ring_of(level, ranks, factors, place)
@@ -125,7 +126,7 @@ def level_sum(span: Span, ranks: Sequence[int], factors: Sequence[int], place: i
 
 
 def leader_sum(span: Span, ranks: Sequence[int], factors: Sequence[int], place: int, leaders: int) -> Iterator[Round]:
-    """The first ``leaders`` of each node each collect a share from all of it, sum it over nodes, and hand it out."""
+    """The first ``leaders`` ranks of each node each collect a share of the node, sum it over nodes and send it back."""
     (on_node, nodes), (local, _) = factors, coordinates(place, factors)
     shares, node = split(span, leaders), _ring_of(0, ranks, factors, place)
     shares += [NOTHING] * (on_node - leaders)
@@ -147,18 +148,21 @@ def leader_sum(span: Span, ranks: Sequence[int], factors: Sequence[int], place: 
 
 
 def doubling_sum(span: Span, ranks: Sequence[int], place: int) -> Iterator[Round]:
-    """Partners at distance 1, 2, 4, ... exchange all they have. Ranks beyond a power of two have one of the others
-    stand in for them."""
+    """Recursive doubling: partners at distance 1, 2, 4, ... exchange all elements. A rank beyond the largest power of
+    two is a guest: it gives its elements to a host before, and receives the sum after."""
     power = 1 << (len(ranks).bit_length() - 1)
-    stands_in, guest = place + power < len(ranks), place >= power
+    guest = place >= power
     if not span.size:
         return
+    first = last = IDLE
+    if guest:
+        host = ranks[place - power]
+        first, last = Round(host, span), Round(source=host, received=span, taking="copy")
+    elif place + power < len(ranks):
+        hosted = ranks[place + power]
+        first, last = Round(source=hosted, received=span, taking="add"), Round(hosted, span)
     if power < len(ranks):
-        yield (
-            _one_way(span, ranks, place - power, None)
-            if guest
-            else (_one_way(span, ranks, None, place + power) if stands_in else IDLE)
-        )
+        yield first
     step = 1
     while step < power:
         partner = place ^ step
@@ -166,28 +170,20 @@ def doubling_sum(span: Span, ranks: Sequence[int], place: int) -> Iterator[Round
         yield IDLE if guest else Round(ranks[partner], span, ranks[partner], span, taking)
         step *= 2
     if power < len(ranks):
-        yield (
-            _one_way(span, ranks, None, place - power, "copy")
-            if guest
-            else (_one_way(span, ranks, place + power, None) if stands_in else IDLE)
-        )
+        yield last
 
 
-def _one_way(span: Span, ranks: Sequence[int], to: int | None, source: int | None, taking: Taking = "add") -> Round:
-    if to is not None:
-        return Round(ranks[to], span)
-    assert source is not None
-    return Round(source=ranks[source], received=span, taking=taking)
-
-
-# ---- a way, chosen ----
+# ---- a chosen algorithm ----
 
 Kind = Literal["levels", "leaders", "doubling"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a sum over ``ranks`` travels, as the ``place``-th of them sees it. One factor is a flat ring."""
+    """How a sum over ``ranks`` travels, as the ``place``-th of them sees it. Hashable, so that rounds are cached.
+
+    ``factors`` are the ranks at each level, neighbours first; one factor is a flat ring.
+    """
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -206,7 +202,8 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """
+        """For logs and benchmarks.
+
         >>> Algorithm("levels", tuple(range(8)), 0, (2, 4)).name
         'levels 2x4'
         """
@@ -216,37 +213,40 @@ class Algorithm:
         return self.kind if self.kind == "doubling" else f"levels {shown}"
 
     def rounds(self, elements: int) -> tuple[Round, ...]:
+        """This rank's rounds of a sum of so many elements."""
         return _rounds(self, elements)
 
 
 @lru_cache(maxsize=256)
-def _rounds(way: Algorithm, elements: int) -> tuple[Round, ...]:
-    span = Span(0, elements)
-    if way.kind == "doubling":
-        return tuple(doubling_sum(span, way.ranks, way.place))
-    if way.kind == "leaders":
-        return tuple(leader_sum(span, way.ranks, way.factors, way.place, way.leaders))
-    return tuple(level_sum(span, way.ranks, way.factors, way.place))
+def _rounds(algorithm: Algorithm, elements: int) -> tuple[Round, ...]:
+    span, ranks, place, factors = Span(0, elements), algorithm.ranks, algorithm.place, algorithm.factors
+    if algorithm.kind == "doubling":
+        return tuple(doubling_sum(span, ranks, place))
+    if algorithm.kind == "leaders":
+        return tuple(leader_sum(span, ranks, factors, place, algorithm.leaders))
+    return tuple(level_sum(span, ranks, factors, place))
 
 
 @lru_cache(maxsize=256)
 def scatter_rounds(elements: int, ranks: tuple[int, ...], place: int, piece: int, pieces: int) -> tuple[Round, ...]:
-    """Of a reduce-scatter after which rank r has the r-th share: a piece of every share."""
+    """Rounds of the ``piece``-th of ``pieces`` parts of a reduce-scatter after which rank r has the r-th share."""
     return tuple(ring_scatter(_shares(elements, ranks, piece, pieces), ranks, place, "carry"))
 
 
 @lru_cache(maxsize=256)
 def gather_rounds(elements: int, ranks: tuple[int, ...], place: int, piece: int, pieces: int) -> tuple[Round, ...]:
-    """Of an all-gather of such shares."""
+    """Rounds of one part of an all-gather of such shares."""
     return tuple(ring_gather(_shares(elements, ranks, piece, pieces), ranks, place))
 
 
 def _shares(elements: int, ranks: tuple[int, ...], piece: int, pieces: int) -> list[Span]:
+    """The ``piece``-th part of every rank's share, in the order of the ring."""
     shares = split(Span(0, elements), len(ranks))
     return [split(shares[rank], pieces)[piece] for rank in ranks]
 
 
 def check_factors(factors: Sequence[int], ranks: int) -> None:
+    """Raise MeshError unless the factors multiply to the number of ranks."""
     if prod(factors) != ranks or any(factor < 1 for factor in factors):
         shown = " x ".join(str(factor) for factor in factors)
         raise MeshError(f"levels of {shown} are {prod(factors)} ranks, and there are {ranks}; give factors of {ranks}")

@@ -1,8 +1,8 @@
-"""In which precision sums travel: as they are, or rounded to fewer bits on the way.
+"""In which precision sums travel: the gradients' own, or rounded to fewer bits.
 
-bfloat16 has the range of float32 and goes as it is. float16 has not: gradients are scaled by a power of two, chosen by
-how large the bucket's last mean was, which all ranks know. If a sum leaves the range all the same, every rank sees that
-in the result, and the bucket is summed once more as it was.
+bfloat16 has the range of float32 and needs no scale. float16 has not: gradients are scaled by a power of two that
+depends on the largest element of the bucket's last mean, which all ranks know. If a sum overflows all the same, every
+rank sees that in the result, and the bucket is summed once more in its own precision.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ...errors import MeshError
 from ..buckets.bucket import Bucket
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_AIM = 6  # the largest of a mean is brought to 2 to this, with 2^10 above it for what single ranks may have
-_FAR = 120  # and scaled by no more than 2 to this
+_AIM = 6  # the largest element of a mean is scaled to 2^6, which leaves 2^10 for ranks whose own gradient is larger
+_FAR = 120  # the scale is at most 2^120
 
 
 class GradientCompression:
-    """Rounds a bucket before its sum and restores it after. ``name`` as in WIRES; None sends everything as it is."""
+    """Rounds a bucket before its sum and restores it after. ``name`` as in WIRES; None keeps the gradients' dtype."""
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and name not in WIRES:
@@ -30,17 +30,17 @@ class GradientCompression:
 
     @property
     def may_go_again(self) -> bool:
-        """Are sums that leave the range repeated, which all ranks must begin at the same point?"""
+        """May a sum overflow and be repeated, which all ranks must begin at the same point?"""
         return self._dtype == torch.float16
 
     def dtype_for(self, bucket: Bucket) -> torch.dtype:
-        """Never one of more bits than the gradients have."""
+        """The dtype in which a bucket travels: never one of more bits than its gradients have."""
         narrow = self._dtype is not None and self._dtype.itemsize < bucket.dtype.itemsize
         return self._dtype if narrow and self._dtype is not None else bucket.dtype
 
     def compress(self, bucket: Bucket, replan: bool = False) -> Tensor:
-        """What is to be summed: the bucket's own memory, or a rounded copy. The flags behind the gradients are small
-        numbers and go unscaled."""
+        """The tensor to sum: the bucket's own memory, or a rounded copy. The numbers behind the gradients are small and
+        go unscaled."""
         dtype, memory = self.dtype_for(bucket), bucket.seal(replan)
         if dtype == bucket.dtype or (dtype == torch.float16 and bucket.largest is None):
             return memory
@@ -52,7 +52,7 @@ class GradientCompression:
         return message
 
     def restore(self, bucket: Bucket, message: Tensor) -> bool:
-        """Put the sum into the bucket's memory. False if it left the range: the bucket must be summed as it is."""
+        """Write the sum into the bucket's memory. False if it overflowed: the bucket must be summed uncompressed."""
         scale, bucket.scale = bucket.scale, 1.0
         bucket.counted_in = message.dtype
         if self.dtype_for(bucket) == torch.float16:
@@ -70,13 +70,14 @@ class GradientCompression:
 
 
 def _largest(values: Tensor) -> float | None:
-    """None where there is nothing but zeros; NaN if there is one."""
+    """The largest magnitude: None if all are zero, NaN if any is."""
     largest = float(values.abs().max()) if values.numel() and not values.is_meta else 0.0
     return largest or None
 
 
 def _scale(largest: float) -> float:
-    """
+    """The power of two that brings ``largest`` to 2^6.
+
     >>> _scale(1.0), _scale(0.001)
     (64.0, 65536.0)
     """

@@ -1,7 +1,7 @@
-"""Which way a sum takes, by its size: from what the ways and the levels of the machine cost when tried.
+"""Which algorithm a sum takes, by its size: measured times of the algorithms and of the machine's levels.
 
 A rank's exchange at level i costs ``latency_i + bytes x per_byte_i``; a sum of n bytes over levels p1 x p2 x ... takes
-``2 (p_i - 1) (latency_i + n per_byte_i / (p1 ... p_i))`` at each of them, and in chunks little more than its slowest.
+``2 (p_i - 1) (latency_i + n per_byte_i / (p1 ... p_i))`` at each of them, and in chunks little more than the slowest.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ FLAT = "flat"
 _PROBES = (1 << 10, 1 << 18)  # bytes of the exchanges that are timed on each level
 _SMALL = 1 << 20  # bytes of a chunk
 _TURNS, _REPEAT = 4, 4
-_DOUBTFUL = 0.97  # of the flat sum's time: another way is to be better by more than the noise
+_DOUBTFUL = 0.97  # of the flat sum's time: another algorithm must be better by more than the noise
 _LABEL = Label("what a way costs", "backward", "control")
 
-Try = Callable[[str, int], float]  # seconds of a sum of so many bytes by the way of that name
+Try = Callable[[str, int], float]  # (algorithm, bytes) -> seconds of one sum
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The same on every rank."""
+    """Measured seconds of sums, the same on every rank, so that all choose the same algorithm."""
 
-    tried: dict[str, tuple[float, ...]]  # seconds of sums of SIZES, as many as were tried
+    tried: dict[str, tuple[float, ...]]  # by algorithm: seconds at the first few of SIZES
 
-    def seconds(self, way: str, size: int) -> float:
-        """Between what was tried in a straight line, and on from the last."""
-        known = list(zip(SIZES, self.tried[way], strict=False))
+    def seconds(self, algorithm: str, size: int) -> float:
+        """Predicted for a sum of so many bytes: linear between measured sizes, and beyond the last."""
+        known = list(zip(SIZES, self.tried[algorithm], strict=False))
         (low, begin), (high, end) = known[0], known[-1]
         for (low, begin), (high, end) in pairwise(known):  # noqa: B007
             if size <= high:
@@ -49,13 +49,14 @@ class Costs:
         return begin + (size - low) * slope
 
     def best(self, size: int) -> str:
-        """Of the ways that were tried with sums as large, or with the largest."""
-        known = [way for way, times in self.tried.items() if len(times) == len(SIZES) or size <= SIZES[len(times) - 1]]
-        return min(known or self.tried, key=lambda way: self.seconds(way, size) * (_DOUBTFUL if way == FLAT else 1.0))
+        """The fastest for so many bytes, among the algorithms that were tried at all sizes or at one as large."""
+        all_sizes = len(SIZES)
+        known = [name for name, times in self.tried.items() if len(times) == all_sizes or size <= SIZES[len(times) - 1]]
+        return min(known or self.tried, key=lambda name: self.seconds(name, size) * (_DOUBTFUL if name == FLAT else 1))
 
 
 def level_seconds(factors: Sequence[int], links: Sequence[LinkCost], size: float) -> list[float]:
-    """That each level is busy with a sum of so many bytes.
+    """Seconds that each level is busy with a sum of so many bytes.
 
     >>> [round(each) for each in level_seconds((2, 4), (LinkCost(1, 0), LinkCost(0, 1)), 8)]
     [2, 6]
@@ -67,14 +68,15 @@ def level_seconds(factors: Sequence[int], links: Sequence[LinkCost], size: float
 
 
 def piped_seconds(factors: Sequence[int], links: Sequence[LinkCost], size: float, chunk: float) -> float:
-    """In chunks: the slowest level is busy all the time, the others before the first and after the last."""
+    """Seconds of a sum in chunks: the slowest level is busy all the time, the others before and after."""
     chunk = min(chunk, size)
     busy = level_seconds(factors, links, chunk)
     return (size / chunk - 1) * max(busy) + sum(busy) if chunk else sum(busy)
 
 
 def best_chunk(factors: Sequence[int], links: Sequence[LinkCost], size: int) -> int:
-    """Bytes: small ones fill the pipe sooner, large ones cost fewer messages. Eight or more bear it if one is late."""
+    """Bytes of a chunk: small ones fill the pipeline sooner, large ones need fewer messages. Where the sum is large
+    enough, at least eight chunks, so that one that is late matters less."""
     few = [chunk for chunk in CHUNKS if chunk <= max(_SMALL, size // 8)]
     return min(few, key=lambda chunk: piped_seconds(factors, links, size, chunk))
 
@@ -83,18 +85,17 @@ def best_chunk(factors: Sequence[int], links: Sequence[LinkCost], size: int) -> 
 
 
 def measured_links(scheduler: ChunkScheduler, world: World, levels: Levels) -> tuple[LinkCost, ...]:
-    """What an exchange costs at each level, all its rings at once as in a sum. By all ranks together."""
-    return tuple(_measured_link(scheduler, world, levels, level) for level in range(len(levels.factors)))
+    """The cost of an exchange at each level, with all its rings busy as in a sum. By all ranks together."""
+    links = []
+    for level in range(len(levels.factors)):
+        small, large = (agreed(_ring_seconds(scheduler, levels, world.rank, level, size), world) for size in _PROBES)
+        per_byte = max(1e-12, (large - small) / (_PROBES[1] - _PROBES[0]))
+        links.append(LinkCost(max(1e-7, small - per_byte * _PROBES[0]), per_byte))
+    return tuple(links)
 
 
-def _measured_link(scheduler: ChunkScheduler, world: World, levels: Levels, level: int) -> LinkCost:
-    small, large = (agreed(_timed(scheduler, levels, world.rank, level, size), world) for size in _PROBES)
-    per_byte = max(1e-12, (large - small) / (_PROBES[1] - _PROBES[0]))
-    return LinkCost(max(1e-7, small - per_byte * _PROBES[0]), per_byte)
-
-
-def _timed(scheduler: ChunkScheduler, levels: Levels, rank: int, level: int, size: int) -> float:
-    """Seconds of one turn of a ring, the least of several tries: what waits for a processor is not the wire's."""
+def _ring_seconds(scheduler: ChunkScheduler, levels: Levels, rank: int, level: int, size: int) -> float:
+    """Seconds of one exchange along a level's ring: the minimum of several tries, since waits for a processor vary."""
     stride, place = prod(levels.factors[:level]), levels.ranks.index(rank)
     count = levels.factors[level]
     own = place // stride % count
@@ -105,26 +106,27 @@ def _timed(scheduler: ChunkScheduler, levels: Levels, rank: int, level: int, siz
 
 
 def tried(names: Sequence[str], attempt: Try, world: World) -> dict[str, tuple[float, ...]]:
-    """Seconds of each way at SIZES: as many as make sense for it. In turns, so that noise hits all alike."""
-    found: dict[str, tuple[float, ...]] = dict.fromkeys(names, ())
+    """Seconds of each algorithm at SIZES; doubling only at the small ones. In turns, so that noise hits all alike."""
+    seconds: dict[str, tuple[float, ...]] = dict.fromkeys(names, ())
     for name in names:
-        attempt(name, SIZES[0])  # for connections
+        attempt(name, SIZES[0])  # opens connections
     for number, size in enumerate(SIZES):
         taking_part = [name for name in names if name != "doubling" or number < 2]
         rounds = [[attempt(name, size) for name in taking_part] for _ in range(_REPEAT)]
         for name, times in zip(taking_part, zip(*rounds, strict=True), strict=True):
-            found[name] += (agreed(min(times), world),)
-    return found
+            seconds[name] += (agreed(min(times), world),)
+    return seconds
 
 
 def timed(work: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def agreed(seconds: float, world: World) -> float:
-    """The slowest rank's, on all."""
+    """The slowest rank's time, on all ranks. By all together."""
     everyone = tuple(range(world.size))
     mine = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     return float(world.maximum(mine, everyone, _LABEL).item())

@@ -1,7 +1,7 @@
-"""What engines of a world use one after another: channels for their sums, duplicates of the world.
+"""Channels and duplicated worlds that engines use one after another.
 
-Each costs threads and descriptors, so that an engine that is gone leaves its own to the next. Ranks collect garbage at
-different times: a thing is leased again when it is free on all of them.
+Each costs threads and file descriptors, so an engine that is gone leaves its own to the next. Ranks collect garbage at
+different times: a resource is leased again when it is free on all of them.
 """
 
 from __future__ import annotations
@@ -13,38 +13,33 @@ from typing import Any
 
 import torch
 
-from ...world import CommThread, Label, World
-from ..schedule.control import Control
+from ...world import Label, World
 from .sum_queue import SumQueue
 
-MOST = 63  # of a kind: bits of a word
-_PATIENCE = 8  # engines that get none, after which Python is asked to look for garbage once more
+MOST = 63  # resources of one kind: bits of a word
+_PATIENCE = 8  # engines that get none, after which Python's garbage is collected once more
 
 
 class LeasePool:
-    """The things of one kind that some ranks of a world share."""
+    """The resources of one kind that some ranks of a world share; ``free`` are the numbers of those not in use."""
 
     def __init__(self) -> None:
         self.things: list[Any] = []
         self.free: set[int] = set()
-        self.refused = 0
-
-    def look_for_garbage(self) -> None:
-        if self.refused % _PATIENCE == 0:
-            gc.collect()
-        self.refused += 1
+        self.refused = 0  # leases asked for while all were in use
 
 
 class ChannelLease:
-    """One of them, till :meth:`release`."""
+    """The right to use one resource (``thing``) of a pool until :meth:`release`."""
 
     def __init__(self, leases: LeasePool, number: int) -> None:
         self._leases, self._number = leases, number
         self.thing = leases.things[number]
-        self.queue: SumQueue | None = None  # which may still have sums to begin on it
-        self.spoiled = False  # a pass did not end, and sums of it may be under way
+        self.queue: SumQueue | None = None  # may still have sums to begin on it
+        self.spoiled = False  # a pass did not end: its sums may be under way for ever
 
     def release(self) -> None:
+        """Give the resource back, unless sums may still use it. Called by finalizers, in any thread."""
         if not self.spoiled and (self.queue is None or self.queue.idle):
             self._leases.free.add(self._number)
 
@@ -55,12 +50,17 @@ _pools: weakref.WeakKeyDictionary[World, dict[tuple[str, tuple[int, ...]], Lease
 def lease(
     world: World, kind: str, make: Callable[[int], Any], most: int = MOST, ranks: tuple[int, ...] | None = None
 ) -> ChannelLease | None:
-    """One that is free on all ``ranks``, or else a new one; None if there are ``most`` already. By them together."""
+    """Lease a resource that is free on all ``ranks``, or ``make`` a new one; None if there are ``most`` already.
+
+    Called by all of ``ranks`` together.
+    """
     ranks = tuple(range(world.size)) if ranks is None else ranks
     pool = _pools.setdefault(world, {}).setdefault((kind, ranks), LeasePool())
     if not pool.free and len(pool.things) >= most:
-        pool.look_for_garbage()
-    free = pool.free.copy()  # engines that are collected, in any thread, add to it
+        if pool.refused % _PATIENCE == 0:
+            gc.collect()
+        pool.refused += 1
+    free = pool.free.copy()  # finalizers of engines add to it in any thread
     mask = torch.tensor([sum(1 << number for number in free)], dtype=torch.int64, device="cpu")
     label = Label(f"which {kind} is free", "the gradients", "control")
     common = int(world.combined(mask, ranks, torch.bitwise_and, label))
@@ -73,16 +73,3 @@ def lease(
     else:
         return None
     return ChannelLease(pool, number)
-
-
-class Agreement:
-    """A duplicated world and its thread, in which ranks agree while backward runs. Made by all ranks together."""
-
-    def __init__(self, world: World, control: Callable[[World, str], Control], name: str) -> None:
-        leased = lease(world, "duplicated world", lambda _: (world.duplicate(), CommThread("halocline agreement")))
-        assert leased is not None, f"more than {MOST} models whose ranks take different paths"
-        self.lease = leased
-        self.world: World = leased.thing[0]
-        self.thread: CommThread = leased.thing[1]
-        self.world.traffic.clear()
-        self.control = control(self.world, name)

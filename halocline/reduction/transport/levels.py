@@ -1,4 +1,4 @@
-"""The levels of the machine: which ranks share a node, which nodes a rack, as the ranks themselves say."""
+"""The levels of the machine: which ranks share a node and which nodes a rack, as each rank tells of itself."""
 
 from __future__ import annotations
 
@@ -16,32 +16,41 @@ import torch
 from ...errors import MeshError
 from ...world import Label, World
 
-LEVELS = "HALOCLINE_LEVELS"  # such as "2,4": ranks on a node, nodes in a rack; what is left is one level more
+LEVELS = "HALOCLINE_LEVELS"  # such as "2,4": ranks on a node, nodes in a rack; the remaining factor is one more level
 _log = logging.getLogger(__name__)
 _NAMESPACE = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Ranks in order, neighbours first, and how many are at each level. Where nodes differ there is one level."""
+    """Ranks ordered so that neighbours share a node, and the number of ranks or groups at each level.
+
+    Where nodes have different numbers of ranks there is one level.
+    """
 
     ranks: tuple[int, ...]
     factors: tuple[int, ...]
 
 
 def levels_of(world: World) -> Levels:
-    """By what every rank says of itself: one exchange, the same result on all. Made by all together."""
-    if world.size == 1 or not world.capabilities.moves_data:
-        return grouped([0] * world.size, os.environ.get(LEVELS, ""))
-    said = torch.zeros(world.size + 1, dtype=torch.int64)
-    said[world.rank] = _own_node(world)
+    """The levels of a world's ranks, found in one exchange by all ranks together; the same on all."""
     asked = os.environ.get(LEVELS, "")
-    heard = world.maximum(said, tuple(range(world.size)), Label("levels", "the machine", "control")).tolist()
-    return grouped(heard[: world.size], asked)
+    if world.size == 1 or not world.capabilities.moves_data:
+        return grouped([0] * world.size, asked)
+    nodes = torch.zeros(world.size + 1, dtype=torch.int64)
+    nodes[world.rank] = 1
+    if world.capabilities.separate_processes:
+        # A host by its name. A network namespace is a node of its own, since messages leave it over a link.
+        namespace = _NAMESPACE.stat().st_ino if _NAMESPACE.exists() else 0
+        nodes[world.rank] += zlib.crc32(f"{socket.gethostname()}|{namespace}".encode())
+    everyone = world.maximum(nodes, tuple(range(world.size)), Label("levels", "the machine", "control")).tolist()
+    return grouped(everyone[: world.size], asked)
 
 
 def grouped(nodes: Sequence[int], asked: str = "") -> Levels:
-    """``nodes`` names the node of each rank. Nodes stand in the order of their first ranks.
+    """Levels from the node of each rank, or as ``asked`` (the text of HALOCLINE_LEVELS).
+
+    Nodes stand in the order of their first ranks.
 
     >>> grouped([5, 9, 5, 9])
     Levels(ranks=(0, 2, 1, 3), factors=(2, 2))
@@ -73,11 +82,3 @@ def _asked_factors(asked: str, ranks: int) -> tuple[int, ...]:
         raise MeshError(f"{LEVELS}={asked!r}: {ranks} ranks do not divide by {prod(factors)}")
     factors.append(ranks // prod(factors))
     return tuple(factor for factor in factors if factor > 1) or (ranks,)
-
-
-def _own_node(world: World) -> int:
-    """A host by its name; a network namespace is a node of its own, for what leaves it goes over a link."""
-    if not world.capabilities.separate_processes:
-        return 1
-    inside = _NAMESPACE.stat().st_ino if _NAMESPACE.exists() else 0
-    return zlib.crc32(f"{socket.gethostname()}|{inside}".encode()) + 1

@@ -1,4 +1,4 @@
-"""``Rings``: sums over all ranks by ways that fit the machine."""
+"""``Rings``: sums over all ranks by algorithms that fit the machine."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from .sum_queue import Pending
 
 CHUNK = 1 << 21  # bytes, where nothing was measured
 DEPTH = 12  # chunks under way
-#: Where urgent ones are to break in: what is under way already is ahead of them.
+#: The same where urgent sums interrupt others. The depth is large: the sockets, not the scheduler, pick what goes
+#: first.
 URGENT_CHUNK, URGENT_DEPTH = 1 << 21, 256
-_AHEAD = 1e-3  # seconds by which what has left us may be ahead of something urgent
-EXPRESS = 1 << 16  # bytes of a sum whose rounds cost more than its bytes
-_WORTH_TWO_CARDS = 1 << 17  # bytes
+_AHEAD = 1e-3  # seconds of link time that bytes in the kernel may be ahead of an urgent chunk
+EXPRESS = 1 << 16  # bytes of a sum whose latency costs more than its bytes
+_WORTH_TWO_CARDS = 1 << 17  # bytes from which a sum is split over two network cards
 _PIECE = 1 << 19  # bytes of a message of a reduce-scatter or an all-gather
 Rounds = Callable[[int, tuple[int, ...], int, int, int], Sequence[Round]]
 _LABEL = Label("a sum over ranks", "Rings", "gradients")
-#: What was measured in a world, by how.
+#: Measurements of a world, by ``how``: rings that are made later reuse them.
 _known: weakref.WeakKeyDictionary[World, dict[str | tuple[int, ...], tuple[tuple[LinkCost, ...], Costs]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class Rings:
-    """Sums over all ranks of ``world``, by ``how``; made, used and closed by all ranks alike.
+    """Sums over all ranks of ``world``; made, used and closed by all ranks alike.
 
-    ``flat`` is the world's own sum; ``levels`` goes over the levels of the machine, factors such as ``(2, 4)`` over
-    those given; ``doubling`` exchanges all with one partner after the other; in ``leaders:2`` two ranks of a node each
-    carry half to the other nodes; ``auto`` tries them and takes the fastest for each size. Tensors on GPUs go flat.
-    Without ``measure`` ways and chunks follow from sizes alone, and ``auto`` is ``flat``.
+    ``how``: ``flat`` is the world's own sum; ``levels`` goes over the levels of the machine, factors such as ``(2, 4)``
+    over those given; ``doubling`` exchanges everything with one partner after another; in ``leaders:2`` two ranks of a
+    node each carry half to the other nodes; ``auto`` tries all and takes the fastest for each size. Tensors on GPUs go
+    flat. ``urgent``: the sum whose label is most urgent goes first, if the world has priorities. Without ``measure``
+    algorithms and chunks follow from sizes alone, and ``auto`` is ``flat``.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Rings:
             self._algorithms |= algorithms_for("doubling", self.levels, world.rank)
         self._measures = measure and world.size > 1 and world.capabilities.measurable
         if how == "auto" and (not self._measures or torch.cuda.is_available()):
-            self._algorithms = {FLAT: None}  # what cannot be timed, and what NCCL will do, goes the world's own way
+            self._algorithms = {FLAT: None}  # nothing can be timed, or NCCL will do the sums
         self._alone = world.size == 1 or not world.capabilities.moves_data
         self._own = world if self._alone else world.duplicate(wide=True)
         if not self._alone:
-            # A scheduler that waits for a connection carries nothing, and ranks begin the urgent in different orders.
-            self._own.connect(self._peers())
+            # Connect now to every peer that any algorithm needs: a scheduler that waits for a connection moves nothing.
+            algorithms = [each for each in self._algorithms.values() if each is not None]
+            rounds = [each for algorithm in algorithms for each in algorithm.rounds(64 * world.size)]
+            self._own.connect(sorted({peer for r in rounds for peer in (r.to, r.source) if peer is not None}))
         self._scheduler = ChunkScheduler(self._own, URGENT_DEPTH if urgent else DEPTH)
         self.links: tuple[LinkCost, ...] = ()
         self.costs: Costs | None = None
@@ -71,86 +75,80 @@ class Rings:
 
     @property
     def thread(self) -> CommThread:
-        """Drives the sums; an engine's :class:`SumQueue` gives it jobs, too."""
+        """The thread that drives the sums; an engine's :class:`SumQueue` gives it jobs, too."""
         return self._scheduler.thread
 
-    def _peers(self) -> list[int]:
-        """Of all ways."""
-        rounds = [
-            each for way in self._algorithms.values() if way is not None for each in way.rounds(64 * self.world.size)
-        ]
-        return sorted({peer for each in rounds for peer in (each.to, each.source) if peer is not None})
-
     def begin(self, tensor: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
-        """Sum in place over all ranks, which begin their sums in one order; the same bits on every rank.
+        """Sum in place over all ranks, which begin their sums in the same order; the same bits on every rank.
 
-        16-bit floats travel as they are: each rank on the way adds in float32 and rounds for the next. ``done`` is
-        called when it is done, from another thread, or here if that is the only way to know.
+        16-bit floats travel in 16 bits: each rank adds in float32 and rounds for the next. ``done`` is called from the
+        thread when the sum is done, or here for a flat sum, whose end nothing reports.
         """
         flat = _flat(tensor)
-        size = flat.numel() * flat.element_size()
-        name = FLAT if tensor.is_cuda or self.world.size == 1 else self.way(size)
+        name = FLAT if tensor.is_cuda or self.world.size == 1 else self.way(flat.nbytes)
         return _Returned(self._begin(name, flat, label, done), flat, tensor)
 
     def way(self, size: int) -> str:
-        """The name of the way that a sum of so many bytes takes."""
+        """The name of the algorithm that a sum of so many bytes takes."""
         if self.urgent and size <= EXPRESS and "doubling" in self._algorithms:
             return "doubling"
         return self.costs.best(size) if self.costs is not None else next(iter(self._algorithms))
 
     def seconds(self, size: int) -> float:
-        """That a sum of so many bytes is expected to take; where nothing was measured, a guess."""
+        """Expected of a sum of so many bytes; where nothing was measured, a guess."""
         if self.costs is None:
             return LinkCost().seconds(size)
         return self.costs.seconds(self.costs.best(size), size)
 
     def _begin(self, name: str, flat: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
-        way = self._algorithms.get(name)
-        if way is None:
-            # In the rings' own world: a thread begins it, in no order with what others sum in the first.
+        algorithm = self._algorithms.get(name)
+        if algorithm is None:
+            # In the rings' own world, since a thread begins it, in no fixed order with sums in the first world.
             pending = self._own.begin_sum(flat, self._everyone, label._replace(channel=_LABEL.channel))
             if done is not None:
                 done()
             return pending
-        chunks = [Chunk(piece, way.rounds(piece.numel())) for piece in self._pieces(flat, way)]
-        # In a world of its own, which has one channel; and in one order, where none can go before another.
+        chunks = [Chunk(piece, algorithm.rounds(piece.numel())) for piece in self._pieces(flat, algorithm)]
+        # The rings' own world has one channel. Without priorities all sums are equally urgent.
         label = label._replace(channel=_LABEL.channel, urgency=label.urgency if self.urgent else 0.0)
         return self._scheduler.begin(chunks, label, done)
 
-    def _pieces(self, flat: Tensor, way: Algorithm) -> list[Tensor]:
-        """Of one size, and an even number of them where there are several, for two network cards."""
-        size = flat.numel() * flat.element_size()
-        if way.kind == "doubling":
+    def _pieces(self, flat: Tensor, algorithm: Algorithm) -> list[Tensor]:
+        """The chunks of a sum: of equal size, and an even number where there are several, for two network cards."""
+        size, factors = flat.nbytes, algorithm.factors
+        if algorithm.kind == "doubling":
             return [flat]
         if self.urgent:
-            return [flat[span.start : span.stop] for span in split(Span(0, flat.numel()), _count(size, URGENT_CHUNK))]
-        chunk = best_chunk(way.factors, self.links, size) if len(self.links) == len(way.factors) else CHUNK
-        if len(cards()) > 1 and size >= _WORTH_TWO_CARDS:
-            chunk = min(chunk, -(-size // 2))
+            chunk = URGENT_CHUNK
+        else:
+            chunk = best_chunk(factors, self.links, size) if len(self.links) == len(factors) else CHUNK
+            if len(cards()) > 1 and size >= _WORTH_TWO_CARDS:
+                chunk = min(chunk, -(-size // 2))
         return [flat[span.start : span.stop] for span in split(Span(0, flat.numel()), _count(size, chunk))]
 
     def expect(self, per_byte: float) -> None:
-        """A sum takes so many seconds a byte: what is to wait for its turn must not lie in the kernel by then."""
+        """A sum takes so many seconds a byte: limit the bytes in the kernel, which nothing urgent can overtake."""
         if self.urgent and not self._alone:
             self._own.limit_unsent(int(_AHEAD / per_byte))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """This rank's share of the sum: of the elements in a row, the part that bears its number. Each rank sends all
-        shares but its own, once.
+        """This rank's share of the sum: of the flattened elements, the part with its number. By all ranks together.
+
+        Each rank sends all shares but its own, once.
         """
         _flat(tensor)  # refuses what has no sum
-        given = tensor.detach().resolve_conj().reshape(-1)
-        own = split(Span(0, given.numel()), self.world.size)[self.world.rank]
+        elements = tensor.detach().resolve_conj().reshape(-1)
+        own = split(Span(0, elements.numel()), self.world.size)[self.world.rank]
         if self._alone or tensor.is_cuda:
-            given = given.clone()
-            self.world.begin_sum(_flat(given), self._everyone, _LABEL).wait()
-            return given[own.start : own.stop].clone()
-        share = torch.empty(own.size, dtype=given.dtype)
-        self._carry(given, scatter_rounds, share)
+            elements = elements.clone()
+            self.world.begin_sum(_flat(elements), self._everyone, _LABEL).wait()
+            return elements[own.start : own.stop].clone()
+        share = torch.empty(own.size, dtype=elements.dtype)
+        self._carry(elements, scatter_rounds, share)
         return share
 
     def all_gather(self, share: Tensor, elements: int) -> Tensor:
-        """All ranks' shares in a row, which are those of a :meth:`reduce_scatter` of so many elements."""
+        """All ranks' shares of a :meth:`reduce_scatter` of so many elements, in one row. By all ranks together."""
         own = split(Span(0, elements), self.world.size)[self.world.rank]
         if share.numel() != own.size:
             raise MeshError(f"a share of {share.numel()} elements: this rank's of {elements} has {own.size}")
@@ -163,39 +161,35 @@ class Rings:
         return gathered
 
     def _carry(self, elements: Tensor, rounds: Rounds, result: Tensor | None = None) -> None:
-        """Round one ring of all ranks, neighbours of a node first; each message a piece of a share."""
+        """Run ``rounds`` on one ring of all ranks, neighbours of a node first; each message is a piece of a share."""
         ranks, count = self.levels.ranks, elements.numel()
         place = ranks.index(self.world.rank)
-        pieces = _count(count * elements.element_size(), _PIECE * len(ranks))
+        pieces = _count(elements.nbytes, _PIECE * len(ranks))
         parts = split(Span(0, 0 if result is None else result.numel()), pieces)
         results = [None if result is None else result[part.start : part.stop] for part in parts]
         chunks = [Chunk(elements, rounds(count, ranks, place, at, pieces), results[at]) for at in range(pieces)]
         self._scheduler.begin(chunks, _LABEL).wait()
 
     def close(self) -> None:
-        """When all that was begun is done. By all ranks together."""
+        """Wait until all sums are done, at most the world's deadline and 5 s, then close. By all ranks together."""
         self.thread.stop(self.world.deadline + 5)
         if not self._alone:
             self._own.close()
 
     def _known_or_measured(self) -> tuple[tuple[LinkCost, ...], Costs]:
-        """Once in a world: all ranks make their rings in one order, and know or measure alike."""
+        """Measure once in a world. All ranks make their rings in the same order, so all measure or none does."""
         known = _known.setdefault(self.world, {})
         if self.how not in known:
-            known[self.how] = self._measured()
+            algorithm = self._algorithms.get("levels")
+            levels = self.levels if algorithm is None else Levels(algorithm.ranks, algorithm.factors)
+            self.links = measured_links(self._scheduler, self.world, levels)  # ``_begin`` cuts chunks by them
+            known[self.how] = self.links, Costs(tried(list(self._algorithms), self._try, self.world))
         return known[self.how]
 
-    def _measured(self) -> tuple[tuple[LinkCost, ...], Costs]:
-        """By all ranks together, in one order."""
-        way = self._algorithms.get("levels")
-        levels = self.levels if way is None else Levels(way.ranks, way.factors)
-        self.links = links = measured_links(self._scheduler, self.world, levels)
-
-        def attempt(name: str, size: int) -> float:
-            probe = torch.zeros(size // 4, device="cpu")
-            return timed(lambda: self._begin(name, probe, _LABEL).wait())
-
-        return links, Costs(tried(list(self._algorithms), attempt, self.world))
+    def _try(self, name: str, size: int) -> float:
+        """Seconds of one sum of so many bytes."""
+        probe = torch.zeros(size // 4, device="cpu")
+        return timed(lambda: self._begin(name, probe, _LABEL).wait())
 
 
 def rings_for(
@@ -206,10 +200,10 @@ def rings_for(
     urgent: bool = False,
     measure: bool = True,
 ) -> Rings | None:
-    """For sums of such tensors; None where the world's own do. Made by all ranks together.
+    """Rings for sums of such tensors, or None where the world's own sums do. Made by all ranks together.
 
-    ``goes_on``: after backward, where a thread looks after them. ``urgent``: each is needed at a time of its own, so
-    that the most urgent are to go first, if the world can.
+    ``goes_on``: sums go on after backward, driven by a thread. ``urgent``: each is needed at a time of its own, so the
+    most urgent should go first. ``how="usual"`` decides by that: levels on CPUs where sums go on, else flat.
     """
     if how == "usual":
         on_cpus = all(tensor.device.type == "cpu" for tensor in tensors)
@@ -218,7 +212,7 @@ def rings_for(
 
 
 class _Returned:
-    """A sum that was made in other memory, if the tensor's own does not lie in a row."""
+    """A pending sum that copies its result back, if the tensor was not contiguous and a copy was summed."""
 
     def __init__(self, pending: Pending, flat: Tensor, tensor: Tensor) -> None:
         self._pending, self._flat, self._tensor = pending, flat, tensor
@@ -235,19 +229,20 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
+    """The elements in one row of real numbers: a view where the tensor is contiguous. Refuses booleans."""
     if tensor.dtype == torch.bool:
         raise Refused("a sum over ranks", "Rings", "truth values have no sum", "give integers")
     return _real(tensor.detach().resolve_conj()).reshape(-1)
 
 
 def _count(size: int, chunk: int) -> int:
-    """Chunks, an even number where there are several."""
+    """How many chunks of at most ``chunk`` bytes: an even number, or one."""
     count = max(1, -(-size // chunk))
     return count + (count % 2 if count > 1 else 0)
 
 
 def algorithms_for(how: str | Sequence[int], levels: Levels, rank: int) -> dict[str, Algorithm | None]:
-    """By name, those that are to be chosen from; None is the world's own sum."""
+    """The algorithms to choose from, by name; None is the world's own sum."""
     make = partial(Algorithm, ranks=levels.ranks, place=levels.ranks.index(rank))
     if not isinstance(how, str):
         return {"levels": make("levels", factors=tuple(how))}

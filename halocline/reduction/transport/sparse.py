@@ -1,4 +1,4 @@
-"""The mean of sparse gradients: rows that were touched travel, and no others."""
+"""The mean of sparse gradients: only rows that some rank has touched travel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ...world import Label, Receive, Send, World
 def sparse_mean(
     gradient: Tensor | None, like: Tensor, world: World, ranks: tuple[int, ...], label: Label
 ) -> Tensor | None:
-    """Of every rank's rows, in the order of ranks; None where no rank has a gradient."""
+    """The mean over ``ranks`` of their sparse gradients, added in the order of ranks; None where no rank has one.
+
+    ``like`` is the parameter. By all ranks together.
+    """
     mine = _rows(gradient)
     counts = _counts(-1 if mine is None else mine.values().shape[0], world, ranks, label)
     if max(counts) < 0:
@@ -29,19 +32,19 @@ def sparse_mean(
 
 
 def _rows(gradient: Tensor | None) -> Tensor | None:
-    """With one sparse dim, as embeddings make it, each row once."""
+    """The gradient with one sparse dim, as embeddings make it, and each row once."""
     if gradient is None:
         return None
-    found = gradient.detach()
-    if not found.is_sparse:
-        found = found.to_sparse(1)
-    elif found.sparse_dim() != 1:
-        found = found.to_dense().to_sparse(1)
-    return found.coalesce()
+    rows = gradient.detach()
+    if not rows.is_sparse:
+        rows = rows.to_sparse(1)
+    elif rows.sparse_dim() != 1:
+        rows = rows.to_dense().to_sparse(1)
+    return rows.coalesce()
 
 
 def _counts(mine: int, world: World, ranks: tuple[int, ...], label: Label) -> list[int]:
-    """How many rows each rank has; -1 of a rank that has no gradient."""
+    """The number of rows of each rank; -1 for a rank without a gradient."""
     counts = torch.zeros(len(ranks), dtype=torch.int64, device="cpu")
     counts[ranks.index(world.rank)] = mine + 1
     return (world.maximum(counts, ranks, label) - 1).tolist()
@@ -50,7 +53,7 @@ def _counts(mine: int, world: World, ranks: tuple[int, ...], label: Label) -> li
 def _gathered(
     mine: Tensor, sizes: list[int], world: World, ranks: tuple[int, ...], label: Label, what: str
 ) -> list[Tensor]:
-    """Every rank's part. Empty ones are not sent."""
+    """Every rank's part, in the order of ranks. Empty parts are neither sent nor returned."""
     size_of = dict(zip(ranks, sizes, strict=True))
     others = [rank for rank in ranks if rank != world.rank]
     sends = [Send(peer, mine.contiguous()) for peer in others if size_of[world.rank]]

@@ -1,4 +1,4 @@
-"""Sums of buckets that a thread begins and finishes while the rank computes."""
+"""Sums of buckets, and the queue in which a thread begins and finishes them while the rank computes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from ..buckets.bucket import Bucket
 from .compression import GradientCompression
 
 WIDTH = 2  # sums under way at once: the transport is busy with one while another starts
-_GRACE = 5.0  # seconds beyond the deadline, in which the thread that waits for the others reports first
-_CHECK = 0.005  # seconds between checks at the end of the program
+_GRACE = 5.0  # seconds beyond the deadline, so that the communication thread reports first
+_CHECK = 0.005  # seconds between checks when the program ends
 
 
 class Pending(Protocol):
     """A sum under way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Block until it is done; raises after the world's deadline."""
 
 
 class Transport(Protocol):
-    """Sums a tensor over ranks in place. All ranks begin their sums in one order."""
+    """Sums a tensor over ranks in place. All ranks must begin their sums in the same order."""
 
     def begin(self, tensor: Tensor, label: Label, done: Callable[[], None] | None = None) -> Pending:
-        """``done`` is called when it is over, or has failed, where the transport can tell."""
+        """Start a sum. A transport that notices its end calls ``done`` when the sum is done or has failed."""
 
 
 class FlatTransport:
-    """The world's own all-reduce. It never calls ``done``."""
+    """The world's own all-reduce over ``ranks``. It never calls ``done``."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self._world, self._ranks = world, ranks
@@ -47,7 +48,10 @@ class FlatTransport:
 
 
 class BucketSum:
-    """One bucket on its way to its mean. Holds no engine, since a gradient that outlives its model holds its sum."""
+    """One bucket on its way to its mean; ``share`` is one over the number of ranks.
+
+    Holds no engine, because a gradient that outlives its model holds its sum.
+    """
 
     def __init__(
         self,
@@ -60,22 +64,23 @@ class BucketSum:
     ) -> None:
         self.bucket, self._transport, self._compression, self._label = bucket, transport, compression, label
         self._share, self._clock = share, clock
-        self.replan = False  # told to all ranks with the sum: this rank wants other buckets
-        self.sent = self.done = 0.0  # when, by the clock
+        self.replan = False  # sent with the sum: this rank asks for new buckets
+        self.sent = self.done = 0.0  # times by the clock
         self.error: BaseException | None = None
-        self.over: threading.Event | None = None  # set by the queue, where the sum waits in one
-        self.steps: list[SumStep] = []  # jobs that wait for it
-        self.thread: weakref.ref[CommThread] | None = None  # that begins and finishes it, with ``over``
+        self.over: threading.Event | None = None  # given by the queue, if the sum is in one
+        self.steps: list[SumStep] = []  # jobs that wait for this sum
+        self.thread: weakref.ref[CommThread] | None = None  # of the queue: begins and finishes the sum
         self.deadline = 0.0
         self.message: Tensor | None = None
         self._pending: Pending | None = None
 
     @property
     def begun(self) -> bool:
+        """Is it in the transport's hands?"""
         return self._pending is not None
 
     def begin(self, done: Callable[[], None] | None = None) -> None:
-        """Scale the gradients, round them for the way, and hand them to the transport."""
+        """Scale the gradients, compress them, and hand them to the transport."""
         self.sent = self._clock()
         self.bucket.fill(self._share)
         self.message = self._compression.compress(self.bucket, self.replan)
@@ -84,7 +89,7 @@ class BucketSum:
     def finish(self) -> None:
         """Wait for the transport, and put the mean into the bucket's memory."""
         pending, message = self._pending, self.message
-        self._pending = self.message = None  # they hold memory that the next pass wants
+        self._pending = self.message = None  # they hold memory that the next pass needs
         if pending is not None and message is not None:
             pending.wait()
             if not self._compression.restore(self.bucket, message):
@@ -92,7 +97,7 @@ class BucketSum:
             self.done = self._clock()
 
     def wait(self) -> None:
-        """Until the bucket holds the mean. RankFailure after the deadline."""
+        """Block until the bucket holds the mean. RankFailure after the deadline."""
         if self.over is None:
             self.finish()
             return
@@ -106,7 +111,7 @@ class BucketSum:
 
 
 class SumStep:
-    """A job that the thread runs when the sum of a bucket is there: an optimizer's step for some of its parameters."""
+    """A job that the thread runs when a bucket's sum is done: the optimizer's step of some of its parameters."""
 
     def __init__(self, job: Callable[[], None], indices: set[int], waits_for: BucketSum, urgency: float) -> None:
         self._job: Callable[[], None] | None = job
@@ -115,7 +120,8 @@ class SumStep:
         self._done = threading.Event()
 
     def run(self) -> None:
-        job, self._job = self._job, None  # what it holds must be able to go
+        """In the thread. Does nothing if the sum has failed."""
+        job, self._job = self._job, None  # so that what the job refers to can be freed
         try:
             if self._sum.error is None and job is not None:
                 job()
@@ -124,7 +130,7 @@ class SumStep:
         self._done.set()
 
     def wait(self) -> None:
-        """When the sum is there."""
+        """Block until the job has run; only after its sum is done. Raises the job's error."""
         if not self._done.wait(self._sum.deadline + _GRACE):
             raise RankFailure(f"a step of the optimizer did not end within {self._sum.deadline:g} s")
         if self._error is not None:
@@ -134,8 +140,8 @@ class SumStep:
 class SumQueue:
     """The sums of one engine, begun in the order in which they are added.
 
-    Where the transport tells when a sum is done (``told``), the thread begins each at once. Elsewhere at most ``WIDTH``
-    are under way, since what has begun cannot be overtaken, and the thread waits for them in their order.
+    Where the transport calls back when a sum is done (``told``), the thread begins each at once. Elsewhere at most
+    ``WIDTH`` are under way, since a sum that has begun cannot be overtaken, and the thread waits for them in order.
     """
 
     def __init__(self, thread: CommThread, world: World, told: bool) -> None:
@@ -148,11 +154,11 @@ class SumQueue:
 
     @property
     def idle(self) -> bool:
-        """Is nothing under way, or still to begin?"""
+        """Is no sum under way or still to begin?"""
         return not self._waiting and not self._under_way
 
     def dismiss(self) -> None:
-        """The engine is gone: the thread ends when all is done."""
+        """The engine is gone: the thread ends when its work is done. Called by finalizers, in any thread."""
         self._thread.dismiss()
 
     def add(self, bucket_sum: BucketSum) -> BucketSum:
@@ -170,7 +176,7 @@ class SumQueue:
         return bucket_sum
 
     def after(self, bucket_sum: BucketSum, urgency: float, job: Callable[[], None], indices: set[int]) -> SumStep:
-        """Run ``job`` in the thread when the sum is there: new sums come before it, and more urgent jobs."""
+        """Run ``job`` in the thread when the sum is done. New sums and more urgent jobs come first."""
         step = SumStep(job, indices, bucket_sum, urgency)
         assert bucket_sum.over is not None
         with self._lock:
@@ -182,13 +188,13 @@ class SumQueue:
         return step
 
     def _begin_next(self) -> None:
-        """With the lock held, so that all begin in one order."""
+        """Begin waiting sums up to ``WIDTH``. With the lock held, so that all ranks begin in one order."""
         while self._waiting and len(self._under_way) < WIDTH:
             self._under_way.append(self._waiting.popleft())
             self._try(self._under_way[-1].begin)
 
     def _drain(self) -> None:
-        """At the end of the program: other ranks wait for this rank's part of what has begun."""
+        """At the end of the program, wait for sums that have begun: other ranks need this rank's part."""
         until = time.monotonic() + self._world.deadline
         while self._under_way and self._error is None and time.monotonic() < until:
             time.sleep(_CHECK)
@@ -196,7 +202,7 @@ class SumQueue:
     # In the thread ----------------------------------------------------------------------------------------------------
 
     def _begin(self, bucket_sum: BucketSum) -> None:
-        """Where the transport tells. It may do so before ``begin`` returns, so that finishing is a job of its own."""
+        """With a transport that calls back: possibly before ``begin`` returns, so finishing is a job of its own."""
         self._try(partial(bucket_sum.begin, partial(self._thread.submit, partial(self._finish, bucket_sum))))
         if not bucket_sum.begun:
             self._end(bucket_sum)
@@ -207,7 +213,7 @@ class SumQueue:
             self._end(bucket_sum)
 
     def _finish_first(self) -> None:
-        """Where the transport does not tell: one such job for each sum."""
+        """With a transport that does not call back: one such job for each sum."""
         first = self._under_way[0]
         self._try(first.finish)
         self._end(first)

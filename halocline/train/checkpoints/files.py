@@ -1,7 +1,7 @@
-"""Checkpoints as folders: under their names whole or not at all, with a manifest that vouches for every byte.
+"""Checkpoints as folders: complete under their names, or absent, with a manifest of checksums of every file.
 
-Beside ``step-00000120`` there may lie ``.step-00000120.part`` (being written), ``.old`` (about to be replaced by the
-same step) and ``.gone`` (being removed); what a killed run left of these is put right by the next.
+Beside ``step-00000120`` there may be ``.step-00000120.part`` (being written), ``.old`` (about to be replaced by the
+same step) and ``.gone`` (being removed). The next run cleans up what a killed run left of these.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .peers import CheckpointError, reason
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 FORMAT = 1
-CHECKPOINTS = "checkpoints"  # the folder of these folders in that of a run
-_LOCK_PATIENCE = 10.0  # seconds: children of a killed run may hold its lock a little longer
+CHECKPOINTS = "checkpoints"  # name of the folder of all checkpoints in that of a run
+_LOCK_PATIENCE = 10.0  # seconds: child processes of a killed run may hold its lock a little longer
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.(step-\d{8,})\.(part|old|gone)")
 
@@ -31,9 +31,9 @@ Facts = dict[str, Any]  # of one file: size and checksum
 
 
 class Folder:
-    """Where the checkpoints of a run lie. One rank changes it, and one run at a time.
+    """The folder of a run's checkpoints. Only rank 0 changes it, and only one run at a time, by a lock on the folder.
 
-    ``lock`` is a descriptor of the folder that the launcher of this rank has locked, for the launcher and its ranks.
+    ``lock`` is a file descriptor of the folder that this rank's launcher has locked, and shares with its ranks.
     """
 
     def __init__(self, root: Path, lock: int | None = None) -> None:
@@ -56,17 +56,18 @@ class Folder:
         return self._hidden(step, "part")
 
     def _hidden(self, step: int, kind: str) -> Path:
+        """The name of a folder that is no finished checkpoint: "part", "old" or "gone"."""
         return self.root / f".step-{step:08d}.{kind}"
 
     def steps(self) -> list[int]:
-        """Those that there are, good or not, the oldest first."""
+        """The steps that have a checkpoint, good or not, the oldest first."""
         names = [entry.name for entry in self.root.iterdir()] if self.root.is_dir() else []
         return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
     # ---- one run at a time ----
 
     def tidy(self) -> None:
-        """Put right what a killed run left, unless a run is writing here now."""
+        """Clean up after a killed run, unless a run is writing here now."""
         if (
             self._inherited is None
             and self._lock < 0
@@ -78,7 +79,7 @@ class Folder:
             self.release()
 
     def claim(self) -> None:
-        """For this run, until :meth:`release`."""
+        """Lock the folder for this run until :meth:`release`; waits up to 10 s for another run to end."""
         if self._lock >= 0:
             return
         self.root.mkdir(parents=True, exist_ok=True)
@@ -92,6 +93,7 @@ class Folder:
         self._clear()
 
     def _take(self, patience: float) -> bool:
+        """Try to get the lock for so many seconds."""
         import fcntl
 
         lock, end = os.open(self.root, os.O_RDONLY), time.monotonic() + patience
@@ -105,17 +107,18 @@ class Folder:
                 time.sleep(0.05)
                 continue
             except OSError:
-                pass  # a file system without locks
+                pass  # a file system without locks: go on without one
             self._lock, self._unlock = lock, weakref.finalize(self, os.close, lock)
             return True
 
     def release(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._unlock is not None:
             self._unlock()
         self._lock, self._unlock = -1, None
 
     def _clear(self) -> None:
+        """Remove leftovers of a killed run, or restore what it was about to replace. With the lock held."""
         for entry in list(self.root.iterdir()):
             match = _LEFT_OVER.fullmatch(entry.name)
             if match and match[2] == "old" and not (self.root / match[1]).exists():
@@ -126,7 +129,7 @@ class Folder:
     # ---- coming and going ----
 
     def begin(self, step: int, damaged: Collection[int]) -> None:
-        """Make the folder for a new checkpoint. Raises where a later one lies there that is not damaged."""
+        """Make the folder for a new checkpoint. Raises if there is a later one that is not damaged."""
         self.claim()
         later = [other for other in self.steps() if other > step and other not in damaged]
         if later:
@@ -138,7 +141,11 @@ class Folder:
         self.part(step).mkdir()
 
     def publish(self, step: int) -> None:
-        """Give the finished part its name. The one that bore it goes only when the new one is there."""
+        """Rename the finished part to its final name, after its files are on storage.
+
+        An old checkpoint of the same step is moved aside first and removed last, so that a kill at any moment leaves
+        one of the two.
+        """
         sync(self.part(step))
         old = self._hidden(step, "old")
         if self.path(step).exists():
@@ -153,13 +160,13 @@ class Folder:
         shutil.rmtree(self.part(step), ignore_errors=True)
 
     def retain(self, step: int, keep: int, damaged: Collection[int]) -> None:
-        """Remove all that came before the ``keep`` newest good ones up to ``step``, and the bad ones among them."""
+        """Remove all checkpoints up to ``step`` but the ``keep`` newest good ones."""
         earlier = [other for other in self.steps() if other <= step]
         kept = [other for other in earlier if other not in damaged][-keep:]
         for other in set(earlier) - {*kept, step}:
-            with suppress(OSError):  # one too many does no harm
+            with suppress(OSError):  # one checkpoint too many does no harm
                 gone = self._hidden(other, "gone")
-                self.path(other).rename(gone)  # first: a kill must not leave half of it under its name
+                self.path(other).rename(gone)  # first, so that a kill leaves no half checkpoint under its name
                 shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -183,7 +190,7 @@ def write(path: Path, data: bytes) -> Facts:
 
 
 def facts(path: Path, durable: bool = False) -> Facts:
-    """Size and checksum of a file as it lies there; ``durable`` has it on the disk first."""
+    """Size and checksum of a file as it is now; ``durable`` forces it to storage first."""
     if durable:
         sync(path)
     with path.open("rb", buffering=0) as source:
@@ -200,13 +207,14 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def _manifest(content: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest, which includes its own checksum. The same content gives the same bytes."""
     own = _hash()
     own.update(json.dumps(content, sort_keys=True).encode())
     return json.dumps({"content": content, "blake2b": own.hexdigest()}, sort_keys=True, indent=1).encode()
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """What the manifest says, if it is as it was written and names the files that make a checkpoint."""
+    """The content of a manifest. CheckpointError if it is damaged, or not that of a checkpoint of ``step``."""
     where = f"{folder}, {MANIFEST}"
     try:
         data = (folder / MANIFEST).read_bytes()
@@ -228,11 +236,12 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
 
 
 def problems(folder: Path, files: Mapping[str, Facts]) -> list[str]:
-    """What is wrong with these files, in words; nothing where all are as they were written."""
+    """What is wrong with these files, a text each; empty where all have their size and checksum."""
     return [f"{folder}, {name}: {words}" for name, told in files.items() if (words := _problem(folder / name, told))]
 
 
 def _problem(path: Path, told: Facts) -> str:
+    """What is wrong with one file, or ""."""
     try:
         size = path.stat().st_size
         if size != told["size"]:
@@ -243,7 +252,7 @@ def _problem(path: Path, told: Facts) -> str:
 
 
 def share(files: Mapping[str, Facts], rank: int, ranks: int) -> dict[str, Facts]:
-    """The files that this rank checks: about as many bytes as any other."""
+    """The files that this rank verifies: about as many bytes as any other rank."""
     loads, mine = [0] * ranks, {}
     for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
         least = loads.index(min(loads))

@@ -1,4 +1,9 @@
-"""How the ranks of a run agree about a checkpoint: what one cannot do, all refuse, in the same words."""
+"""How the ranks of a run agree about a checkpoint: if one rank fails, all raise the same error.
+
+Saving and loading are sequences of steps in which each rank does its own work and rank 0 combines the results. A rank
+that raised alone would leave the others waiting, so each result is sent as a value or an error, and rank 0 decides for
+all.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +18,23 @@ import torch.distributed as dist
 from ...errors import HaloclineError, RankFailure
 from ...world import Mesh, World, new_group
 
-_STORAGE = 600.0  # seconds, at least, where nobody sets a deadline: a large checkpoint takes minutes
+_STORAGE = 600.0  # seconds: the least default deadline, since a large checkpoint takes minutes
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class CheckpointError(HaloclineError, RuntimeError):
-    """A checkpoint that cannot be written, or that is not what was written. Names the folder and the file."""
+    """A checkpoint cannot be written, or is damaged. The text names the folder and the file."""
 
 
 class Mismatch(CheckpointError):
-    """A sound checkpoint of another model."""
+    """The checkpoint is sound, but of another model."""
 
 
 @dataclass(frozen=True)
 class _Answer(Generic[T]):
-    """What a rank made of its work: a value, or the kind of error and its words."""
+    """The outcome of one rank's work, as it is sent: a value, or the class of an error and its text."""
 
     value: T | None = None
     kind: type[CheckpointError] | None = None
@@ -37,23 +42,24 @@ class _Answer(Generic[T]):
 
 
 class Peers:
-    """All ranks, in a gloo group of their own, so that a thread may talk beside the training. Made by all together."""
+    """All ranks of a run, in a gloo group of their own, so that a thread may communicate beside training.
+
+    Every method is called by all ranks together, and so is the constructor. Without a world there is one rank.
+    """
 
     def __init__(self, world: World | Mesh | None, deadline: float | None) -> None:
         self.rank, self.size = (0, 1) if world is None else (_world(world).rank, _world(world).size)
         self.deadline = deadline or (_STORAGE if world is None else max(_STORAGE, _world(world).deadline))
         self._spare = _spare(_world(world)) if world is not None else {}
-        self._group = self._own_group() if self.size > 1 else None
-
-    def _own_group(self) -> dist.ProcessGroup:
+        self._group: dist.ProcessGroup | None = None
+        if self.size == 1:
+            return
         if not dist.is_initialized() or dist.get_world_size() != self.size:
             raise CheckpointError(
                 f"checkpoints of {self.size} ranks need as many processes, joined by torch.distributed; start the run "
                 "with torchrun or Slurm, or make Checkpoints with a world of one rank"
             )
-        if (self.deadline, self.size) in self._spare:
-            return self._spare.pop((self.deadline, self.size))
-        return new_group(self.deadline, backend="gloo")
+        self._group = self._spare.pop((self.deadline, self.size), None) or new_group(self.deadline, backend="gloo")
 
     @property
     def is_first(self) -> bool:
@@ -61,36 +67,35 @@ class Peers:
         return self.rank == 0
 
     def agree(self, own: Callable[[], T]) -> list[T]:
-        """What each rank made of its own work; where one failed, all raise that."""
+        """The results of all ranks' own work, in the order of ranks. If one fails, all raise its error."""
         return self.centrally(own, lambda values: [values] * self.size)
 
     def told(self, work: Callable[[], T]) -> T:
-        """What the first rank made of the work, on all."""
+        """The result of rank 0's work, on all ranks. If it fails, all raise."""
         return self.centrally(lambda: None, lambda _: [work()] * self.size)
 
     def centrally(self, own: Callable[[], T], work: Callable[[list[T]], Sequence[R]]) -> R:
-        """Every rank's own work; then the first rank's with all results, which makes a result for each rank."""
-        heard = self._gathered(_attempt(own))
-        answers: list[_Answer[R]] | None = None
-        if heard is not None:
-            answers = self._worked_out(heard, work)
-        answer = self._scattered(answers)
+        """Run ``own`` on every rank, then ``work`` on rank 0 with all results; it gives a result for each rank."""
+        gathered = self._gathered(_attempt(own))
+        answer = self._scattered(None if gathered is None else self._worked_out(gathered, work))
         if answer.kind is not None:
             raise answer.kind(answer.reason)
         return cast(R, answer.value)
 
-    def _worked_out(self, heard: list[_Answer[T]], work: Callable[[list[T]], Sequence[R]]) -> list[_Answer[R]]:
-        failed = [(rank, answer) for rank, answer in enumerate(heard) if answer.kind is not None]
+    def _worked_out(self, gathered: list[_Answer[T]], work: Callable[[list[T]], Sequence[R]]) -> list[_Answer[R]]:
+        """On rank 0: the answer for each rank, which is the first error if any rank has one."""
+        failed = [(rank, answer) for rank, answer in enumerate(gathered) if answer.kind is not None]
         if failed:
             rank, first = failed[0]
             told = f"rank {rank}: {first.reason}" if self.size > 1 else first.reason
             return [_Answer(kind=first.kind, reason=told)] * self.size
-        result = _attempt(lambda: work([cast(T, answer.value) for answer in heard]))
+        result = _attempt(lambda: work([cast(T, answer.value) for answer in gathered]))
         if result.kind is not None:
             return [_Answer(kind=result.kind, reason=result.reason)] * self.size
         return [_Answer(value) for value in cast(Sequence[R], result.value)]
 
     def _gathered(self, mine: _Answer[T]) -> list[_Answer[T]] | None:
+        """All ranks' answers on rank 0; None elsewhere."""
         if self._group is None:
             return [mine]
         table: list[Any] | None = [None] * self.size if self.is_first else None
@@ -98,6 +103,7 @@ class Peers:
         return table
 
     def _scattered(self, answers: list[_Answer[R]] | None) -> _Answer[R]:
+        """This rank's one of the answers that rank 0 has."""
         if self._group is None:
             return cast(list[_Answer[R]], answers)[0]
         mine: list[Any] = [None]
@@ -105,6 +111,7 @@ class Peers:
         return cast(_Answer[R], mine[0])
 
     def _talk(self, talk: Callable[[], object]) -> None:
+        """Run a collective call; RankFailure if another rank died or the deadline passed."""
         try:
             talk()
         except RuntimeError as error:
@@ -116,14 +123,14 @@ class Peers:
             ) from error
 
     def close(self) -> None:
-        """The group is kept for the next: torch names new groups by how many there are, so none may be destroyed."""
+        """Keep the group for the next Peers: torch names new groups by their count, so none may be destroyed."""
         group, self._group = self._group, None
         if group is not None:
             self._spare[self.deadline, self.size] = group
 
 
 def _spare(world: World) -> dict[tuple[float, int], Any]:
-    """Groups that earlier checkpoints of these ranks have made."""
+    """Groups that earlier Peers of this world have left, by deadline and size."""
     groups: dict[tuple[float, int], Any] = world.__dict__.setdefault("_checkpoint_groups", {})
     return groups
 
@@ -133,28 +140,25 @@ def _world(world: World | Mesh) -> World:
 
 
 def _attempt(work: Callable[[], T]) -> _Answer[T]:
+    """Run ``work`` and catch what it raises: the other ranks wait to hear of it."""
     try:
         return _Answer(work())
     except CheckpointError as error:
         return _Answer(kind=type(error), reason=str(error))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001
         return _Answer(kind=CheckpointError, reason=reason(error))
 
 
 def reason(error: BaseException) -> str:
-    """An error as the end of a sentence."""
+    """An error as the end of a sentence, with advice for a full disk."""
     if isinstance(error, CheckpointError):
         return str(error)
-    system = _of_the_system(error)
+    # Look for the system's own error below: torch.save reports a full disk as a wrong position in a file.
+    system: BaseException | None = error
+    while system is not None and not isinstance(system, OSError):
+        system = system.__cause__ or system.__context__
     if system is None:
         return f"{type(error).__name__}: {str(error).strip()}"
     named = f" ({str(system.filename)!a})" if system.filename is not None else ""
     advice = "; make room, or keep fewer checkpoints" if system.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return f"{system.strerror or system}{named}{advice}"
-
-
-def _of_the_system(error: BaseException | None) -> OSError | None:
-    """The error under this one that the system gave: torch.save reports a full disk as a wrong position in a file."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error

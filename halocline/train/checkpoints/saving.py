@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written in the background, whole or not at all, checked before they are used.
+"""Checkpoints of a run: written in the background, whole or not at all, verified before they are used.
 
 ``folder/step-00000120`` has the files of torch.distributed.checkpoint, ``state.json`` and ``manifest.json``, which is
-written last and knows size and checksum of every other. A kill at any moment leaves the last good one.
+written last and holds the size and checksum of every other file. A kill at any moment leaves the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .tree import Parts, as_it_is, assembled, host_copy, leaves, located
 __all__ = ["CheckpointError", "Checkpoints", "Loaded", "Mismatch"]
 
 _log = logging.getLogger("halocline.train")
-_LEAVING = 3.0  # seconds for what is being written when another rank is lost: it may need nothing but its name
+_LEAVING = 3.0  # seconds for a save under way when another rank is lost: perhaps only its rename is left
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint as it was saved. ``skipped`` says of each newer one why it was not taken."""
+    """A checkpoint as it was saved. ``skipped`` says for each newer one why it was not loaded."""
 
     step: int
     tensors: dict[str, Any]
@@ -47,11 +47,12 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
-    Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other saved. Where
-    ``place_parameter`` has said that a parameter is not whole on an axis, the values of each place on that axis are
-    saved, and a mesh with as many places can load them.
-    ``deadline`` is how long, in seconds, a rank waits for the others and for its own writing; without it, 600, or more
-    where ranks wait longer for each other. ``lock`` is for :class:`Folder`.
+    Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other number saved.
+    For a parameter that is not whole on an axis (``place_parameter``), the values of each place on that axis are saved,
+    and a mesh with as many places can load them.
+
+    ``keep`` is the number of newest good checkpoints that stay. ``deadline`` is how many seconds a rank waits for the
+    others and for its own writing; by default 600, or the world's if that is longer. ``lock`` is for :class:`Folder`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Checkpoints:
         self._files = Folder(self.folder, lock)
         self._damaged: set[int] = set()
         self._pending: tuple[int, Future[None]] | None = None
-        self._late = False  # was the pending one waited for in vain?
+        self._late = False  # whether a wait for the pending save has timed out
         self._peers.told(self._files.tidy)
 
     def __enter__(self) -> Checkpoints:
@@ -82,7 +83,7 @@ class Checkpoints:
         try:
             self._close(_LEAVING if isinstance(error, RankFailure) else self._peers.deadline)
         except HaloclineError:
-            if error is None:  # or it would hide the error that ends the run
+            if error is None:  # else it would hide the error that ends the run
                 raise
 
     # ---- saving ----
@@ -94,9 +95,9 @@ class Checkpoints:
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], *, wait: bool = False) -> None:
         """Copy all tensors to host memory now, and write them while training goes on. Waits for the save before it.
 
-        ``tensors`` and ``state`` are nested; tensors may stand in both, and in both the rest comes back as it was. Of
-        that rest the first rank's is written. Raises what went wrong with the save before; that one is lost, nothing
-        half is left, and this one has not begun.
+        ``tensors`` and ``state`` are nested; both may hold tensors and plain values, and all come back as they were.
+        Plain values are those of rank 0. Raises the error of the save before: that one is lost, and this one has not
+        begun.
         """
         self.wait()
         parts: list[Parts] = []
@@ -117,10 +118,11 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until what is being written is complete; raises, on every rank, if it could not be written."""
+        """Block until the save under way is complete; raises, on every rank, if it failed."""
         self._wait(self._peers.deadline)
 
     def _wait(self, seconds: float) -> None:
+        """Wait so long for the save under way, or not at all if an earlier wait has timed out."""
         if self._pending is None:
             return
         step, future = self._pending
@@ -144,31 +146,34 @@ class Checkpoints:
         return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
 
     def raise_failure(self) -> None:
-        """Raise, on all ranks, what went wrong with the save under way: called by all once one of them ``failed``."""
+        """Raise, on all ranks, the error of the save under way. Called by all ranks once one of them ``failed``."""
         self._peers.agree(self.wait)
         raise CheckpointError("the last checkpoint was not saved, and no rank says why; look at the ranks' own output")
 
     def close(self) -> None:
-        """Wait, and let go of the folder and of the other ranks."""
+        """Wait for the save under way, and release the folder and the process group."""
         self._close(self._peers.deadline)
 
     def _close(self, patience: float) -> None:
+        """Wait so long for a save under way, then release folder and group. A writer that hangs keeps them."""
         if self._pending is not None and not self._pending[1].done() and not self._late:
             _log.info("step %d: waiting %g s at most for its checkpoint to be written", self._pending[0], patience)
         try:
             self._wait(patience)
         finally:
-            if self._pending is None:  # else a writer that hangs still has them
+            if self._pending is None:  # else a writer that hangs still uses them
                 self._files.release()
                 self._peers.close()
 
     def _named(self, step: int, work: Callable[[], None]) -> None:
+        """Run ``work``, and name the step in its error."""
         try:
             work()
         except CheckpointError as error:
             raise CheckpointError(f"the checkpoint of step {step} was not saved: {error}") from error
 
     def _check_alike(self, signatures: list[tuple[int, str]]) -> None:
+        """On rank 0: all ranks must save the same step and the same tensors."""
         step, signature = signatures[0]
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"step {step!r} is not a whole number from 0")
@@ -181,12 +186,18 @@ class Checkpoints:
                 )
 
     def _write(self, step: int, parts: Parts) -> None:
+        """Write a checkpoint and give it its name. In the background thread of every rank.
+
+        All ranks write tensors; rank 0 then writes state and manifest, renames the folder and removes old checkpoints.
+        If anything fails, the part is removed and all ranks raise.
+        """
         folder = self._files.part(step)
 
         def finish(files: dict[str, Facts]) -> None:
             state = json.dumps({"step": step, "tree": parts.tree}, allow_nan=False).encode()
             files = {**files, STATE: write(folder / STATE, state)}
-            write_manifest(folder, {**self._origin(step), "files": files})
+            origin = {"format": FORMAT, "step": step, "ranks": self._peers.size, "torch": str(torch.__version__)}
+            write_manifest(folder, {**origin, "files": files})
             self._files.publish(step)
             self._files.retain(step, self.keep, self._damaged - {step})
 
@@ -200,25 +211,23 @@ class Checkpoints:
             raise CheckpointError(reason(error)) from error
 
     def _place(self, tensor: Tensor, name: str) -> str:
+        """Which part of a tensor this rank holds, such as ``depth=1``; empty for all of it."""
         if placement_of(tensor) and self._mesh is None:
             raise CheckpointError(f"{name} is not whole on every rank; give Checkpoints the mesh, not its world")
         return "" if self._mesh is None else place_on(tensor, self._mesh)
 
-    def _origin(self, step: int) -> dict[str, Any]:
-        return {"format": FORMAT, "step": step, "ranks": self._peers.size, "torch": str(torch.__version__)}
-
     # ---- loading ----
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, good or not."""
+        """The steps that have a checkpoint, good or not, the oldest first."""
         return self._peers.told(self._files.steps)
 
     def load_latest(self, template: Mapping[str, Any] | None = None) -> Loaded | None:
-        """The newest good checkpoint, None where there is none at all; a damaged one is passed over with a warning.
+        """The newest good checkpoint, or None where there is none at all; damaged ones are skipped with a warning.
 
-        New tensors are made, in host memory, but for those where the template has a DTensor: they are sharded as it is.
-        What the template has must be there, with its shape and dtype; what it has not, such as the state of an
-        optimizer that has made no step, is loaded too.
+        Tensors are new, in host memory; where the template has a DTensor, they are sharded as it is. A tensor of the
+        template must be in the checkpoint, with its shape and dtype. Other tensors, such as the state of an optimizer
+        that has made no step, are loaded too.
         """
         self.wait()
         skipped: list[str] = []
@@ -229,14 +238,16 @@ class Checkpoints:
                 raise
             except CheckpointError as error:
                 skipped.append(reason(error))
-                self._pass_over(step, skipped[-1])
+                self._damaged.add(step)
+                if self._peers.is_first:
+                    warnings.warn(f"checkpoint passed over: {skipped[-1]}", RuntimeWarning, stacklevel=2)
         if steps:
             told = "\n".join(f"  {words}" for words in skipped)
             raise CheckpointError(f"{self.folder}: no good checkpoint among {len(steps)}:\n{told}")
         return None
 
     def load(self, step: int, template: Mapping[str, Any] | None = None) -> Loaded:
-        """That one, or CheckpointError."""
+        """The checkpoint of that step, or CheckpointError. Verified and placed as in :meth:`load_latest`."""
         self.wait()
         steps = self.steps()
         if step not in steps:
@@ -244,27 +255,21 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are: {there}")
         return self._load(step, template, [])
 
-    def _pass_over(self, step: int, words: str) -> None:
-        self._damaged.add(step)
-        if self._peers.is_first:
-            warnings.warn(f"checkpoint passed over: {words}", RuntimeWarning, stacklevel=3)
-
     def _load(self, step: int, template: Mapping[str, Any] | None, skipped: list[str]) -> Loaded:
+        """Verify the files, a share on each rank, then read them."""
         folder = self._files.path(step)
         files: dict[str, Facts] = self._peers.told(lambda: read_manifest(folder, step))["files"]
-        self._verify(folder, files)
+        own = share(files, self._peers.rank, self._peers.size)
+        wrong = [words for each in self._peers.agree(lambda: problems(folder, own)) for words in each]
+        if wrong:
+            raise CheckpointError("; ".join(sorted(wrong)))
         read: list[dict[str, Any]] = []
         self._peers.agree(lambda: read.append(self._read(folder, files, template)))
         self.completed = step
         return Loaded(step, read[0]["tensors"], read[0]["state"], tuple(skipped))
 
-    def _verify(self, folder: Path, files: Mapping[str, Facts]) -> None:
-        own = share(files, self._peers.rank, self._peers.size)
-        wrong = [words for each in self._peers.agree(lambda: problems(folder, own)) for words in each]
-        if wrong:
-            raise CheckpointError("; ".join(sorted(wrong)))
-
     def _read(self, folder: Path, files: Mapping[str, Facts], template: Mapping[str, Any] | None) -> dict[str, Any]:
+        """This rank's state from verified files. Communicates with no other rank."""
         tree = json.loads((folder / STATE).read_bytes())["tree"]
         tree = located(tree, {} if self._mesh is None else self._mesh.coordinates)
         wanted = Parts({"tensors": template or {}}, as_it_is, self._place).tensors
@@ -276,5 +281,5 @@ class Checkpoints:
 
 
 def _signature(parts: Parts) -> str:
-    """What has to be the same on every rank."""
+    """A hash of what must be the same on every rank: names, shapes and dtypes."""
     return hashlib.blake2b("\n".join(parts.alike).encode(), digest_size=16).hexdigest()

@@ -39,17 +39,22 @@ _CLASSES = {
 
 
 class _Writer(FileSystemWriter):
+    """Torch's writer, whose metadata does not name the folder."""
+
     def storage_meta(self) -> StorageMeta:
-        # Without the folder: it has another name in the end, and a path is a class of the Python that wrote it.
+        # The folder is renamed in the end, and a pickled path is a class of the Python that wrote it.
         return StorageMeta(save_id=self.save_id)
 
 
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], peers: Peers, finish: Callable[[dict[str, Facts]], None]
 ) -> None:
-    """Each rank writes its share; ``finish`` is then called on the first, with the facts of all files."""
+    """Write tensors, each rank its share; then call ``finish`` on rank 0 with size and checksum of all files.
+
+    Called by all ranks together, in their background threads.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # It syncs a file before its last bytes have left Python's buffer: we do that ourselves, when they have.
+    # The writer would sync a file before its last bytes have left Python's buffer; ``facts`` syncs them after.
     writer = _Writer(folder, sync_files=False, per_thread_copy_ahead=0)
     written: list[Metadata] = []
 
@@ -81,6 +86,7 @@ def write_tensors(
 
 
 def _check_shared(folder: Path, files: Mapping[str, Facts]) -> None:
+    """On rank 0: raise if it does not see the files of other ranks."""
     for name, told in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != told["size"]:
             raise CheckpointError(
@@ -93,9 +99,10 @@ def _check_shared(folder: Path, files: Mapping[str, Facts]) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what the metadata of tensors is made of, and calls nothing else."""
+    """An unpickler that creates the classes of tensor metadata only, so that a checkpoint cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Only dtypes and the classes listed above; anything else is refused, and named."""
         known = getattr(torch, name, None) if module == "torch" else None
         if isinstance(known, torch.dtype) or name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
@@ -103,7 +110,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
+    """Torch's reader, with metadata read by :class:`_Unpickler`."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, unpickled with :class:`_Unpickler`. CheckpointError names the file if it is damaged."""
         where = f"{self.path}, {METADATA}"
         try:
             with (Path(self.path) / METADATA).open("rb") as source:
@@ -120,7 +130,11 @@ class _Reader(FileSystemReader):
 
 
 class Stored:
-    """The tensors of one checkpoint, before they are read."""
+    """The tensors of one checkpoint, described by its metadata and read on demand.
+
+    The metadata was verified by checksum, but may come from elsewhere: entries that are no tensors, or name files
+    outside the checkpoint, are refused.
+    """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         self.folder = folder
@@ -128,7 +142,7 @@ class Stored:
         self._metadata = self._reader.read_metadata()
         self._tensors: dict[str, TensorStorageMetadata] = {}
         for name, entry in self._metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):  # whole objects would be unpickled without limits
+            if not isinstance(entry, TensorStorageMetadata):  # other objects would be unpickled without limits
                 raise CheckpointError(f"{folder}, {METADATA}: {name} is not a tensor")
             self._tensors[name] = entry
         for info in self._metadata.storage_data.values():
@@ -136,8 +150,11 @@ class Stored:
                 raise CheckpointError(f"{folder}, {METADATA}: {info.relative_path!a} is no file of this checkpoint")
 
     def targets(self, strides: Mapping[str, list[int] | None], template: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Room for every tensor: shards where the template has DTensors, else whole, in host memory."""
-        elsewhere = {name for name in self._tensors if "@" in name}  # what ranks at other places of the mesh hold
+        """Empty tensors to read into: shards where the template has DTensors, else whole, in host memory.
+
+        ``strides`` has the names in the state's tree; both sides are checked against the stored tensors.
+        """
+        elsewhere = {name for name in self._tensors if "@" in name}  # parts of ranks at other places of the mesh
         lost = sorted(name for name in set(strides) - set(self._tensors) if "@" in name)
         if lost:
             raise Mismatch(
@@ -150,6 +167,7 @@ class Stored:
         return {name: self._room(name, stride, template.get(name)) for name, stride in strides.items()}
 
     def _check(self, name: str, tensor: Tensor) -> None:
+        """Raise Mismatch unless the stored tensor has the dtype and shape of the run's."""
         stored = self._tensors.get(name)
         has = "no such tensor" if stored is None else f"{stored.properties.dtype} of {tuple(stored.size)}"
         wants = f"{tensor.dtype} of {tuple(tensor.shape)}"
@@ -160,6 +178,7 @@ class Stored:
             )
 
     def _room(self, name: str, stride: list[int] | None, like: Tensor | None) -> Tensor:
+        """An empty tensor for one stored tensor: sharded as ``like``, or whole with the saved stride."""
         stored = self._tensors[name]
         if isinstance(like, DTensor):
             return torch.empty_like(like.detach())
@@ -173,6 +192,6 @@ class Stored:
         planner.set_up_planner(targets, self._metadata, is_first)
         self._reader.set_up_storage_reader(self._metadata, is_first)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        # Nothing is to be settled between the ranks: each reads what it needs, and its plan is the whole one.
+        # A global plan of this rank alone: ranks need not agree on what each of them reads.
         plan = self._reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
         self._reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -1,4 +1,9 @@
-"""A nested state taken apart: tensors by name, and the rest as JSON from which it is put together exactly."""
+"""A nested state split into tensors by name, and a JSON tree from which the rest is restored exactly.
+
+In the tree, a dict with one key that begins with ``$`` stands for something that JSON lacks: ``$tensor``, ``$tuple``,
+``$dict`` (keys that are no strings), ``$float`` (infinities and NaN), ``$numpy``, ``$size``, ``$state_dict``. Types
+beyond these are refused, since pickling them would run code when a checkpoint is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,23 +22,27 @@ from torch.distributed.tensor import DTensor
 from ...world import placement_of
 from .peers import CheckpointError, Mismatch
 
-Tree = Any  # what JSON can say
-_PLAIN = (type(None), bool, int, str)
+Tree = Any  # what JSON can hold; a dict with a key such as "$tensor" or "$tuple" stands for something else
+_PLAIN = (type(None), bool, int, str)  # JSON's own
 
 
 class Parts:
-    """``tree`` describes the state; where it says ``$tensor``, the tensor of that name belongs."""
+    """A nested state taken apart, to be saved: ``tensors`` by name, and a ``tree`` that says where each belongs.
+
+    Tensors that this rank holds a part of are named by the part, such as ``model/weight@depth=1``.
+    """
 
     def __init__(
         self, value: Any, take: Callable[[Tensor], Tensor], place: Callable[[Tensor, str], str] = lambda *_: ""
     ) -> None:
-        """``place(tensor, path)`` says which part of a tensor this rank holds, or whose; empty where it is whole."""
+        """``take`` copies a tensor, or not. ``place(tensor, path)`` names the part that this rank holds; "": all."""
         self.tensors: dict[str, Tensor] = {}
-        self.alike: list[str] = []  # about each tensor, what must be the same on every rank
+        self.alike: list[str] = []  # a line per tensor: facts that must be the same on every rank
         self._take, self._place = take, place
         self.tree = self._described(value, "")
 
     def _described(self, value: Any, path: str) -> Tree:
+        """The tree of a value; ``path`` names it in errors, and its tensors."""
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, Mapping):
@@ -48,19 +57,21 @@ class Parts:
         return [self._described(value, f"{path}/{index}") for index, value in enumerate(values)]
 
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Tree:
+        """The tree of a dict: plain where keys are strings, else a list of pairs. Order is kept."""
         pairs = [(key, self._described(item, f"{path}/{key}")) for key, item in value.items()]
         tree: Tree = {"$dict": [[self._described(key, f"{path} (a key)"), item] for key, item in pairs]}
         if all(type(key) is str and not key.startswith("$") for key, _ in pairs):
             tree = dict(pairs)
-        versions = getattr(value, "_metadata", None)  # a module's state_dict bears the versions of its layers
+        versions = getattr(value, "_metadata", None)  # a module's state_dict carries the versions of its layers
         if isinstance(value, OrderedDict) and isinstance(versions, Mapping):
             return {"$state_dict": tree, "metadata": self._described(dict(versions), f"{path} (metadata)")}
         return tree
 
     def _tensor(self, tensor: Tensor, path: str) -> Tree:
+        """Take a tensor; its tree holds the name, the stride where it is not contiguous, and axes it is cut on."""
         _check_kind(tensor, path)
         name = path.lstrip("/")
-        while name in self.tensors:  # keys 0 and "0", or one with a slash
+        while name in self.tensors:  # keys 0 and "0", or a key with a slash
             name += "'"
         place, axes = self._place(tensor, name), sorted(placement_of(tensor))
         taken = self.tensors[at(name, place)] = self._take(tensor)
@@ -73,12 +84,12 @@ class Parts:
 
 
 def at(name: str, place: str) -> str:
-    """The name in a checkpoint of the part, or of the copy, of a tensor that ranks of one place hold."""
+    """The name in a checkpoint of the part of a tensor that ranks at one place of the mesh hold."""
     return f"{name}@{place}" if place else name
 
 
 def located(tree: Tree, coordinates: Mapping[str, int]) -> Tree:
-    """The same tree for the rank at these coordinates of the mesh: its own parts of tensors that are not whole."""
+    """The tree for the rank at these coordinates of the mesh: names of its own parts of tensors that are not whole."""
     if isinstance(tree, list):
         return [located(item, coordinates) for item in tree]
     if not isinstance(tree, dict):
@@ -93,7 +104,7 @@ def located(tree: Tree, coordinates: Mapping[str, int]) -> Tree:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory; of a DTensor, this rank's shard of it."""
+    """A copy in host memory; of a DTensor, this rank's shard."""
     own = tensor.detach()
     if not isinstance(own, DTensor):
         own = own.resolve_conj().resolve_neg()
@@ -101,29 +112,50 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """No copy: for templates."""
+    """The tensor itself, where no copy is needed."""
     return tensor
 
 
 def named_tensors(value: Any) -> dict[str, Tensor]:
-    """The tensors of a nested state by the names that a checkpoint gives them, not copied."""
+    """The tensors of a nested state by the names that a checkpoint gives them. They are not copied."""
     return Parts(value, as_it_is).tensors
 
 
 def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """The state again, with these tensors."""
-    if isinstance(tree, list):
-        return [assembled(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    tag = next((key for key in tree if key.startswith("$")), None)
-    if tag is None:
-        return {key: assembled(item, tensors) for key, item in tree.items()}
-    return _ASSEMBLE[tag](tree, tensors)
+    """The state that a tree describes, with these tensors in it. The inverse of :class:`Parts`.
+
+    CheckpointError for a key that begins with ``$`` and is not known, as a later version might write.
+    """
+    match tree:
+        case list():
+            return [assembled(item, tensors) for item in tree]
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$tuple": items}:
+            return tuple(assembled(items, tensors))
+        case {"$size": sizes}:
+            return torch.Size(sizes)
+        case {"$float": bits}:
+            return struct.unpack(">d", bytes.fromhex(bits))[0]
+        case {"$numpy": dtype, "shape": shape, "data": data}:
+            flat = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype))
+            return flat[0] if shape is None else flat.reshape(shape).copy()
+        case {"$dict": pairs}:
+            return {assembled(key, tensors): assembled(item, tensors) for key, item in pairs}
+        case {"$state_dict": items, "metadata": versions}:
+            state: Any = OrderedDict(assembled(items, tensors))
+            state._metadata = OrderedDict(assembled(versions, tensors))
+            return state
+        case dict():
+            unknown = next((key for key in tree if key.startswith("$")), None)
+            if unknown is not None:  # Parts writes no such key: it would be inside a $dict
+                raise CheckpointError(f"the state holds {unknown}, which this version cannot read")
+            return {key: assembled(item, tensors) for key, item in tree.items()}
+    return tree
 
 
 def leaves(tree: Tree) -> dict[str, list[int] | None]:
-    """The name of every tensor in the tree, with its stride where that is not the usual one."""
+    """The name of every tensor in a tree, with its stride where it is not contiguous."""
     names: dict[str, list[int] | None] = {}
     if isinstance(tree, dict) and "$tensor" in tree:
         return {tree["$tensor"]: tree.get("stride")}
@@ -136,9 +168,10 @@ def leaves(tree: Tree) -> dict[str, list[int] | None]:
 
 
 def _leaf(value: Any, path: str) -> Tree:
+    """The tree of a value that holds no others. CheckpointError for types that JSON cannot restore exactly."""
     if type(value) in _PLAIN:
         return value
-    if type(value) is float:  # JSON has the shortest digits that give the same float, but no infinities
+    if type(value) is float:  # JSON's digits restore a float exactly, but it has no infinities and no NaN
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if type(value) is torch.Size:
         return {"$size": list(value)}
@@ -152,6 +185,7 @@ def _leaf(value: Any, path: str) -> Tree:
 
 
 def _check_kind(tensor: Tensor, path: str) -> None:
+    """Raise CheckpointError for a tensor that cannot be saved: cut, sparse, quantized, or without values."""
     kind = type(tensor.detach()) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
     known = kind is Tensor or issubclass(kind, DTensor)
     if not known or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -159,33 +193,3 @@ def _check_kind(tensor: Tensor, path: str) -> None:
             f"{path.lstrip('/')} is a {kind.__name__} ({tensor.layout}, on {tensor.device}); a checkpoint holds dense "
             "plain tensors and DTensors; gather a cut tensor first, or leave it out"
         )
-
-
-def _float(tree: Tree, _: Mapping[str, Tensor]) -> float:
-    return float(struct.unpack(">d", bytes.fromhex(tree["$float"]))[0])
-
-
-def _numpy(tree: Tree, _: Mapping[str, Tensor]) -> Any:
-    flat = np.frombuffer(base64.b64decode(tree["data"]), dtype=np.dtype(tree["$numpy"]))
-    return flat[0] if tree["shape"] is None else flat.reshape(tree["shape"]).copy()
-
-
-def _dict(tree: Tree, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
-    return {assembled(key, tensors): assembled(item, tensors) for key, item in tree["$dict"]}
-
-
-def _state_dict(tree: Tree, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
-    state: Any = OrderedDict(assembled(tree["$state_dict"], tensors))
-    state._metadata = OrderedDict(assembled(tree["metadata"], tensors))
-    return cast(OrderedDict[Any, Any], state)
-
-
-_ASSEMBLE: dict[str, Callable[[Tree, Mapping[str, Tensor]], Any]] = {
-    "$tensor": lambda tree, tensors: tensors[tree["$tensor"]],
-    "$tuple": lambda tree, tensors: tuple(assembled(tree["$tuple"], tensors)),
-    "$size": lambda tree, tensors: torch.Size(tree["$size"]),
-    "$float": _float,
-    "$numpy": _numpy,
-    "$dict": _dict,
-    "$state_dict": _state_dict,
-}

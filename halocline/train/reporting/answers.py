@@ -1,4 +1,8 @@
-"""What the network answers, beside what is true: numbers, classes, or slices of samples that it was not trained on."""
+"""The network's predictions beside the truth: numbers, classes, or slices of validation samples, as HTML.
+
+What a run wrote (``Examples``) decides the form: few numbers per sample become scatter charts or a confusion table,
+maps become rows of pictures.
+"""
 
 from __future__ import annotations
 
@@ -24,48 +28,37 @@ from .images import (
 from .run import Array
 from .svg import element, short, text, tooltip
 
-EDGE, PAD = 230.0, 38.0  # of a small square chart
+EDGE, PAD = 230.0, 38.0  # of a small square chart: its edge, and the margin for labels
 NUMBERS = 12  # charts of numbers at most
-DOTS = 400  # of a chart
+DOTS = 400  # points of a chart at most
 FEW = 40  # classes at most
 
 
 def answers(arrays: dict[str, Array]) -> str | None:
-    """Markup, or None for arrays of another kind than a run writes."""
+    """HTML of the examples, or None for arrays that no form fits."""
     if not all(name in arrays and arrays[name].size and arrays[name].ndim for name in ("y", "p")):
         return None
     y, p = arrays["y"], arrays["p"]
     if p.ndim <= 2:
         return _numbers(y, p)
-    planes = {name: _planes(array) for name, array in arrays.items() if name in ("x", "y", "p")}
-    if any(plane is None for plane in planes.values()):
+    kept = {name: array for name, array in arrays.items() if name in ("x", "y", "p")}
+    planes = {name: array[:, 0] if array.ndim == 4 else array for name, array in kept.items()}  # of the first channel
+    if any(plane.ndim != 3 for plane in planes.values()) or planes["y"].shape != planes["p"].shape:
         return None
-    shown = {name: plane for name, plane in planes.items() if plane is not None}
-    if shown["y"].shape != shown["p"].shape:
-        return None
-    return _classes(shown) if _whole(shown["y"], shown["p"]) and _fits(shown) else _fields(shown)
-
-
-def _planes(array: Array) -> Array | None:
-    """[samples, height, width]."""
-    if array.ndim == 4:
-        array = array[:, 0]
-    return array if array.ndim == 3 else None
+    fits = "x" not in planes or planes["x"].shape == planes["y"].shape
+    return _classes(planes) if fits and _whole(planes["y"], planes["p"]) else _fields(planes)
 
 
 def _whole(*arrays: Array) -> bool:
-    """Are these numbers of classes?"""
+    """Are all values class numbers: whole, and less than 1000?"""
     return all(bool((array == np.round(array)).all()) for array in arrays) and max(a.max() for a in arrays) < 1000
-
-
-def _fits(planes: dict[str, Array]) -> bool:
-    return "x" not in planes or planes["x"].shape == planes["y"].shape
 
 
 # -- a few numbers a sample
 
 
 def _numbers(y: Array, p: Array) -> str | None:
+    """Scatter charts of a few numbers per sample, or a confusion table of classes."""
     if y.shape == p.shape or y.size == p.size:
         y, p = y.reshape(len(p), -1), p.reshape(len(p), -1)
         charts = [scatter(y[:, index], p[:, index], index) for index in range(min(NUMBERS, y.shape[1]))]
@@ -97,7 +90,9 @@ def scatter(y: Array, p: Array, index: int) -> str:
     ends = {"x1": across(across.low), "y1": up(up.low), "x2": across(across.high), "y2": up(up.high)}
     parts = [_square(across, up), element("line", **ends, class_="diagonal")]
     picked = np.unique(np.linspace(0, len(y) - 1, min(DOTS, len(y))).astype(int)).tolist()
-    parts += [_dot(float(y[i]), float(p[i]), across, up) for i in picked if math.isfinite(y[i] + p[i])]
+    for true, predicted in ((float(y[i]), float(p[i])) for i in picked if math.isfinite(y[i] + p[i])):
+        told = tooltip(f"true {short(true)}, predicted {short(predicted)}")
+        parts.append(element("circle", told, cx=across(true), cy=up(predicted), r=2.6, class_="point"))
     r = correlation(y, p)
     words = f"number {index + 1}" + (f": correlation {r:.3f}" if math.isfinite(r) else "")
     drawing = svg(words, *parts, width=EDGE, height=EDGE, class_="chart")
@@ -105,6 +100,7 @@ def scatter(y: Array, p: Array, index: int) -> str:
 
 
 def _square(across: ChartScale, up: ChartScale) -> str:
+    """Frame, ticks and labels of a square chart."""
     parts = [element("rect", x=PAD, y=8, width=EDGE - 8 - PAD, height=EDGE - PAD - 8, class_="frame")]
     for value in ticks(across.low, across.high, 3):
         parts.append(element("text", text(short(value)), x=across(value), y=EDGE - PAD + 15, class_="tick mid"))
@@ -115,13 +111,8 @@ def _square(across: ChartScale, up: ChartScale) -> str:
     return "".join(parts)
 
 
-def _dot(y: float, p: float, across: ChartScale, up: ChartScale) -> str:
-    told = tooltip(f"true {short(y)}, predicted {short(p)}")
-    return element("circle", told, cx=across(y), cy=up(p), r=2.6, class_="point")
-
-
 def confusion(y: Array, p: Array) -> str | None:
-    """Counts of (true class, predicted class)."""
+    """A table of counts, rows by true and columns by predicted class; None for too many classes."""
     count = int(max(y.max(), p.max())) + 1
     if count > FEW or y.min() < 0:
         return None
@@ -139,6 +130,7 @@ def confusion(y: Array, p: Array) -> str | None:
 
 
 def _cell(table: Array, row: int, column: int, side: float) -> str:
+    """One count as a square whose opacity is its share of the largest."""
     share = table[row, column] / max(1, table.max())
     told = tooltip(f"true {row}, predicted {column}: {table[row, column]}")
     place = {"x": 34 + column * side, "y": row * side, "width": side - 1, "height": side - 1}
@@ -149,11 +141,12 @@ def _cell(table: Array, row: int, column: int, side: float) -> str:
 
 
 def _classes(planes: dict[str, Array]) -> str:
+    """Rows of pictures: input, true and predicted classes laid over it, and where they differ."""
     rows = []
     for number in range(len(planes["y"])):
         y, p = planes["y"][number], planes["p"][number]
         under = planes["x"][number] if "x" in planes else np.zeros_like(y)
-        known = y >= 0  # what lies below is a mark for pixels that nobody knows
+        known = y >= 0  # negative numbers mark pixels without a known class
         share = float((known & (y != p)).sum() / max(1, known.sum()))
         base = grey(thin(under))
         wrong = thin(((y != p) & known).astype(np.float64)) > 0
@@ -165,21 +158,14 @@ def _classes(planes: dict[str, Array]) -> str:
         }
         rows.append(_row(panels, f"sample {number + 1}"))
     words = "Slices of validation samples, with the classes laid over; class 0 is left grey."
-    return element("p", text(words)) + _legend(planes) + "".join(rows)
-
-
-def _legend(planes: dict[str, Array]) -> str:
     numbers = np.unique(np.concatenate([planes["y"].ravel(), planes["p"].ravel()])).astype(int).tolist()
-    entries = [(f"class {number}", class_code(number)) for number in numbers if number > 0]
-    swatches = [_swatch(words, code) for words, code in [*entries, ("wrong", WRONG)]]
-    return element("p", *swatches, class_="legend")
-
-
-def _swatch(words: str, code: str) -> str:
-    return element("span", element("i", style=f"background:{code}"), text(words))
+    codes = {**{f"class {number}": class_code(number) for number in numbers if number > 0}, "wrong": WRONG}
+    swatches = [element("span", element("i", style=f"background:{code}"), text(name)) for name, code in codes.items()]
+    return element("p", text(words)) + element("p", *swatches, class_="legend") + "".join(rows)
 
 
 def _row(panels: dict[str, Picture], sample: str) -> str:
+    """Pictures of one sample side by side, each with its caption."""
     figures = [
         element("figure", image(picture, f"{sample}: {words}"), element("figcaption", text(words)))
         for words, picture in panels.items()
@@ -188,6 +174,7 @@ def _row(panels: dict[str, Picture], sample: str) -> str:
 
 
 def _fields(planes: dict[str, Array]) -> str:
+    """Rows of pictures of values: input, true and predicted on one colour scale, and their difference."""
     low, high = limits(planes["y"], planes["p"])
     difference = planes["p"] - planes["y"]
     most = max(abs(end) for end in limits(difference)) or 1.0
@@ -196,7 +183,8 @@ def _fields(planes: dict[str, Array]) -> str:
         panels = {"input": grey(thin(planes["x"][number]))} if "x" in planes else {}
         panels["true"] = ramped(thin(planes["y"][number]), low, high)
         panels["predicted"] = ramped(thin(planes["p"][number]), low, high)
-        off = _root_mean_square(difference[number])
+        finite = difference[number][np.isfinite(difference[number])]
+        off = float(np.sqrt((finite**2).mean())) if finite.size else math.nan
         panels[f"difference: rms {short(off)}"] = ramped(thin(difference[number]), -most, most, BOTH_SIDES)
         rows.append(_row(panels, f"sample {number + 1}"))
     words = "Slices of validation samples. True and predicted have one colour scale; the difference has its own."
@@ -204,11 +192,7 @@ def _fields(planes: dict[str, Array]) -> str:
     return element("p", text(words)) + element("p", bars, class_="legend") + "".join(rows)
 
 
-def _root_mean_square(values: Array) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.sqrt((finite**2).mean())) if finite.size else math.nan
-
-
 def _scale_bar(words: str, ramp: tuple[str, ...], low: float, high: float) -> str:
+    """A legend of a colour scale with its ends."""
     colours = element("b", style=f"background:linear-gradient(to right,{','.join(ramp)})")
     return element("span", text(f"{words} {short(low)}"), colours, text(short(high)))

@@ -1,4 +1,8 @@
-"""Charts as SVG that take their colours from the page, with a tooltip wherever the pointer rests. No scripts."""
+"""Charts as SVG that take their colours from the page, with a tooltip wherever the pointer rests. No scripts.
+
+Coordinates are in units of the drawing, ``WIDTH`` by ``HEIGHT``, with y downwards; a :class:`ChartScale` maps values to
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from .svg import element, path_of, polygon, short, text, tooltip
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 40
-POINTS = 600  # that a curve is drawn with at most
-STRIPS = 150  # that answer to the pointer
+POINTS = 600  # of a curve at most
+STRIPS = 150  # columns that show a tooltip, at most
 Words = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class ChartScale:
-    """Values to places along an edge."""
+    """Maps values to coordinates along one edge of a chart, linearly or in logarithms."""
 
     low: float
     high: float
@@ -43,13 +47,13 @@ class ChartScale:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers between.
+    """Round numbers between two values, about as many as ``wanted``.
 
     >>> ticks(0, 9.3), ticks(0.9, 1.02)
     ([0.0, 2.0, 4.0, 6.0, 8.0], [0.9, 0.95, 1.0])
     """
     rough = (high - low) / wanted
-    if not 1e-200 < rough < 1e200:  # nothing that could be told apart
+    if not 1e-200 < rough < 1e200:  # the ends cannot be told apart
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -67,7 +71,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def value_scale(values: Array, zero: bool = False, log: bool | None = None) -> ChartScale:
-    """A vertical edge for the finite values; in logarithms where they span a decade and more."""
+    """The vertical scale of finite values: in logarithms where they span a decade or more, unless told otherwise."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if log is None:
@@ -82,27 +86,24 @@ def value_scale(values: Array, zero: bool = False, log: bool | None = None) -> C
 def step_scale(steps: Array) -> ChartScale:
     """The horizontal scale of a chart over steps."""
     low, high = (float(steps.min()), float(steps.max())) if steps.size else (0.0, 1.0)
-    return (
-        ChartScale(low, high, LEFT, WIDTH - RIGHT) if high > low else ChartScale(low - 1, low + 1, LEFT, WIDTH - RIGHT)
-    )
+    if high == low:
+        low, high = low - 1, low + 1
+    return ChartScale(low, high, LEFT, WIDTH - RIGHT)
 
 
 def frame(across: ChartScale | None, up: ChartScale, x_label: str, words: Words = short) -> str:
-    """Grid, numbers and what runs across; what runs up stands in the heading."""
+    """Grid, ticks and the label of the horizontal axis; the vertical one is named in the heading."""
     parts = []
     for value in up.ticks():
         y = up(value)
         parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(element("text", text(words(value)), x=LEFT - 7, y=y + 4, class_="tick end"))
-    for value in across.ticks() if across is not None else []:
-        if across is not None and value == int(value):
-            parts.append(
-                element("text", text(short(value)), x=across(value), y=HEIGHT - BOTTOM + 17, class_="tick mid")
-            )
+    if across is not None:
+        for value in (each for each in across.ticks() if each == int(each)):
+            place = {"x": across(value), "y": HEIGHT - BOTTOM + 17}
+            parts.append(element("text", text(short(value)), **place, class_="tick mid"))
     parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
-    parts.append(
-        element("text", text(x_label), x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="label mid"),
-    )
+    parts.append(element("text", text(x_label), x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="label mid"))
     return "".join(parts)
 
 
@@ -113,13 +114,17 @@ def svg(title: str, *parts: str, width: float = WIDTH, height: float = HEIGHT, c
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart, with its name and colour."""
+    """One line of a chart, with its name and colour.
+
+    ``raw``: drawn faintly, since another series is its running mean. ``dots``: drawn as points that have tooltips of
+    their own. ``words`` formats values.
+    """
 
     name: str
     steps: Array
     values: Array
-    class_: str  # of its colour
-    raw: bool = False  # faint: it is smoothed by another
+    class_: str  # CSS class of its colour
+    raw: bool = False  # drawn faintly
     dots: bool = False
     words: Words = field(default=short)
 
@@ -127,18 +132,19 @@ class Series:
 def curve_chart(
     title: str, series: Sequence[Series], words: Words = short, log: bool | None = None, zero: bool = False
 ) -> str:
-    """Curves over steps. Values that are not finite are crosses on the upper edge."""
+    """A chart of series over steps. Values that are not finite are crosses at the upper edge."""
     everything = np.concatenate([each.values for each in series])
     across = step_scale(np.concatenate([each.steps for each in series]))
     up = value_scale(everything, zero, log)
     drawn = [_curve(each, across, up) for each in series]
     crosses = [_crosses(each, across) for each in series if each.raw or each.dots]
-    strips = _strips([each for each in series if not each.dots][:1] or series[:1], across, up)
+    strips = _strips(next((each for each in series if not each.dots), series[0]), across, up)
     dots = [_dots(each, across, up) for each in series if each.dots]
     return svg(title, frame(across, up, "step", words), *drawn, *crosses, strips, *dots)
 
 
 def _curve(series: Series, across: ChartScale, up: ChartScale) -> str:
+    """A series as a line, or as a point if only one value is finite."""
     steps, values = thinned(series.steps, series.values)
     points = [(across(float(x)), up(float(y))) for x, y in zip(steps, values, strict=True)]
     if sum(math.isfinite(y) for _, y in points) == 1 and not series.dots:  # no line goes through one point
@@ -148,7 +154,7 @@ def _curve(series: Series, across: ChartScale, up: ChartScale) -> str:
 
 
 def _dots(series: Series, across: ChartScale, up: ChartScale) -> str:
-    """Each answers to the pointer itself."""
+    """The points of a series, each with a tooltip."""
     parts = []
     for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
         if math.isfinite(up(value)):
@@ -158,6 +164,7 @@ def _dots(series: Series, across: ChartScale, up: ChartScale) -> str:
 
 
 def _crosses(series: Series, across: ChartScale) -> str:
+    """Marks at steps whose value is not finite."""
     parts = []
     for step in series.steps[~np.isfinite(series.values)][:100].tolist():
         x, y = across(step), TOP + 4
@@ -167,25 +174,23 @@ def _crosses(series: Series, across: ChartScale) -> str:
     return "".join(parts)
 
 
-def _strips(series: Sequence[Series], across: ChartScale, up: ChartScale) -> str:
-    """Columns over the chart; the one under the pointer shows a line, a dot and its numbers."""
-    each = series[0]
-    picked = np.unique(np.linspace(0, len(each.steps) - 1, min(STRIPS, len(each.steps))).round().astype(int))
+def _strips(series: Series, across: ChartScale, up: ChartScale) -> str:
+    """Invisible columns over the chart; the one under the pointer shows a line, a dot and its values."""
+    picked = np.unique(np.linspace(0, len(series.steps) - 1, min(STRIPS, len(series.steps))).round().astype(int))
     width = max(1.0, (WIDTH - LEFT - RIGHT) / max(1, len(picked)))
-    return "".join(_strip(each, int(index), width, across, up) for index in picked)
-
-
-def _strip(series: Series, index: int, width: float, across: ChartScale, up: ChartScale) -> str:
-    step, value = float(series.steps[index]), float(series.values[index])
-    x, y = across(step), up(value)
-    area = element("rect", x=x - width / 2, y=TOP, width=width, height=HEIGHT - TOP - BOTTOM, class_="area")
-    line = element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="hair")
-    dot = element("circle", cx=x, cy=y, r=3, class_="spot") if math.isfinite(y) else ""
-    return element("g", tooltip(f"step {step:g}: {series.name} {series.words(value)}"), area, line, dot, class_="strip")
+    strips = []
+    for step, value in zip(series.steps[picked].tolist(), series.values[picked].tolist(), strict=True):
+        x, y = across(step), up(value)
+        area = element("rect", x=x - width / 2, y=TOP, width=width, height=HEIGHT - TOP - BOTTOM, class_="area")
+        line = element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="hair")
+        dot = element("circle", cx=x, cy=y, r=3, class_="spot") if math.isfinite(y) else ""
+        told = tooltip(f"step {step:g}: {series.name} {series.words(value)}")
+        strips.append(element("g", told, area, line, dot, class_="strip"))
+    return "".join(strips)
 
 
 def thinned(steps: Array, values: Array, most: int = POINTS) -> tuple[Array, Array]:
-    """The least and the greatest of each stretch, in their order: spikes are kept."""
+    """At most so many points: the least and the greatest value of each stretch, so that spikes are kept."""
     if len(steps) <= most:
         return steps, values
     kept: list[int] = []
@@ -197,7 +202,7 @@ def thinned(steps: Array, values: Array, most: int = POINTS) -> tuple[Array, Arr
 
 
 def smoothed(values: Array, window: int) -> Array:
-    """The mean of the finite values around each; NaN where there are none."""
+    """The running mean over ``window`` finite values; NaN where there are none."""
     finite = np.isfinite(values)
     kernel = np.ones(window)
     sums = np.convolve(np.where(finite, values, 0.0), kernel, "same")[: len(values)]
@@ -206,7 +211,7 @@ def smoothed(values: Array, window: int) -> Array:
 
 
 def stacked_areas(title: str, steps: Array, layers: Sequence[tuple[str, Array]], top: float, words: Words) -> str:
-    """Layers over each other, from below; what is higher than ``top`` is cut off."""
+    """Areas stacked on each other over steps; ``top`` is the upper end of the scale, and cuts off what is higher."""
     across = step_scale(steps)
     up = ChartScale(0.0, top, HEIGHT - BOTTOM, TOP)
     below, parts = np.zeros(len(steps)), []
@@ -217,11 +222,11 @@ def stacked_areas(title: str, steps: Array, layers: Sequence[tuple[str, Array]],
         parts.append(polygon([*edge, *reversed(base)], f"area-of {class_}"))
         below = above
     total = Series("the step took", steps, np.minimum(below, top), "", words=words)
-    return svg(title, *parts, frame(across, up, "step", words), _strips([total], across, up))
+    return svg(title, *parts, frame(across, up, "step", words), _strips(total, across, up))
 
 
 def columns(title: str, labels: Sequence[str], values: Array, words: Words, x_label: str) -> str:
-    """One bar each, with its value on top where there is room."""
+    """A bar chart, with values on top where there is room."""
     up = ChartScale(0.0, float(values.max()) * 1.15 or 1.0, HEIGHT - BOTTOM, TOP)
     room = (WIDTH - LEFT - RIGHT) / len(labels)
     bars = []

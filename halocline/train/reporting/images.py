@@ -1,4 +1,7 @@
-"""Arrays as pictures: PNG made here, colours of classes and of numbers."""
+"""Arrays as pictures for a page: PNG files in data URLs, colours of classes and of values.
+
+Planes are arrays of float64 by (height, width); pictures are uint8 by (height, width, 3).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .svg import element
 
 Picture = NDArray[np.uint8]  # [height, width, 3]
 LARGEST = 384  # pixels of an edge; larger slices are thinned
-#: A class each, from 1 on; class 0 is left as it is, and red is for errors.
+#: Colours of classes from 1 on; class 0 has none, and red is for errors.
 CLASSES = ("#f2b134", "#2fb7c4", "#b86be0", "#5fbf5a", "#4c7fe8", "#f58f9c", "#9c7a54", "#c9d34a")
 WRONG = "#ff2d44"
 RAMP = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
@@ -23,19 +26,18 @@ BOTH_SIDES = ("#2166ac", "#92c5de", "#f7f7f7", "#f4a582", "#b2182b")
 
 
 def png(picture: Picture) -> bytes:
-    """
+    """A picture as an uninterlaced PNG of 8 bits per channel.
+
     >>> png(np.zeros((2, 3, 3), np.uint8))[:8] == b"\\x89PNG" + bytes([13, 10, 26, 10])
     True
     """
     height, width = picture.shape[:2]
     rows = np.concatenate([np.zeros((height, 1), np.uint8), picture.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    written = b"\x89PNG\r\n\x1a\n"
+    for name, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b"")):
+        written += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return written
 
 
 def image(picture: Picture, words: str) -> str:
@@ -55,13 +57,13 @@ def class_code(number: int) -> str:
 
 
 def thin(plane: Array) -> Array:
-    """Every so many pixels, so that a page stays small."""
+    """Every n-th pixel, so that no edge has more than ``LARGEST`` and the page stays small."""
     stride = -(-max(plane.shape) // LARGEST)
     return plane[::stride, ::stride]
 
 
 def limits(*planes: Array) -> tuple[float, float]:
-    """Of finite values, without the outermost per cent."""
+    """The range of the finite values of all planes, without the outermost half per cent at each end."""
     values = np.concatenate([plane[np.isfinite(plane)] for plane in planes])
     if not values.size:
         return 0.0, 1.0
@@ -70,6 +72,7 @@ def limits(*planes: Array) -> tuple[float, float]:
 
 
 def _shares(plane: Array, low: float, high: float) -> Array:
+    """Values as shares of the range from ``low`` to ``high``; NaN as 0."""
     return np.nan_to_num(np.clip((plane - low) / (high - low), 0, 1))
 
 
@@ -80,14 +83,14 @@ def grey(plane: Array) -> Picture:
 
 
 def ramped(plane: Array, low: float, high: float, ramp: tuple[str, ...] = RAMP) -> Picture:
-    """Numbers as colours between; NaN as the lowest."""
+    """Values as colours interpolated between those of ``ramp``; NaN as the lowest."""
     stops, shares = np.linspace(0, 1, len(ramp)), _shares(plane, low, high)
     codes = np.stack([colour(code) for code in ramp])
     return np.stack([np.interp(shares, stops, codes[:, c]) for c in range(3)], axis=-1).astype(np.uint8)
 
 
 def painted(under: Picture, where: NDArray[Any], code: str, strength: float) -> Picture:
-    """``code`` laid over the pixels that are told."""
+    """A picture with a colour laid over the pixels of a mask."""
     mixed = under * (1 - strength) + colour(code) * strength
     return np.where(where[..., None], mixed, under).astype(np.uint8)
 

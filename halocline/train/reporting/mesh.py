@@ -1,4 +1,8 @@
-"""The sample box cut into the ranks' tiles, drawn to scale: flat for lines and images, in perspective for volumes."""
+"""The sample cut into the ranks' tiles, drawn to scale: flat for lines and images, in perspective for volumes.
+
+Tiles come from the log, where each rank has written its box. At most three dims can be drawn; ranks that hold the same
+box of other samples are drawn as copies.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ from .charts import svg
 from .run import Entry
 from .svg import element, polygon, text, tooltip
 
-SIDE, MANY = 190.0, 330.0  # of the longest edge; where there are many tiles along one
-THIN = 34.0  # of the shortest: what is thinner could not bear a number
-SLANT = 0.42  # how much of its length an edge that goes back shows, across and up
-COPIES = 4  # drawn; more are alike
+SIDE, MANY = 190.0, 330.0  # length of the longest edge; and where there are many tiles along it
+THIN = 34.0  # length of the shortest edge, so that a number fits
+SLANT = 0.42  # share of its length that an edge which goes back has across, and up
+COPIES = 4  # copies that are drawn; others look the same
 Pair = tuple[int, int]
 Copy = tuple[tuple[str, int], ...]  # places along axes that are not drawn
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One rank's part of the drawn sample."""
+    """One rank's box of the sample, by letter of a dim, and a text for the tooltip."""
 
     rank: int
     box: dict[str, Pair]
@@ -29,7 +33,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class DrawingAxes:
-    """Which dims go up, across and back; '' where there is none."""
+    """Which dims of the sample go up, across and back in the drawing; "" where there is none."""
 
     up: str
     across: str
@@ -37,11 +41,12 @@ class DrawingAxes:
 
 
 def mesh_figures(ranks: Sequence[Entry]) -> list[str]:
-    """A figure for each copy of the sample: ranks that hold the same tile of other samples, or of other channels."""
+    """A figure for each group of ranks that together hold a sample, as HTML; at most ``COPIES`` of them."""
     tiles = [_tile(entry) for entry in ranks]
     space = [letter for letter in tiles[0].box if letter not in "NC"] or list(tiles[0].box)[-1:]
     cut = [letter for letter in space if len(_parts(tiles, letter)) > 1]
-    view = view_of(_drawable(space, cut), cut)
+    most = sorted(space, key=lambda letter: letter not in cut)[:3]  # three dims can be drawn; those that are cut first
+    view = view_of([letter for letter in space if letter in most], cut)
     groups: dict[Copy, list[Tile]] = {}
     for tile, entry in zip(tiles, ranks, strict=True):
         groups.setdefault(_copy_of(entry, view), []).append(tile)
@@ -52,6 +57,7 @@ def mesh_figures(ranks: Sequence[Entry]) -> list[str]:
 
 
 def _tile(entry: Entry) -> Tile:
+    """The tile of a rank's entry in the log."""
     box = {letter: (int(low), int(high)) for letter, (low, high) in entry["tile"].items()}
     words = ", ".join(f"{_name(letter)} {low} to {high}" for letter, (low, high) in box.items())
     return Tile(int(entry["rank"]), box, f"rank {entry['rank']}: {words}")
@@ -62,13 +68,8 @@ def _name(letter: str) -> str:
 
 
 def _parts(tiles: Sequence[Tile], letter: str) -> list[Pair]:
+    """The intervals into which the tiles cut a dim, in order."""
     return sorted({tile.box[letter] for tile in tiles})
-
-
-def _drawable(space: list[str], cut: list[str]) -> list[str]:
-    """Three dims at most; those that are cut before others."""
-    kept = sorted(space, key=lambda letter: letter not in cut)[:3]
-    return [letter for letter in space if letter in kept]
 
 
 def view_of(space: Sequence[str], cut: Sequence[str]) -> DrawingAxes:
@@ -92,6 +93,7 @@ def _copy_of(entry: Entry, view: DrawingAxes) -> Copy:
 
 
 def _heading(key: Copy, groups: int) -> str:
+    """What tells a copy from the others; "" if there is only one."""
     if groups == 1:
         return ""
     words = {"data": "samples of group"}
@@ -99,7 +101,7 @@ def _heading(key: Copy, groups: int) -> str:
 
 
 def _figure(heading: str, tiles: list[Tile], view: DrawingAxes) -> str:
-    """One box; where the dim that goes back is cut too, one for each of its parts."""
+    """One box; where the dim that goes back is cut too, a box for each of its parts."""
     layers = _parts(tiles, view.back) if view.back else [(0, 0)]
     drawings = []
     for layer in layers:
@@ -112,17 +114,19 @@ def _figure(heading: str, tiles: list[Tile], view: DrawingAxes) -> str:
 
 
 class DrawnBox:
-    """One box in the drawing's own units."""
+    """One box in the drawing's own units: where rows, columns and edges lie.
+
+    The longest edge has a fixed length and the others are to scale, except that very thin ones are widened so that
+    numbers fit.
+    """
 
     def __init__(self, tiles: Sequence[Tile], view: DrawingAxes, layer: Pair, title: str) -> None:
         self._view, self._title = view, title
         self._rows = _parts(tiles, view.up) if view.up else [(0, 1)]
         self._columns = _parts(tiles, view.across)
         high = self._rows[-1][1] if view.up else 0
-        wide, deep = (
-            self._columns[-1][1],
-            max((tile.box[view.back][1] for tile in tiles), default=1) if view.back else 0,
-        )
+        wide = self._columns[-1][1]
+        deep = max((tile.box[view.back][1] for tile in tiles), default=1) if view.back else 0
         unit = (MANY if max(len(self._rows), len(self._columns)) > 6 else SIDE) / max(high, wide, deep)
         self._high = max(THIN, high * unit)
         self._wide = max(THIN, wide * unit)
@@ -146,6 +150,7 @@ class DrawnBox:
         return self._top + self._high * value / self._rows[-1][1]
 
     def _faces(self, tile: Tile) -> str:
+        """A tile: its front, and the top and the side where they are visible."""
         left, right = (self._x(end) for end in tile.box[self._view.across])
         row = tile.box[self._view.up] if self._view.up else (0, 1)
         top, bottom = (self._y(end) for end in row)
@@ -161,6 +166,7 @@ class DrawnBox:
         return element("g", *faces, class_=f"tile hue{tile.rank % 8}")
 
     def _labels(self) -> list[str]:
+        """Names of the dims and the cut points along them."""
         view, base = self._view, self._top + self._high
         middle = self._left + self._wide / 2
         labels = [element("text", text(_name(view.across)), x=middle, y=base + 38, class_="label mid")]
@@ -178,14 +184,15 @@ class DrawnBox:
 
 
 def _number(rank: int, x: float, y: float, room: float) -> str:
+    """A rank's number in the middle of its tile; none where it would be too small, since the tooltip has it."""
     size = min(17.0, 0.55 * room)
     if size < 6:
-        return ""  # the tooltip tells
+        return ""  # the tooltip has it
     return element("text", text(rank), x=x, y=y + 0.36 * size, class_="rank mid", font_size=size)
 
 
 def _edges(parts: Sequence[Pair]) -> list[int]:
-    """Ends and cuts; of very many, some."""
+    """Ends and cut points of a dim; of very many, the ends only."""
     edges = sorted({end for part in parts for end in part})
     return edges if len(edges) <= 9 else [edges[0], edges[-1]]
 

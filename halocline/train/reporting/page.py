@@ -1,4 +1,4 @@
-"""The page round the parts: one file that needs no other, in light and dark, on screens of any width and on paper."""
+"""The page around the sections: one file that needs no other, in light and dark, on any screen and on paper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sections import Missing, Part, Section
 from .style import STYLE
 from .svg import duration, element, short, text
 
-#: The browser itself holds the page to it: nothing is fetched, and no script runs.
+#: The browser enforces that nothing is fetched and no script runs.
 _SEALED = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'\">"
@@ -19,11 +19,13 @@ _SEALED = (
 
 
 def page(run: RecordedRun, parts: list[Part]) -> str:
-    """The whole report as HTML."""
+    """The whole report as HTML: headline figures, links, the sections, and a list of those that are missing."""
     shown = [part for part in parts if isinstance(part, Section)]
-    body = element("header", _head(run), _facts(run), _links(shown))
-    body += element("main", *(_section(part) for part in shown), _absent([p for p in parts if isinstance(p, Missing)]))
-    body += _foot(run)
+    figures = element("dl", *(_fact(name, value) for name, value in facts(run)), class_="facts")
+    body = element("header", _head(run), figures, _links(shown))
+    sections = [element("section", element("h2", text(each.title)), each.body, id=each.name) for each in shown]
+    body += element("main", *sections, _absent([part for part in parts if isinstance(part, Missing)]))
+    body += element("footer", "Written by ", element("code", text(f"halocline report {run.name}")))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += '<meta name="color-scheme" content="light dark">' + _SEALED
     head += element("title", text(f"{run.subject} · {run.name}")) + f"<style>{STYLE}</style>"
@@ -31,34 +33,26 @@ def page(run: RecordedRun, parts: list[Part]) -> str:
 
 
 def _head(run: RecordedRun) -> str:
-    words, class_ = _ending(run)
+    """Name and subject of the run, and whether it has finished."""
+    words, class_ = "finished", "good"
+    if run.result is None:
+        words, class_ = "not finished", "warn"
+    elif run.result.get("stopped"):
+        words, class_ = "stopped after a checkpoint", "warn"
     pill = element("span", text(words), class_=f"pill {class_}")
     name = run.name if run.subject != run.name else "a run"
     return element("p", text(name), " ", pill, class_="over") + element("h1", text(run.subject))
 
 
-def _ending(run: RecordedRun) -> tuple[str, str]:
-    if run.result is None:
-        return "not finished", "warn"
-    if run.result.get("stopped"):
-        return "stopped after a checkpoint", "warn"
-    return "finished", "good"
-
-
-def _facts(run: RecordedRun) -> str:
-    """Headline figures; those that the run does not know are left out."""
-    return element("dl", *(_fact(name, value) for name, value in facts(run)), class_="facts")
-
-
 def _fact(name: str, value: str) -> str:
-    """What follows a line's end is set small."""
+    """One headline figure; text after a line's end is set small."""
     figure, _, more = value.partition("\n")
     small = element("small", text(more)) if more else ""
     return element("div", element("dt", text(name)), element("dd", text(figure), small))
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
-    """The key figures at the top of the page."""
+    """The headline figures with their names; those that the run does not know are left out."""
     rows = [("steps", _steps(run))]
     if run.steps:
         rows.append(("last loss", short(float(run.column("loss")[-1]))))
@@ -74,6 +68,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _steps(run: RecordedRun) -> str:
+    """The number of steps, and of how many if the run has not made all."""
     done = int(run.steps[-1]["step"]) + 1 if run.steps else 0
     made = (run.result or {}).get("steps")
     if is_number(made) and not (run.result or {}).get("stopped"):
@@ -83,7 +78,7 @@ def _steps(run: RecordedRun) -> str:
 
 
 def _ranks(run: RecordedRun) -> str:
-    """How many, and along which axes."""
+    """The number of ranks, and along which axes they cut the sample."""
     axes: dict[str, int] = {}
     for entry in run.ranks:
         for axis, place in entry.get("coordinates", {}).items():
@@ -93,19 +88,13 @@ def _ranks(run: RecordedRun) -> str:
 
 
 def _links(sections: list[Section]) -> str:
+    """Links to the sections."""
     return element("nav", *(element("a", text(each.title), href=f"#{each.name}") for each in sections))
 
 
-def _section(part: Section) -> str:
-    return element("section", element("h2", text(part.title)), part.body, id=part.name)
-
-
 def _absent(missing: list[Missing]) -> str:
+    """A list of the sections that cannot be shown, and why."""
     if not missing:
         return ""
     items = [element("li", element("b", text(each.name)), text(f": {each.why}")) for each in missing]
     return element("section", element("h2", "Not shown"), element("ul", *items), id="missing")
-
-
-def _foot(run: RecordedRun) -> str:
-    return element("footer", "Written by ", element("code", text(f"halocline report {run.name}")))

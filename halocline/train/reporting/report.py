@@ -1,4 +1,4 @@
-"""A run told on one page: ``RUN/report.html``, which opens anywhere and needs nothing else."""
+"""A run on one page: ``RUN/report.html``, which opens anywhere and needs nothing else."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ class RunReport:
 
     path: Path
     bytes: int
-    sections: list[str]  # those that the run had something for
+    sections: list[str]  # names of those that are shown
 
 
 def write_report(run: Path, out: Path | None = None) -> RunReport:
-    """The same run gives the same bytes: nothing on the page tells when it was written."""
+    """Write the report of a run, by default into its folder. Raises NoRun.
+
+    The same run gives the same bytes: the page does not say when it was written.
+    """
     read = read_run(run)
     parts = parts_of(read)
     written = page(read, parts).encode()

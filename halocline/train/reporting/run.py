@@ -1,4 +1,7 @@
-"""A run's folder as a report sees it: every piece may be absent, and then says why."""
+"""A run's folder as a report sees it: every part may be missing or damaged, and then says why.
+
+Reports are also made of runs that were killed, so nothing here raises but for a folder that holds no run at all.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,33 @@ from ..trace import TRACE
 RESULT = "result.json"
 Array = NDArray[np.float64]
 Entry = dict[str, Any]
-_HUGE = 1e100  # a run that has come so far is lost: as good as infinite, and no chart could be drawn to it
+_HUGE = 1e100  # such a loss counts as infinite: no chart could show it
 
 
 class NoRun(HaloclineError, ValueError):
-    """A folder that holds no run. Says what is missing, and how a run is made."""
+    """A folder holds no run. The text says what is missing, and how to make a run."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder as the report reads it; parts that are missing say why."""
+    """A run's folder as the report reads it; parts that are missing or damaged are empty.
+
+    ``troubles`` says of each damaged part why it could not be read. Entries are those of the log.
+    """
 
     name: str
-    config: str = ""  # as written
+    config: str = ""  # the text of config.toml
     settings: Entry = field(default_factory=dict)
     steps: list[Entry] = field(default_factory=list)
     validations: list[Entry] = field(default_factory=list)
     ranks: list[Entry] = field(default_factory=list)
     split: str = ""  # which samples were trained on and which held out
-    choices: Entry = field(default_factory=dict)  # what the mesh decided by, as hc.Choices has it
+    choices: Entry = field(default_factory=dict)  # the fields of hc.Choices
     result: Entry | None = None
     examples: dict[str, Array] | None = None
     traced: bool = False
-    plan: Entry | None = None  # what the run follows, and what a step was predicted to take
-    troubles: dict[str, str] = field(default_factory=dict)  # pieces that are there and cannot be read, and why
+    plan: Entry | None = None  # the plan that the run follows, and its predictions
+    troubles: dict[str, str] = field(default_factory=dict)  # parts that cannot be read, and why
 
     @property
     def subject(self) -> str:
@@ -72,14 +78,14 @@ def is_number(value: object) -> bool:
 
 
 def column(entries: list[Entry], name: str) -> Array:
-    """One value of each entry; NaN where it is missing."""
+    """One value of each entry; NaN where it is missing, infinite where it is absurdly large."""
     values = [entry.get(name) for entry in entries]
     numbers = np.array([value if is_number(value) else np.nan for value in values], dtype=np.float64)
     return np.where(np.abs(numbers) > _HUGE, np.inf, numbers)
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read what there is of a run."""
+    """Read all that there is of a run. NoRun if there are neither settings nor a log."""
     if not (folder / CONFIG).is_file() and not (folder / LOG).is_file():
         there = "holds neither" if folder.is_dir() else "is no folder, and so has no"
         raise NoRun(f"{folder} {there} {CONFIG} nor {LOG}; give the folder of a run, as `halocline train` makes one")
@@ -92,20 +98,19 @@ def read_run(folder: Path) -> RecordedRun:
         settings,
         _by_step(entries, "step"),
         _by_step(entries, "validation"),
-        _last_ranks(
-            [_rank(entry) for entry in entries if entry.get("kind") == "rank" and is_number(entry.get("rank"))]
-        ),
+        _ranks(entries),
         str(_last(entries, "data").get("text", "")),
         _choices(_last(entries, "choices").get("values")),
         _result(folder, troubles),
         _examples(folder, troubles),
         (folder / TRACE).is_file(),
-        next((entry for entry in reversed(entries) if entry.get("kind") == "plan"), None),
+        _last(entries, "plan") or None,
         troubles,
     )
 
 
 def _config(folder: Path, troubles: dict[str, str]) -> tuple[str, Entry]:
+    """The text of config.toml, and its settings."""
     try:
         text = (folder / CONFIG).read_text("utf-8", errors="replace")
     except OSError as error:
@@ -119,6 +124,7 @@ def _config(folder: Path, troubles: dict[str, str]) -> tuple[str, Entry]:
 
 
 def _entries(folder: Path, troubles: dict[str, str]) -> list[Entry]:
+    """The entries of the log; empty if it cannot be read."""
     try:
         return list(read_log(folder))
     except FileNotFoundError:
@@ -129,35 +135,35 @@ def _entries(folder: Path, troubles: dict[str, str]) -> list[Entry]:
 
 
 def _by_step(entries: list[Entry], kind: str) -> list[Entry]:
-    steps = [entry for entry in entries if entry.get("kind") == kind and _is_step(entry.get("step"))]
+    """The entries of one kind that have a whole number as step, in the order of steps."""
+    steps = [entry for entry in entries if entry.get("kind") == kind and type(entry.get("step")) is int]
     return sorted(steps, key=lambda entry: entry["step"])
 
 
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _rank(entry: Entry) -> Entry:
-    """What is not as it should be is left out."""
+def _ranks(entries: list[Entry]) -> list[Entry]:
+    """The entries of ranks, without values of a wrong type."""
     kinds = {"coordinates": dict, "tile": dict, "shape": list}
-    return {key: value for key, value in entry.items() if isinstance(value, kinds.get(key, object))}
-
-
-def _last_ranks(entries: list[Entry]) -> list[Entry]:
-    """A run that was gone on with may have had another mesh before: those from the last rank 0 on count."""
-    first = max((index for index, entry in enumerate(entries) if entry["rank"] == 0), default=0)
-    return entries[first:]
+    told = [entry for entry in entries if entry.get("kind") == "rank" and is_number(entry.get("rank"))]
+    # A resumed run may have had another mesh before: ranks from the last rank 0 on count.
+    first = max((index for index, entry in enumerate(told) if entry["rank"] == 0), default=0)
+    return [
+        {key: value for key, value in entry.items() if isinstance(value, kinds.get(key, object))}
+        for entry in told[first:]
+    ]
 
 
 def _last(entries: list[Entry], kind: str) -> Entry:
+    """The last entry of a kind; empty if there is none."""
     return next((entry for entry in reversed(entries) if entry.get("kind") == kind), {})
 
 
 def _choices(values: object) -> Entry:
+    """The values of ``hc.Choices``, if they have the right form."""
     return values if isinstance(values, dict) and isinstance(values.get("at", {}), dict) else {}
 
 
 def _result(folder: Path, troubles: dict[str, str]) -> Entry | None:
+    """The result that a finished run has written."""
     try:
         result = with_numbers(json.loads((folder / RESULT).read_text()))
     except FileNotFoundError:
@@ -169,6 +175,7 @@ def _result(folder: Path, troubles: dict[str, str]) -> Entry | None:
 
 
 def _examples(folder: Path, troubles: dict[str, str]) -> dict[str, Array] | None:
+    """The arrays that the last validation has written."""
     try:
         with np.load(folder / EXAMPLES) as stored:
             return {name: np.asarray(stored[name], dtype=np.float64) for name in stored.files}

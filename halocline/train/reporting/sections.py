@@ -1,4 +1,8 @@
-"""What a report tells of a run, part by part. A part that cannot be told gives the reason in its place."""
+"""The sections of a report. A section that cannot be shown gives the reason in its place.
+
+Each section is a function from a recorded run to a :class:`Section` or a :class:`Missing`; ``_MAKERS`` at the end is
+their order.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from .mesh import mesh_figures
 from .run import Array, Entry, RecordedRun, column, is_number
 from .svg import duration, element, short, text
 
-#: Parts of a step's time, from below: what is left of it is computing.
+#: Parts of a step's time, from below; computing is what the waits leave.
 PARTS = {
     "compute": "computing",
     "halo": "waiting for halos and sums",
@@ -28,7 +32,7 @@ UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
+    """A section of the page, as HTML."""
 
     name: str  # in links and JSON
     title: str
@@ -37,7 +41,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Missing:
-    """A part that cannot be shown, and why."""
+    """A section that cannot be shown, and why."""
 
     name: str
     why: str
@@ -52,10 +56,12 @@ def parts_of(run: RecordedRun) -> list[Part]:
 
 
 def _card(heading: str, *content: str, class_: str = "card") -> str:
+    """A titled box."""
     return element("article", element("h3", text(heading)), *content, class_=class_)
 
 
 def _grid(*cards: str, class_: str = "cards") -> str:
+    """Boxes side by side, as many as the screen's width allows."""
     return element("div", *cards, class_=class_)
 
 
@@ -86,7 +92,7 @@ def loss(run: RecordedRun) -> Part:
 
 
 def smooth_series(name: str, steps: Array, values: Array, class_: str) -> list[Series]:
-    """The values, faint, under their running mean; where there are few, the values alone."""
+    """A series with its running mean over it; where there are few values, the values alone."""
     if len(steps) < 20:
         return [Series(name, steps, values, class_, dots=True)]
     window = max(3, len(steps) // 25)
@@ -95,6 +101,7 @@ def smooth_series(name: str, steps: Array, values: Array, class_: str) -> list[S
 
 
 def _not_finite(steps: Array, values: Array) -> str:
+    """A warning about steps whose loss is not finite; "" if there are none."""
     bad = steps[~np.isfinite(values)]
     first = ", ".join(f"{step:g}" for step in bad[:5]) + (" ..." if bad.size > 5 else "")
     words = f"{bad.size} of {len(steps)} steps have a loss that is not finite: {first}"
@@ -102,12 +109,16 @@ def _not_finite(steps: Array, values: Array) -> str:
 
 
 def _keys(entries: list[tuple[str, str]]) -> str:
+    """A legend: a swatch and a name for each class of colours."""
     swatches = [element("span", element("i", class_=f"key {class_}"), text(words)) for class_, words in entries]
     return element("p", *swatches, class_="legend")
 
 
 def validation(run: RecordedRun) -> Part:
-    """The metrics by step."""
+    """The metrics by step, the last ones by class, and which samples were held out.
+
+    With one validation a table says all; with several, each metric has a chart and the table is folded.
+    """
     entries = run.validations
     if not entries:
         data = run.settings.get("data")
@@ -120,7 +131,11 @@ def validation(run: RecordedRun) -> Part:
     by_class = held_out + _class_table(entries[-1], [name for name in known if "/" in name])
     rows = [[f"{entry['step']}", *_cells(entry, *names)] for entry in entries]
     table = _table([[_words(name) for name in ["step", *names]], *rows])
-    charts = [_metric(entries, name) for name in names if name != "loss"]
+    charts = []
+    for name in (each for each in names if each != "loss"):
+        series = Series(_words(name), column(entries, "step"), column(entries, name), "validation", dots=True)
+        last = f"{_words(name)}: {short(float(series.values[-1]))}"
+        charts.append(_card(last, curve_chart(_words(name), [series], log=False)))
     if len(entries) == 1:
         intro = _note(f"Once, at step {entries[0]['step']}. Set validate_every to see how it comes about.")
         body = intro + table + by_class
@@ -142,17 +157,13 @@ def _class_table(entry: Entry, names: list[str]) -> str:
     return title + _table([[_words(name) for name in ["class", *metrics]], *rows])
 
 
-def _metric(entries: list[Entry], name: str) -> str:
-    series = Series(_words(name), column(entries, "step"), column(entries, name), "validation", dots=True)
-    last = f"{_words(name)}: {short(float(series.values[-1]))}"
-    return _card(last, curve_chart(_words(name), [series], log=False))
-
-
 def _words(name: str) -> str:
+    """A metric's name in words."""
     return name.replace("_", " ")
 
 
 def _folded(summary: str, content: str) -> str:
+    """Content that a click unfolds."""
     return element("details", element("summary", text(summary)), content)
 
 
@@ -173,14 +184,14 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def split(run: RecordedRun) -> dict[str, Array]:
-    """Seconds of every step by what they went to; they sum to the step's."""
+    """Seconds of every step by what they were spent on; they add up to the step's."""
     waits = {name: np.nan_to_num(run.column(name), posinf=0.0) for name in ("halo", "gradients", "data")}
     compute = np.maximum(0.0, run.column("seconds") - sum(waits.values()))
     return {"compute": compute, **waits}
 
 
 def median_split(run: RecordedRun) -> dict[str, float]:
-    """Medians of the waits; computing is the rest of the median step, so that they sum to it."""
+    """Medians of the waits; computing is the rest of the median step, so that all add up to it."""
     waits = {name: float(np.median(values)) for name, values in split(run).items() if name != "compute"}
     total = float(np.nanmedian(run.column("seconds")))
     return {"compute": max(0.0, total - sum(waits.values())), **waits}
@@ -204,6 +215,7 @@ def time(run: RecordedRun) -> Part:
 
 
 def _bar(parts: dict[str, float]) -> list[str]:
+    """The parts of a step as a bar and a table."""
     total = sum(parts.values()) or 1.0
     pieces, rows = [], []
     for name, seconds in parts.items():
@@ -218,7 +230,7 @@ def _bar(parts: dict[str, float]) -> list[str]:
 
 
 def _over_time(run: RecordedRun, seconds: Array) -> str:
-    """Means over stretches of steps; a first step that warms up would flatten all others, and is cut off."""
+    """A chart of the parts over all steps, as means over stretches; a long first step is cut off."""
     stretches = np.array_split(np.arange(len(seconds)), min(len(seconds), POINTS // 4))
     steps = np.array([run.column("step")[each].mean() for each in stretches])
     layers = [(name, np.array([values[each].mean() for each in stretches])) for name, values in split(run).items()]
@@ -235,15 +247,13 @@ def plan(run: RecordedRun) -> Part:
     predicted = (run.plan or {}).get("predicted")
     if run.plan is None or not isinstance(predicted, dict):
         return Missing("plan", "the run follows no plan (halocline train --plan)")
-    heads = element("tr", *(element("th", text(word)) for word in ("", "predicted", "measured")))
-    rows = [element("tr", *(element("td", text(cell)) for cell in row)) for row in _compared(run, predicted)]
-    intro = _note(
-        f"{run.plan.get('plan')}, predicted for {run.plan.get('machine')}. Medians of the steps but the first."
-    )
-    return Section("plan", "Predicted and measured", intro + element("div", element("table", heads, *rows)))
+    words = f"{run.plan.get('plan')}, predicted for {run.plan.get('machine')}. Medians of the steps but the first."
+    table = _table([["", "predicted", "measured"], *_compared(run, predicted)])
+    return Section("plan", "Predicted and measured", _note(words) + table)
 
 
-def _compared(run: RecordedRun, predicted: Entry) -> list[tuple[str, str, str]]:
+def _compared(run: RecordedRun, predicted: Entry) -> list[list[str]]:
+    """Rows of a name, what the plan predicted, and what the run measured."""
     steady = replace(run, steps=run.steps[1:] or run.steps)
     waits = predicted.get("exposed") or {}
     memory = sum((predicted.get("memory") or {}).values())
@@ -257,10 +267,10 @@ def _compared(run: RecordedRun, predicted: Entry) -> list[tuple[str, str, str]]:
     seconds = steady.column("seconds") - np.nan_to_num(steady.column("data"))
     step = duration(float(np.nanmedian(seconds))) if np.isfinite(seconds).any() else ""
     return [
-        ("a step, but for waiting for data", duration(predicted.get("seconds", 0.0)), step),
-        (PARTS["halo"], duration(halos), measured("halo")),
-        (PARTS["gradients"], duration(gradients), measured("gradients")),
-        ("memory of a rank", size_text(memory), size_text(int(max(used))) if used else ""),
+        ["a step, but for waiting for data", duration(predicted.get("seconds", 0.0)), step],
+        [PARTS["halo"], duration(halos), measured("halo")],
+        [PARTS["gradients"], duration(gradients), measured("gradients")],
+        ["memory of a rank", size_text(memory), size_text(int(max(used))) if used else ""],
     ]
 
 
@@ -315,6 +325,7 @@ def _choices(run: RecordedRun) -> str:
 
 
 def _no_ranks(run: RecordedRun) -> str:
+    """Why nothing is known of ranks."""
     if run.result is None:
         return "ranks are written down when a run is finished, and this one is not"
     return "the log does not tell of ranks"

@@ -1,4 +1,8 @@
-"""How the page looks. Colours are variables, so that dark screens and paper change those alone."""
+"""The style sheet of the report.
+
+Colours are variables, so that dark screens and paper change only those. Names of classes are those that ``sections``,
+``charts`` and ``mesh`` give to elements.
+"""
 
 from __future__ import annotations
 

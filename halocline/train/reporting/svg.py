@@ -1,4 +1,4 @@
-"""Elements of a page as text, and numbers as people read them."""
+"""Elements of HTML and SVG as text, and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 
 def element(name: str, *content: str, **attributes: object) -> str:
-    """``content`` is markup already; attributes are escaped. ``class_`` and ``stroke_width`` mean what they look like.
+    """An element of HTML or SVG. ``content`` is markup already; attributes are escaped.
+
+    In names of attributes a trailing underscore is dropped and others become hyphens: ``class_``, ``stroke_width``.
 
     >>> element("rect", width=3.14159, class_="a<b")
     '<rect width="3.14" class="a&lt;b"/>'
@@ -26,16 +28,17 @@ _EMPTY = {"rect", "line", "circle", "path", "polygon", "img", "polyline"}
 
 
 def _value(value: object) -> str:
+    """An attribute's value: floats with two digits, all else escaped."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else html.escape(str(value))
 
 
 def text(words: object) -> str:
-    """Words with the characters of HTML escaped."""
+    """Text with the special characters of HTML escaped."""
     return html.escape(str(words))
 
 
 def tooltip(words: object) -> str:
-    """What the pointer shows."""
+    """The text that the pointer shows over an element."""
     return element("title", text(words))
 
 
@@ -57,7 +60,8 @@ def polygon(points: Iterable[tuple[float, float]], class_: str, *content: str) -
 
 
 def short(value: float) -> str:
-    """
+    """A number with four digits.
+
     >>> short(0.0123456), short(1234567.0), short(2), short(1e-5), short(float("nan"))
     ('0.01235', '1.235e6', '2', '1e-5', 'nan')
     """
@@ -67,7 +71,8 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Seconds in a unit that fits.
+
     >>> duration(0), duration(0.0000042), duration(0.0042), duration(3.21), duration(75), duration(7322)
     ('0 s', '4.2 µs', '4.2 ms', '3.21 s', '1 min 15 s', '2 h 2 min')
     """
