@@ -16,8 +16,8 @@ def check_call(name: str, tensor: Any, mesh: Any, dims: Any) -> None:
     if isinstance(mesh, Tensor) or isinstance(tensor, Mesh):
         raise MeshError(f"hc.{name} takes the tensor first, then the mesh: hc.{name}(tensor, mesh, {{2: 'depth'}})")
     if not isinstance(tensor, Tensor):
-        remedy = f"torch.as_tensor({_called(tensor)})"
-        raise ShardingError(f"hc.{name} takes a torch tensor, not {_kind(tensor)}; give {remedy}")
+        values = "array" if type(tensor).__name__ == "ndarray" else "values"
+        raise ShardingError(f"hc.{name} takes a torch tensor, not {_kind(tensor)}; give torch.as_tensor({values})")
     if not isinstance(mesh, Mesh):
         raise MeshError(f"hc.{name}: the mesh is {_kind(mesh)}; make one with hc.Mesh(depth=2)")
     check_dims(name, dims, mesh)
@@ -45,7 +45,3 @@ def _kind(value: Any) -> str:
     module = type(value).__module__.partition(".")[0]
     prefix = "" if module in ("builtins", "halocline") else f"{module}."
     return f"a {prefix}{type(value).__name__}"
-
-
-def _called(value: Any) -> str:
-    return "array" if type(value).__name__ == "ndarray" else "values"

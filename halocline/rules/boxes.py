@@ -71,7 +71,7 @@ def plan_boxes(
         wanted = need(box)
         here = [Slot((i.shift(lo),), s.native) for i, lo, s in zip(wanted, first, slots, strict=True)]
         place = slices(tuple(i.shift(-w.lo) for i, w in zip(box, work.box, strict=True)))
-        return BoxPart(place, wanted, bind(Work(box, _at(work.slots, read.operand.index, tuple(here)))))
+        return BoxPart(place, wanted, bind(Work(box, _with(work.slots, read.operand.index, tuple(here)))))
 
     own = [move.holds(fetch.mesh.coordinates.get(move.owner_axis or "", 0)) for move in fetch.dims]
     inner = [
@@ -96,10 +96,6 @@ def _roomy(read: Read, fetch: Fetch, cuts: Mapping[int, Cut]) -> bool:
     )
 
 
-def _at(slots: Any, index: int, mine: Any) -> Any:
-    return (*slots[:index], mine, *slots[index + 1 :])
-
-
 def _inner(read: Read, dim: int, out: Interval, own: Interval) -> Interval:
     """The outputs that need nothing of others: a run, since windows go on in order."""
     inside = [i for i in range(out.lo, out.hi) if own.contains(_need(read, dim, Interval(i, i + 1)))]
@@ -117,8 +113,8 @@ def _split(box: Box, inner: Sequence[Interval]) -> tuple[Box, list[Box]]:
     return box, edges
 
 
-def _with(box: Box, dim: int, interval: Interval) -> Box:
-    return (*box[:dim], interval, *box[dim + 1 :])
+def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:place], item, *items[place + 1 :])
 
 
 def in_boxes(boxes: Boxes, route: Route, tile: Tensor) -> Tensor:
@@ -145,18 +141,17 @@ class InBoxes(MovementFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
         tile, *pieces = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _glued_backward(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
-        return _backward(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
+        run = _glued_backward if torch.is_grad_enabled() else _backward
+        return run(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
 
 
 def _backward(
-    boxes: Boxes, route: Route, tile: Tensor, pieces: Sequence[Tensor], gradient: Tensor, autocast: Autocast
+    boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor, autocast: Autocast
 ) -> Tensor:
     neighbours, mine = boxes.neighbours, torch.zeros_like(tile)
-    slabs, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
+    backs = [torch.zeros_like(piece) for piece in pieces]
     for edge in boxes.edges:
-        slope = _derivative(edge, neighbours.glued(tile, slabs, edge.need), gradient, autocast)
+        slope = _derivative(edge, neighbours.glued(tile, pieces, edge.need), gradient, autocast)
         neighbours.add_glued(slope, edge.need, mine, backs)
     exchange = neighbours.send_back(backs, tile, route)
     boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient, autocast))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..choices import Choices
 from ..errors import MeshError
-from ..geometry import Interval, whole
+from ..geometry import whole
 from ..sizes import size_text
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh, Route, scaled
@@ -169,14 +169,21 @@ def make_plan(
     operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
     described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
     recipe: Recipe = describe(*described[0], **described[1])
-    shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
+    shardings = [
+        t.sharding if isinstance(t, ShardedTensor) else Sharding(mesh, tuple(t.shape), (None,) * t.ndim)
+        for t in tensors
+    ]
     choices = choices_here(mesh)
     space_cut = choose_cut(mesh, recipe, shardings, choices)
     cuts, fetches = space_cut.cuts, space_cut.fetches
-    _check_inplace(function, recipe, fetches)
+    target = fetches[0] if recipe.inplace else None
+    if recipe.inplace and (target is None or not target.untouched or target.adjoint_scale != 1):
+        raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")
     _say_if_whole_and_large(function, mesh, tensors, fetches)
-    box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
+    mine = {dim: cut.partition.piece(mesh.coordinates[cut.axis]) for dim, cut in cuts.items()}
+    box = tuple(mine.get(dim, whole(size)) for dim, size in enumerate(recipe.space))
     work = Work(box, tuple(space_cut.slots))
+    places = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
     return CallPlan(
         name=name_of(function),
         mesh=mesh,
@@ -191,7 +198,7 @@ def make_plan(
         track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
         overlapped=_overlapped(mesh, recipe, work, space_cut, choices),
-        places=_places(args, len(tensors)),
+        places=places if len(places) == len(tensors) else None,
         fitting=_fitting(mesh, recipe, tensors, shardings, choices),
     )
 
@@ -258,11 +265,6 @@ def bound(recipe: Recipe, work: Work) -> Callable[..., Any]:
     return local.bound(work) if isinstance(local, Local) else partial(local, work)
 
 
-def _places(args: tuple[Any, ...], count: int) -> tuple[int, ...] | None:
-    places = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
-    return places if len(places) == count else None
-
-
 def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
     """A plain tensor of the size of what is cut is right, and takes on every rank the memory that the cut saves."""
     largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
@@ -297,14 +299,6 @@ def _common_mesh(function: Any, tensors: list[Tensor]) -> Mesh:
     return meshes.pop()
 
 
-def _whole(mesh: Mesh, tensor: Tensor) -> Sharding:
-    return Sharding(mesh, tuple(tensor.shape), (None,) * tensor.ndim)
-
-
-def _piece(mesh: Mesh, cut: Cut | None, size: int) -> Interval:
-    return cut.partition.piece(mesh.coordinates[cut.axis]) if cut else whole(size)
-
-
 def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[str]:
     """Axes that cut a dim which no output has: the local results are parts of a sum."""
     kept = {dim for output in recipe.outputs for dim in output.dims}
@@ -312,12 +306,3 @@ def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[
     if axes and recipe.combine is None:
         raise refuse(function, "its rule reduces a cut dim and does not say how to combine the parts", "mend the rule")
     return axes
-
-
-def _check_inplace(function: Any, recipe: Recipe, fetches: list[Fetch | None]) -> None:
-    """A whole target leaves the space uncut, so that what is written into it is gathered."""
-    if not recipe.inplace:
-        return
-    target = fetches[0]
-    if target is None or not target.untouched or target.adjoint_scale != 1:
-        raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -42,10 +43,7 @@ class Operand:
 
     def numel(self) -> int:
         """Global elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -302,13 +300,27 @@ class Recipe:
 
 
 def follow(operand: Operand, *dims: int | None) -> Read:
-    """A read whose dims follow these dims of the space one to one."""
+    """A read whose dims follow these dims of the space one to one; without any, the dims of the same numbers.
+
+    None stands for a dim of the operand that every rank reads whole.
+    """
+    dims = dims or tuple(range(operand.ndim))
     return Read(operand, tuple(WHOLE if dim is None else Link(dim) for dim in dims))
 
 
 def read_whole(operand: Operand) -> Read:
     """A read of all of an operand, on every rank."""
     return Read(operand, (WHOLE,) * operand.ndim)
+
+
+def per_tile(input: Operand, local: Callable[..., Any], *others: Read, **options: Any) -> Recipe:
+    """A recipe whose space is ``input``: each rank works on its own tile, be it empty, with what ``others`` bring."""
+    return Recipe(space=input.shape, reads=(follow(input), *others), local=local, runs_empty=True, **options)
+
+
+def whole_operands(*values: Any) -> list[Read]:
+    """Reads of all of each operand; arguments that are None, or numbers, are passed over."""
+    return [read_whole(value) for value in values if isinstance(value, Operand)]
 
 
 def pair(value: Any, count: int) -> tuple[int, ...]:

@@ -70,7 +70,8 @@ def shuffled(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], lost: dict[str, t
         free = [
             dim
             for dim, size in enumerate(recipe.space)
-            if size >= ranks and dim not in moved and dim not in recipe.uncut and _in_all(recipe.outputs, dim)
+            if size >= ranks and dim not in moved and dim not in recipe.uncut
+            if all(dim in output.dims for output in recipe.outputs)
         ]
         if free:
             dim = min(free, key=lambda d: (recipe.space[d] % ranks != 0, d))  # evenly, and in few large strips
@@ -109,10 +110,6 @@ def choose_round(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], axis: str, ch
         return "shuffle"
     travelling = sum(read.operand.numel() for read in recipe.reads[steps.resident :])
     return "ring" if travelling >= choices.ring_from else "gather"
-
-
-def _in_all(outputs: Sequence[Output], dim: int) -> bool:
-    return all(dim in output.dims for output in outputs)
 
 
 def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) -> Sharding:

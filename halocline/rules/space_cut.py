@@ -24,6 +24,12 @@ class SpaceCut:
         self.results = tuple(out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs)
         self.goals = self.results
 
+    def put_back(self, recipe: Recipe, lost: dict[str, tuple[int, Cut]]) -> SpaceCut:
+        """The same, whose results are handed out with each of the ``lost`` axes on the dim that it had cut."""
+        goals = zip(recipe.outputs, self.results, strict=True)
+        self.goals = tuple(put_back(output, result, lost) for output, result in goals)
+        return self
+
     def cost(self, mesh: Mesh) -> int:
         """Elements that the first rank receives and computes, to compare ways by."""
         return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
@@ -39,9 +45,7 @@ def choose_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: C
     lost = lost_axes(recipe, shardings, gather.cuts)
     if not lost or recipe.inplace or choices.remedy == "gather":
         return gather
-    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
-    goals = zip(recipe.outputs, shuffle.results, strict=True)
-    shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
+    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost)).put_back(recipe, lost)
     return shuffle if choices.remedy == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
 
 
@@ -60,11 +64,7 @@ def _choose_round(
         own = gather.cuts[steps.along]
         cuts = {dim: cut for dim, cut in gather.cuts.items() if dim != steps.along}
         cuts[steps.instead] = Cut(axis, Partition.even(recipe.space[steps.instead], mesh.sizes[axis]))
-        shuffle = SpaceCut(mesh, recipe, shardings, cuts)
-        lost = {axis: (steps.along, own)}
-        goals = zip(recipe.outputs, shuffle.results, strict=True)
-        shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
-        return shuffle
+        return SpaceCut(mesh, recipe, shardings, cuts).put_back(recipe, {axis: (steps.along, own)})
     gather.in_ring = name == "ring"
     return gather
 

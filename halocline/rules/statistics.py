@@ -79,14 +79,8 @@ class ReduceStatistics(MovementFunction):
         else:
             sums, rest = work.slopes(gradient, mean, variance, *operands)
             gradients = work.gradients(_total(sums, route) / work.count, rest, mean, variance, *operands)
-        return (
-            None,
-            None,
-            None,
-            None,
-            None,
-            *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)),
-        )
+        wanted = [g if flag else None for g, flag in zip(gradients, needed, strict=True)]
+        return *[None] * 5, *wanted
 
 
 def reduce_statistics(local: Reduced, route: Route | None, tracking_route: Route | None, few: int) -> Tensor:

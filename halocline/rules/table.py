@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ..errors import NoRule, Refused
@@ -65,6 +66,15 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     The executor does it; families reach it here, so that none of them imports what communicates.
     """
     return _executor[0](function, describe, args, kwargs, by_value)
+
+
+#: The same object for the same pair: plans are kept by it.
+_bound = cache(partial)
+
+
+def run_for(function: Any, describe: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``describe(function, *args, **kwargs)``, a rule that several functions share."""
+    return _executor[0](function, _bound(describe, function), args, kwargs, True)
 
 
 def executed_by(run: Function) -> Function:

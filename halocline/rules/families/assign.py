@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...geometry import Interval, Transposed
 from ...tensor import ShardedTensor, same_memory
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, read_whole
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, per_tile, whole_operands
 from ..table import composite, refuse, run_rule
 from .lookup import chosen_place
 from .masks import put
@@ -40,6 +40,13 @@ def setitem(self: Tensor, index: Any, value: Any) -> None:
     _write(self, located(items, self.shape), given, accumulate=False)
 
 
+def _without_leading_ones(value: Tensor, dims: int) -> Tensor:
+    """torch passes over leading dims of size one that the target has not."""
+    while value.ndim > dims and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
 def _as_tensor(self: Tensor, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
@@ -47,17 +54,11 @@ def _as_tensor(self: Tensor, value: Any) -> Tensor:
 
 
 def _write(self: Tensor, items: Sequence[Item], value: Tensor, accumulate: bool, rule: Any = None) -> Tensor:
-    """In place, or by another ``rule``. torch passes over leading dims of size one that the target has not."""
-    dims = _target_dims(items)
-    while value.ndim > dims and value.shape[0] == 1:
-        value = value.squeeze(0)
-    return run_rule(Tensor.__setitem__, rule or _write_rule, (self, value, tuple(items), accumulate), {})
-
-
-def _target_dims(items: Sequence[Item]) -> int:
+    """In place, or by another ``rule``."""
     positions = [item for item in items if isinstance(item, Tensor)]
-    taken = len(items) - sum(isinstance(item, int) for item in items) - len(positions)
-    return taken + max((tensor.ndim for tensor in positions), default=0)
+    taken = sum(item is None or isinstance(item, slice) for item in items)
+    value = _without_leading_ones(value, taken + max((tensor.ndim for tensor in positions), default=0))
+    return run_rule(Tensor.__setitem__, rule or _write_rule, (self, value, tuple(items), accumulate), {})
 
 
 def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
@@ -67,8 +68,7 @@ def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
         return False
     mask: Tensor = items[masks[0]].to(self.device)
     behind = len(items) - masks[0] - 1
-    while value.ndim > behind and value.shape[0] == 1:
-        value = value.squeeze(0)
+    value = _without_leading_ones(value, behind)
     if value.ndim > behind:
         return False
     if tuple(mask.shape) != tuple(self.shape[masks[0] : masks[0] + mask.ndim]):
@@ -82,10 +82,9 @@ def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
 
 
 def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumulate: bool) -> Recipe:
-    _ask_torch(target, value, items)
+    probe = meta(target)
+    probe[tuple(map(meta, items))] = meta(value).to(probe.dtype)  # torch's own error where the value does not fit
     links = _value_links(target, value, items)
-    positions = [item for item in items if isinstance(item, Operand)]
-    own = tuple(range(target.ndim))
 
     def local(work: Work, tile: Tensor, value: Tensor, items: tuple[Any, ...], accumulate: bool) -> Tensor:
         if same_memory(tile, value):  # y[0] *= 2 writes back what it has changed in place
@@ -104,13 +103,7 @@ def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumul
         _put(view, work.box, target.shape, items, value, accumulate)
         return tile
 
-    return Recipe(
-        space=target.shape,
-        reads=(Read(target, tuple(map(Link, own))), Read(value, links), *map(read_whole, positions)),
-        local=local,
-        inplace=True,
-        runs_empty=True,
-    )
+    return per_tile(target, local, Read(value, links), *whole_operands(*items), inplace=True)
 
 
 def _written_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumulate: bool) -> Recipe:
@@ -123,16 +116,6 @@ def _written_rule(target: Operand, value: Operand, items: tuple[Any, ...], accum
     return replace(recipe, local=local, inplace=False)
 
 
-def _ask_torch(target: Operand, value: Operand, items: tuple[Any, ...]) -> None:
-    """torch's own error where the value does not fit."""
-    probe = meta(target)
-    probe[tuple(meta(item) for item in items)] = meta(value).to(probe.dtype)
-
-
-def _steps(item: slice, size: int) -> range:
-    return range(size)[item]
-
-
 def _value_links(target: Operand, value: Operand, items: tuple[Any, ...]) -> tuple[Link, ...]:
     """For each dim of the value: the dim of the target it is written along, by the slice's own count."""
     made: list[tuple[int, Link]] = []  # size and link of each dim of what is written, positions apart
@@ -142,7 +125,7 @@ def _value_links(target: Operand, value: Operand, items: tuple[Any, ...]) -> tup
         if isinstance(item, Operand):
             places.append(len(made) + len(places))
         elif isinstance(item, slice):
-            steps = _steps(item, target.shape[dim])
+            steps = range(target.shape[dim])[item]
             made.append((len(steps), Link(dim, Transposed(1, steps.step, padding=-steps.start))))
         elif item is None:
             made.append((1, WHOLE))
@@ -166,12 +149,13 @@ def _keys(box: Sequence[Interval], shape: Sequence[int], items: Sequence[Any]) -
         if isinstance(item, int):
             steps = range(item % size, item % size + 1)
         else:
-            steps = _steps(item if isinstance(item, slice) else slice(None), size)
-        yield _inside(steps, own)
+            steps = range(size)[item if isinstance(item, slice) else slice(None)]
         dim += 1
+        yield _inside(steps, own)
 
 
 def _inside(steps: range, own: Interval) -> slice:
+    """Those of the ``steps`` that lie in this rank's interval, counted from its first index."""
     first, last = (max(0, -((steps.start - end) // steps.step)) for end in (own.lo, own.hi))
     last = min(last, len(steps))
     if last <= first:

@@ -9,6 +9,7 @@ what is dropped is drawn by global index, so that the call is then written out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import sqrt
 from typing import Any
 
@@ -230,7 +231,7 @@ def _merged(
         wide.append((padding if padding.ndim == 2 else padding.unsqueeze(0)).unsqueeze(1).unsqueeze(1))
     added = [_as_added(mask, dtype) for mask in wide]
     added = [F.pad(mask, (0, extra)) for mask in added] if extra else added
-    return None if not added else added[0] if len(added) == 1 else added[0] + added[1]
+    return reduce(torch.add, added) if added else None
 
 
 def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:

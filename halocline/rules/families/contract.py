@@ -8,7 +8,7 @@ summed over ranks, so that the sum of parts has the precision of one rank's sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..asking_torch import planned
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from ..table import composite, refuse
-from .view import as_called, each, forms, made_of, normal, operands, shape
+from .view import as_called, each, made_of, made_of_each, normal, operands, shape
 
 Labels = Sequence[Hashable]
 
@@ -49,20 +49,19 @@ def made_of_products(names: str) -> Callable[[Callable[..., Tensor]], Callable[.
     """Register a composite that computes under autocast in the dtype in which torch's own function does."""
 
     def keep(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        for name in names.split():
-            made_of(name)(partial(_as_torch, run, forms(name)[0]))
+        @wraps(run)
+        def call(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+            device = next(operands((args, kwargs), Tensor)).device.type
+            if not _autocasts(device):
+                return run(*args, **kwargs)
+            dtype = result_dtype(function, args, kwargs, device)
+            with torch.autocast(device, enabled=dtype != torch.float32):
+                return run(*args, **kwargs).to(dtype)
+
+        made_of_each(names)(call)
         return run
 
     return keep
-
-
-def _as_torch(run: Callable[..., Tensor], function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    device = next(operands((args, kwargs), Tensor)).device.type
-    if not _autocasts(device):
-        return run(*args, **kwargs)
-    dtype = result_dtype(function, args, kwargs, device)
-    with torch.autocast(device, enabled=dtype != torch.float32):
-        return run(*args, **kwargs).to(dtype)
 
 
 def contraction(
@@ -219,9 +218,7 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
     labels = [_spelled(text, term.ndim) for text, term in zip(given.split(","), terms, strict=True)]
     all_labels = [label for part in labels for label in part]
     out = _spelled(result, None, _dots(all_labels)) if arrow else _implied(all_labels)
-    twice = [
-        label for part in labels for label in part if part.count(label) > 1
-    ]  # a diagonal, of what lies on one rank
+    twice = [label for part in labels for label in part if part.count(label) > 1]  # a diagonal: not to be cut
     expected = cache(lambda device, autocast: result_dtype(torch.einsum, (equation, *terms), {}, device))
 
     def local(work: Work, equation: str, *tiles: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..recipe import Operand, Recipe, Work
-from ..table import composite, refuse, rule, run_rule
+from ..table import composite, refuse, rule, run_for
 from .view import bound, flat_ints, normal
 from .whole_axis import along
 
@@ -45,8 +45,6 @@ for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
     _function = getattr(torch.fft, _name)
     rule(_function, family="fourier")(bound(_transform, _function))
 
-_whole_rules = {f: bound(_transform, f) for f in (torch.fft.fftn, torch.fft.ifftn, torch.fft.rfftn, torch.fft.irfftn)}
-
 
 def _asked(input: Tensor, s: Sizes, dim: Dims) -> dict[int, int | None]:
     """The size of each transformed dim, in order; None where it stays. Without dims, the last ones or all."""
@@ -73,12 +71,12 @@ def _together(function: Any, input: Tensor, asked: dict[int, int | None], norm: 
     if not asked:
         return input
     sizes = [input.shape[dim] if size is None else size for dim, size in asked.items()]
-    if asked and function is torch.fft.irfftn and [*asked.values()][-1] is None:
+    if function is torch.fft.irfftn and [*asked.values()][-1] is None:
         sizes[-1] = 2 * (sizes[-1] - 1)
     call = (input, tuple(sizes), tuple(asked), norm)
     if getattr(input, "sharding", None) is None:
         return function(*call)
-    return run_rule(function, _whole_rules[function], call, {})
+    return run_for(function, _transform, *call)
 
 
 def _complex(inverse: bool, input: Tensor, asked: dict[int, int | None], norm: str | None) -> Tensor:

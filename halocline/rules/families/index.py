@@ -87,16 +87,20 @@ def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
     return viewing(input, space, links, on_tile(local), index=tuple(items))
 
 
+def _at(input: Operand, dim: int, item: Basic) -> list[Basic]:
+    """An index of one dim, and all of the others."""
+    items: list[Basic] = [slice(None)] * input.ndim
+    items[normal(dim, input.ndim)] = item
+    return items
+
+
 @each("narrow")
 def narrow(function: Any, input: Operand, dim: int, start: Any, length: int) -> Recipe:
     """A slice, which stays on its owners."""
     _no_tensor(function, start)
     shape(function, input, dim, start, length)
-    items: list[Basic] = [slice(None)] * input.ndim
-    place = normal(dim, input.ndim)
-    first = start % input.shape[place] if start < 0 else start
-    items[place] = slice(first, first + length)
-    return taken(input, items)
+    first = start % input.shape[dim] if start < 0 else start
+    return taken(input, _at(input, dim, slice(first, first + length)))
 
 
 @each("select")
@@ -104,9 +108,7 @@ def select(function: Any, input: Operand, dim: int, index: Any) -> Recipe:
     """One index of a dim, which its owner sends to all ranks."""
     _no_tensor(function, index)
     shape(function, input, dim, index)
-    items: list[Basic] = [slice(None)] * input.ndim
-    items[normal(dim, input.ndim)] = int(index)
-    return taken(input, items)
+    return taken(input, _at(input, dim, int(index)))
 
 
 def _no_tensor(function: Any, value: Any) -> None:
@@ -150,7 +152,7 @@ def roll(function: Any, input: Operand, shifts: Any, dims: Any = ()) -> Recipe:
     shape(function, input, shifts, dims)
     given = flat_ints((dims,)) if dims is not None else ()
     if not given:  # in the order of all elements
-        return _whole(function, input)
+        return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False, fresh=True)
     moves = dict.fromkeys((normal(dim, input.ndim) for dim in given), 0)
     for dim, shift in zip(given, flat_ints((shifts,)), strict=True):
         moves[normal(dim, input.ndim)] += shift
@@ -161,10 +163,6 @@ def roll(function: Any, input: Operand, shifts: Any, dims: Any = ()) -> Recipe:
         return tile.roll([moves[dim] for dim in left], left) if left else tile
 
     return viewing(input, input.shape, links, on_tile(local), view=False, fresh=True)
-
-
-def _whole(function: Any, input: Operand) -> Recipe:
-    return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False, fresh=True)
 
 
 @made_of("diff")
@@ -218,11 +216,11 @@ def _slabs(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
 
 @composite(torch.trapezoid, torch.trapz)
 def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
-    """Sums of slices' means."""
+    """The areas between neighbours, summed over the ranks."""
     return _slabs(y, x, dx, dim).sum(dim)
 
 
 @composite(torch.cumulative_trapezoid)
 def cumulative_trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
-    """A running sum of slices' means."""
+    """The running sum of the areas between neighbours."""
     return _slabs(y, x, dx, dim).cumsum(dim)

@@ -16,18 +16,9 @@ from ...geometry import Concatenated
 from ...geometry.access import Wrapped
 from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
 from ..table import refuse
-from .view import as_called, each, made_of, normal, on_tile, operands, shape, viewing
+from .view import as_called, each, made_of, made_of_each, normal, on_tile, operands, shape, viewing
 
 Operands = Sequence[Operand]
-
-
-def _joined(function: Any, space: tuple[int, ...], reads: Sequence[Read]) -> Recipe:
-    return Recipe(
-        space=space,
-        reads=tuple(reads),
-        local=as_called(function),
-        runs_empty=True,
-    )
 
 
 @each("cat concat concatenate")
@@ -42,7 +33,8 @@ def cat(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
         links = [Link(d, Concatenated(offset)) if d == place else Link(d) for d in range(len(space))]
         reads.append(Read(tensor, tuple(links)))
         offset += tensor.shape[place]
-    return _joined(function if len(space) > 1 else _cat_rows, space, reads)
+    local = as_called(function if len(space) > 1 else _cat_rows)
+    return Recipe(space=space, reads=tuple(reads), local=local, runs_empty=True)
 
 
 def _cat_rows(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -56,7 +48,8 @@ def stack(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
     space = shape(torch.stack, tensors, dim)
     place = normal(dim, len(space))
     links = tuple(Link(d) for d in range(len(space)) if d != place)
-    return _joined(function, space, [Read(tensor, links) for tensor in tensors])
+    reads = tuple(Read(tensor, links) for tensor in tensors)
+    return Recipe(space=space, reads=reads, local=as_called(function), runs_empty=True)
 
 
 @made_of("hstack")
@@ -156,21 +149,16 @@ def tensor_split(
     return tuple(input[(*before, slice(lo, hi))] for lo, hi in zip(*ends, strict=True))
 
 
-def _split_along(names: str, dim: Any) -> None:
-    @made_of(names)
-    def split_along(
-        input: Tensor, indices_or_sections: Any = None, *, sections: Any = None, indices: Any = None
-    ) -> Any:
-        given = [v for v in (indices_or_sections, sections, indices) if v is not None]
-        place = dim(input)
-        if isinstance(given[0], int) and input.shape[place] % given[0]:
-            raise RuntimeError(f"{names}: dim {place} of size {input.shape[place]} does not split into {given[0]}")
-        return input.tensor_split(given[0], place)
-
-
-_split_along("hsplit", lambda x: 0 if x.ndim == 1 else 1)
-_split_along("vsplit", lambda x: 0)
-_split_along("dsplit", lambda x: 2)
+@made_of_each("hsplit vsplit dsplit")
+def split_along(
+    function: Any, input: Tensor, indices_or_sections: Any = None, *, sections: Any = None, indices: Any = None
+) -> Any:
+    """``tensor_split`` along the first, second or third dim; a number must divide the size of the dim."""
+    place = {torch.hsplit: min(1, input.ndim - 1), torch.vsplit: 0, torch.dsplit: 2}[function]
+    given = next(v for v in (indices_or_sections, sections, indices) if v is not None)
+    if isinstance(given, int) and input.shape[place] % given:
+        raise RuntimeError(f"{function.__name__}: dim {place} of size {input.shape[place]} does not split into {given}")
+    return input.tensor_split(given, place)
 
 
 @made_of("unbind")

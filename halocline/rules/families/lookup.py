@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...geometry import Window
 from ...tensor import ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, follow, read_whole
 from ..table import run_rule
 from .masks import put
 from .pointwise import broadcast_shape
@@ -68,13 +68,8 @@ def index_select(function: Any, input: Operand, dim: int, index: Operand) -> Rec
     """Any index may be asked for: along ``dim`` every rank reads all, of index and input."""
     place = normal(dim, input.ndim)
     space = tuple(index.numel() if d == place else size for d, size in enumerate(input.shape))
-    links = [WHOLE if d == place else Link(d) for d in range(input.ndim)]
-    return Recipe(
-        space=space,
-        reads=(Read(input, tuple(links)), Read(index, (WHOLE,) * index.ndim)),
-        local=as_called(function),
-        runs_empty=True,
-    )
+    rest = follow(input, *(None if d == place else d for d in range(input.ndim)))
+    return Recipe(space=space, reads=(rest, read_whole(index)), local=as_called(function), runs_empty=True)
 
 
 @each("gather")
@@ -82,13 +77,9 @@ def gather_along(function: Any, input: Operand, dim: int, index: Operand, *, spa
     """``out[i][j] = input[index[i][j]][j]``: the input whole along ``dim``, elsewhere what the index has."""
     shape(torch.gather, input, dim, index)
     place = normal(dim, input.ndim)
-    links = [WHOLE if d == place else Link(d, Window()) for d in range(input.ndim)]
-    return Recipe(
-        space=index.shape,
-        reads=(Read(input, tuple(links)), Read(index, tuple(map(Link, range(index.ndim))))),
-        local=as_called(function),
-        runs_empty=True,
-    )
+    links = tuple(WHOLE if d == place else Link(d, Window()) for d in range(input.ndim))
+    reads = (Read(input, links), follow(index))
+    return Recipe(space=index.shape, reads=reads, local=as_called(function), runs_empty=True)
 
 
 @made_of("take_along_dim")

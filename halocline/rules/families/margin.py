@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
-from ..table import composite, refuse, run_rule
+from ..recipe import Operand, Recipe, follow, whole_operands
+from ..table import composite, refuse, run_for
 from .loss import loss
 
 
@@ -115,26 +115,19 @@ def multilabel_soft_margin_loss(input: Tensor, target: Tensor, weight: Tensor | 
     return values.sum(-1) / input.shape[-1]
 
 
-def _rows_rule(function: Any) -> Any:
-    """One loss a sample, of all its classes."""
+def _rows_rule(
+    function: Any, input: Operand, target: Operand, options: tuple[Any, ...] = (), weight: Operand | None = None
+) -> Recipe:
+    """One loss a sample, of all its classes. ``options`` are pairs of name and value."""
+    if input.ndim != 2:
+        raise refuse(function, "its classes are cut, and there is no batch", "call it on x.unsqueeze(0)")
 
-    def describe(input: Operand, target: Operand, options: tuple[Any, ...], weight: Operand | None = None) -> Recipe:
-        if input.ndim != 2:
-            raise refuse(function, "its classes are cut, and there is no batch", "call it on x.unsqueeze(0)")
-        named = dict(options)
+    def local(work: Any, input: Tensor, target: Tensor, options: Any = (), weight: Tensor | None = None) -> Tensor:
+        given = {} if weight is None else {"weight": weight}
+        return function(input, target, reduction="none", **dict(options), **given)
 
-        def local(work: Any, input: Tensor, target: Tensor, options: Any, weight: Tensor | None = None) -> Tensor:
-            given = {} if weight is None else {"weight": weight}
-            return function(input, target, reduction="none", **named, **given)
-
-        reads = [Read(input, (Link(0), WHOLE)), Read(target, (Link(0), WHOLE)[: target.ndim])]
-        reads += [] if weight is None else [read_whole(weight)]
-        return Recipe(space=input.shape[:1], reads=tuple(reads), outputs=(Output(input.shape[:1], (0,)),), local=local)
-
-    return describe
-
-
-_multi_margin, _multilabel_margin = _rows_rule(F.multi_margin_loss), _rows_rule(F.multilabel_margin_loss)
+    reads = (follow(input, 0, None), follow(target, *(0, None)[: target.ndim]), *whole_operands(weight))
+    return Recipe(space=input.shape[:1], reads=reads, local=local)
 
 
 @loss(F.multi_margin_loss)
@@ -142,14 +135,13 @@ def multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
     """All classes of a sample, which are brought together."""
-    call = (input, target, (("p", p), ("margin", margin)), weight)
-    return run_rule(F.multi_margin_loss, _multi_margin, call, {})
+    return run_for(F.multi_margin_loss, _rows_rule, input, target, (("p", p), ("margin", margin)), weight)
 
 
 @loss(F.multilabel_margin_loss)
 def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """All classes of a sample, which are brought together."""
-    return run_rule(F.multilabel_margin_loss, _multilabel_margin, (input, target, ()), {})
+    return run_for(F.multilabel_margin_loss, _rows_rule, input, target)
 
 
 @composite(F.ctc_loss, torch.ctc_loss, family="refused")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...geometry.access import PieceToPiece
 from ...tensor import ShardedTensor
-from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow, per_tile
 from ..table import refuse, run_rule
 from .view import whole_on_every_rank
 
@@ -84,14 +84,9 @@ def _kept(mask: Tensor, points: Points) -> Points:
 
 
 def _counts_rule(mask: Operand, points: Points) -> Recipe:
-    return Recipe(
-        space=mask.shape,
-        reads=(follow(mask, 0),),
-        outputs=(Output((len(points) - 1,), (None,), constant=True, dtype=torch.int64),),
-        local=lambda work, tile, *_: _counts(tile, work.box[0].lo, points),
-        combine="sum",
-        runs_empty=True,
-    )
+    output = Output((len(points) - 1,), (None,), constant=True, dtype=torch.int64)
+    local = lambda work, tile, *_: _counts(tile, work.box[0].lo, points)  # noqa: E731
+    return per_tile(mask, local, outputs=(output,), combine="sum")
 
 
 def _counts(tile: Tensor, first: int, points: Points) -> Tensor:
@@ -116,10 +111,5 @@ def _put_rule(input: Operand, mask: Operand, source: Operand, points: Points, ke
     def local(work: Work, tile: Tensor, taken: Tensor, values: Tensor, *_: Any) -> Tensor:
         return tile.masked_scatter(taken, values)
 
-    return Recipe(
-        space=input.shape,
-        reads=(follow(input, 0), follow(mask, 0), Read(source, (Link(0, PieceToPiece(kept, points)),))),
-        outputs=(Output(input.shape, (0,)),),
-        local=local,
-        runs_empty=True,
-    )
+    values = Read(source, (Link(0, PieceToPiece(kept, points)),))
+    return per_tile(input, local, follow(mask), values)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...geometry import Window
-from ..recipe import Link, Operand, Read, Recipe, Work
+from ..recipe import Link, Operand, Read, Recipe, Work, per_tile
 from ..table import composite, run_rule
 from .view import each, made_of, normal, on_tile, shape, viewing
 
@@ -23,18 +23,11 @@ def triangle(function: Any, input: Operand, diagonal: int = 0) -> Recipe:
     """A tile's own diagonal lies as far from the whole's as its corner does."""
     shape(torch.tril, input)
     rows, columns = input.ndim - 2, input.ndim - 1
-    dims = tuple(range(input.ndim))
 
     def local(work: Work, tile: Tensor) -> Tensor:
         return function(tile, diagonal + work.box[rows].lo - work.box[columns].lo)
 
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))),),
-        local=on_tile(local),
-        inplace=function.__name__.endswith("_"),
-        runs_empty=True,
-    )
+    return per_tile(input, on_tile(local), inplace=function.__name__.endswith("_"))
 
 
 @each("diagonal")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...tensor import ShardedTensor, current_module
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Reduced, Tracking, Work, follow, read_whole
+from ..recipe import Operand, Output, Recipe, Reduced, Tracking, Work, as_called, follow, per_tile, whole_operands
 from ..table import composite, refuse, run_rule
 from .normalize import NARROW, Normalization
 
@@ -35,14 +35,12 @@ def _check(function: Any, input: Any, *running: Any) -> None:
 
 def _channel_affine(input: Operand, *parameters: Operand | None, **options: Any) -> Recipe:
     """With given statistics a norm is local: one scale and shift for each channel."""
-    dims = tuple(range(input.ndim))
-    return Recipe(
-        space=input.shape,
-        reads=(follow(input, *dims), *(follow(p, 1) for p in parameters if isinstance(p, Operand))),
-        local=lambda work, tile, mean, var, weight, bias, eps: F.batch_norm(
-            tile, mean, var, weight, bias, False, 0.0, eps
-        ),
-    )
+
+    def local(work: Work, tile: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> Tensor:
+        return F.batch_norm(tile, mean, var, weight, bias, False, 0.0, eps)
+
+    of_channels = [follow(p, 1) for p in parameters if isinstance(p, Operand)]
+    return Recipe(space=input.shape, reads=(follow(input), *of_channels), local=local)
 
 
 def _given(input: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> Tensor:
@@ -99,17 +97,14 @@ def _batch_rule(
 
 def _norm(input: Operand, parameters: tuple[Any, ...], local: Any, reduces: set[int], tracks: set[int]) -> Recipe:
     """Channels are not cut. Nor does a cut move to the batch, whose axis tells replicas apart."""
-    dims = range(input.ndim)
-    return Recipe(
-        space=input.shape,
-        reads=(follow(input, *dims), *(read_whole(p) for p in parameters if isinstance(p, Operand))),
-        outputs=(Output(input.shape, tuple(dims)),),
-        local=local,
+    return per_tile(
+        input,
+        local,
+        *whole_operands(*parameters),
         uncut=frozenset({1} if 0 in input.cut_dims else {0, 1}),
         reduces=frozenset(reduces),
         tracks=frozenset(tracks),
         keeps_cut=True,
-        runs_empty=True,
     )
 
 
@@ -201,13 +196,13 @@ def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float)
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
-    dims, last = tuple(range(input.ndim)), len(normalized_shape)
-    links = tuple(WHOLE if d >= input.ndim - last else Link(d) for d in dims)
+    last = len(normalized_shape)
+    dims = (*range(input.ndim - last), *[None] * last)
     return Recipe(
         space=input.shape,
-        reads=(Read(input, links), *(read_whole(p) for p in (weight, bias) if isinstance(p, Operand))),
-        outputs=(Output(input.shape, tuple(None if d >= input.ndim - last else d for d in dims)),),
-        local=lambda work, tile, shape, w, b, e: F.layer_norm(tile, shape, w, b, e),
+        reads=(follow(input, *dims), *whole_operands(weight, bias)),
+        outputs=(Output(input.shape, dims),),
+        local=as_called(F.layer_norm),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import ShardingError
 from ...geometry import Access, Mirror, Window, whole
 from ...tensor import here
-from ..recipe import Link, Operand, Output, Read, Recipe, Work
+from ..recipe import Link, Operand, Read, Recipe, Work
 from ..table import name_of, rule
 
 Amounts = list[tuple[int, int]]
@@ -78,13 +78,8 @@ def _check_wrap(input: Operand, amounts: Amounts, mirrors: list[Mirror]) -> None
 def _recipe(
     input: Operand, shape: tuple[int, ...], amounts: Amounts, accesses: Sequence[Access], local: Callable[..., Tensor]
 ) -> Recipe:
-    links = [Link(d, access) if any(amounts[d]) else Link(d) for d, access in enumerate(accesses)]
-    return Recipe(
-        space=shape,
-        reads=(Read(input, tuple(links)),),
-        outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
-        local=local,
-    )
+    links = tuple(Link(d, access) if any(amounts[d]) else Link(d) for d, access in enumerate(accesses))
+    return Recipe(space=shape, reads=(Read(input, links),), local=local)
 
 
 def _outside(work: Work, input: Operand, dim: int, before: int) -> tuple[int, int]:

@@ -79,12 +79,7 @@ def _fold_rule(input: Operand, size: Pair, kernel: Pair, dilation: Pair, padding
         last = stride[i] * (need.hi - 1) - padding[i] + reach[i].reach + 1
         return first - wanted.lo, wanted.hi - last
 
-    return Recipe(
-        space=space,
-        reads=(Read(input, (Link(0), Link(1), WHOLE, *windows)),),
-        outputs=(Output(space, (0, 1, 2, 3)),),
-        local=local,
-    )
+    return Recipe(space=space, reads=(Read(input, (Link(0), Link(1), WHOLE, *windows)),), local=local)
 
 
 @composite(F.fold, family="patches")

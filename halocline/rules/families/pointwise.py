@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ShardingError
 from ...tensor import ShardedTensor, here, unwrap, wrap
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, as_called
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, as_called, follow, per_tile
 from ..table import composite, direct, refuse, rule
 
 _NAMES = """
@@ -137,14 +137,8 @@ for _function, _inplace in _functions().items():
 @rule(torch.prelu, F.prelu, Tensor.prelu)
 def prelu(input: Operand, weight: Operand) -> Recipe:
     """One slope for all, or one for each channel (dim 1)."""
-    per_channel = weight.numel() > 1
-    dims = tuple(range(input.ndim))
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))), Read(weight, (Link(1 if per_channel else None),) * weight.ndim)),
-        local=lambda work, tile, slope: F.prelu(tile, slope),
-        runs_empty=True,
-    )
+    channel = 1 if weight.numel() > 1 else None
+    return per_tile(input, as_called(F.prelu), follow(weight, *[channel] * weight.ndim))
 
 
 @direct(Tensor.to, family="pointwise")

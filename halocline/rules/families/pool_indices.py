@@ -18,20 +18,20 @@ from torch import Tensor
 from ...geometry import Access, Adaptive, Interval, Same, Transposed, whole
 from ...geometry.access import Everything, Pieces
 from ...tensor import ShardedTensor
-from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, per_tile
 from ..table import composite, run_rule
 from .pad import shape_from_torch
 from .pool import (
-    _check_not_empty,
-    _crowded,
-    _cut,
-    _global,
-    _head,
-    _out_sizes,
-    _pieces,
-    _side_by_side,
-    _windows,
+    check_not_empty,
+    has_several_a_tile,
+    is_cut,
+    max_pool,
+    out_sizes,
+    own_windows,
     padded_call,
+    side_by_side,
+    tile_points,
+    windows_of,
 )
 from .view import shape
 from .window import _trim
@@ -65,44 +65,25 @@ def _recounted(flat: Tensor, held: Sequence[int], origin: Sequence[int], sizes: 
 # ---- pools with windows of one size ----
 
 
-def _max_pool(spatial: int, function: Any, shape_of: Any) -> Callable[..., Both]:
-    adaptive = getattr(F, f"adaptive_max_pool{spatial}d")
-
+def _max_rule(spatial: int, function: Any, shape_of: Any) -> Callable[..., Recipe]:
     def describe(input: Operand, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Recipe:
         made = shape_from_torch(shape_of, input, kernel, stride, padding, dilation, ceil_mode)
-        windows = _windows(spatial, kernel, stride, padding, dilation)
-        _check_not_empty(function, input, windows)
+        windows = windows_of(spatial, kernel, stride, padding, dilation)
+        check_not_empty(function, input, windows)
         lead = input.ndim - spatial
 
         def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Both:
             tile, options = padded_call(work, tile, input, windows, ceil_mode)
             values, flat = function(tile, *options)
             box = work.box[lead:]
-            origin = [work.slots[input.index][lead + i].needs[0].lo for i in range(spatial)]
-            places = _recounted(_head(flat, box), tile.shape[lead:], origin, input.shape[lead:])
-            return _head(values, box), places
+            origin = [slot.needs[0].lo for slot in work.slots[input.index][lead:]]
+            places = _recounted(own_windows(flat, box), tile.shape[lead:], origin, input.shape[lead:])
+            return own_windows(values, box), places
 
-        return Recipe(
-            space=made,
-            reads=(Read(input, _links(input.ndim, windows)),),
-            outputs=_both(made, input.dtype),
-            local=local,
-        )
+        reads = (Read(input, _links(input.ndim, windows)),)
+        return Recipe(space=made, reads=reads, outputs=_both(made, input.dtype), local=local)
 
-    def run(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = True,
-    ) -> Both:
-        if _global(input, _windows(spatial, kernel_size, stride, padding, dilation)):
-            return adaptive(input, 1, return_indices=True)
-        return run_rule(function, describe, (input, kernel_size, stride, padding, dilation, ceil_mode), {})
-
-    return run
+    return describe
 
 
 # ---- adaptive pools: a dim at a time, the innermost first as torch scans ----
@@ -110,16 +91,16 @@ def _max_pool(spatial: int, function: Any, shape_of: Any) -> Callable[..., Both]
 
 def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
     def run(input: Tensor, output_size: Any, return_indices: bool = True) -> Both:
-        sizes = _out_sizes(input, spatial, output_size)
+        sizes = out_sizes(input, spatial, output_size)
         dims = range(input.ndim - spatial, input.ndim)
-        if not any(_cut(input, d) for d in dims):
+        if not any(is_cut(input, d) for d in dims):
             return run_rule(function, _as_on_one_rank, (input, sizes, function), {})
         given = tuple(input.shape[d] for d in dims)
         both: Any = (input, None)
         todo = [(d, m) for d, m in zip(dims, sizes, strict=True) if input.shape[d] != m]
         for d, m in reversed(todo or [(input.ndim - 1, sizes[-1])]):
-            if m == 1 and _crowded(both[0], d):
-                both = _along(function, both, d, Pieces(_pieces(both[0], d)), given)
+            if m == 1 and has_several_a_tile(both[0], d):
+                both = _along(function, both, d, Pieces(tile_points(both[0], d)), given)
             both = _along(function, both, d, Adaptive(both[0].shape[d], m), given)
         return both
 
@@ -178,10 +159,10 @@ def _places(work: Work, input: Operand, tile: Tensor, given: tuple[int, ...]) ->
 
 
 def _max_along(tile: Tensor, known: Tensor, dim: int, windows: list[Interval]) -> Both:
-    flat, width = _side_by_side(tile, dim, windows)
+    flat, width = side_by_side(tile, dim, windows)
     values, chosen = F.max_pool2d(flat, (width, 1), return_indices=True)
     rows = chosen // flat.shape[2]
-    places = _side_by_side(known, dim, windows)[0].gather(1, rows)
+    places = side_by_side(known, dim, windows)[0].gather(1, rows)
     made = (*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
     return values.reshape(made), places.reshape(made)
 
@@ -201,7 +182,7 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         size = None if output_size is None else tuple(output_size)
         given = (kernel_size, stride, padding, size)
         dims = range(input.ndim - spatial, input.ndim)
-        cut = [d for d in dims if _cut(input, d) or _cut(indices, d)]
+        cut = [d for d in dims if is_cut(input, d) or is_cut(indices, d)]
         near = not cut or _near(indices, tuple(cut), (spatial, function, tuple(input.shape), *given))
         dtype = _widened(input)
         return run_rule(function, _describe_unpool, (input, indices, *given, spatial, function, near, dtype), {})
@@ -221,7 +202,7 @@ class Unpool:
     def __init__(
         self, spatial: int, function: Any, given: tuple[int, ...], kernel: Any, stride: Any, padding: Any, size: Any
     ) -> None:
-        windows = _windows(spatial, kernel, stride, padding)
+        windows = windows_of(spatial, kernel, stride, padding)
         self.function, self.lead = function, len(given) - spatial
         self.accesses = [Transposed(w.kernel, w.stride, 1, w.padding) for w in windows]
         self.kernel, self.stride = [w.kernel for w in windows], [w.stride for w in windows]
@@ -262,23 +243,17 @@ def _moved(flat: Tensor, sizes: Sequence[int], reached: Sequence[Interval]) -> T
 def _near(indices: Tensor, dims: tuple[int, ...], call: tuple[Any, ...]) -> bool:
     """Does every value go to its own window? The ranks agree on it, for each sees its own indices only."""
     if not isinstance(indices, ShardedTensor):
-        return (
-            indices.is_meta or not _strays(indices, [whole(size) for size in indices.shape], dims, Unpool(*call)).any()
-        )
+        box = [whole(size) for size in indices.shape]
+        return indices.is_meta or not _strays(indices, box, dims, Unpool(*call)).any()
     total = run_rule("max_unpool reach", _strays_rule, (indices, dims, call), {})
     return total.is_meta or not total.item()  # without values, as a pool would have made them
 
 
 def _strays_rule(indices: Operand, dims: tuple[int, ...], call: tuple[Any, ...]) -> Recipe:
     """How many indices leave their window, over all ranks."""
-    return Recipe(
-        space=indices.shape,
-        reads=(follow(indices, *range(indices.ndim)),),
-        outputs=(Output((1,), (None,), constant=True, dtype=torch.int64),),
-        local=lambda work, tile, *_: _strays(tile, work.box, dims, Unpool(*call)).sum().reshape(1),
-        combine="sum",
-        runs_empty=True,
-    )
+    output = Output((1,), (None,), constant=True, dtype=torch.int64)
+    local = lambda work, tile, *_: _strays(tile, work.box, dims, Unpool(*call)).sum().reshape(1)  # noqa: E731
+    return per_tile(indices, local, outputs=(output,), combine="sum")
 
 
 def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Unpool) -> Tensor:
@@ -333,6 +308,7 @@ for _spatial in (1, 2, 3):
     )
     _aliases = (torch.max_pool1d_with_indices,) if _spatial == 1 else ()
     _adaptive_aliases = (torch.adaptive_max_pool1d,) if _spatial == 1 else ()
-    composite(_pool, *_aliases)(_max_pool(_spatial, _pool, getattr(torch, f"max_pool{_spatial}d")))
+    _rule = _max_rule(_spatial, _pool, getattr(torch, f"max_pool{_spatial}d"))
+    composite(_pool, *_aliases, family="pool_indices")(max_pool(_spatial, _pool, _rule, return_indices=True))
     composite(_adaptive, *_adaptive_aliases)(_adaptive_max_pool(_spatial, _adaptive))
     composite(_unpool)(_max_unpool(_spatial, _unpool))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...geometry import Access
 from ...geometry.access import Resample
 from ...tensor import OwnFunction, ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
 from ..table import composite, refuse, run_rule
 from .pad import shape_from_torch
 from .positions import LINEAR, Scales, Style, channels_last, picks_of, taps_of
@@ -98,12 +98,8 @@ def _scales(scale_factor: Any, spatial: int) -> Scales:
 
 
 def _recipe(input: Operand, shape: tuple[int, ...], accesses: Sequence[Access], local: Callable[..., Tensor]) -> Recipe:
-    return Recipe(
-        space=shape,
-        reads=(Read(input, (Link(0), Link(1), *(Link(2 + i, access) for i, access in enumerate(accesses)))),),
-        outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
-        local=local,
-    )
+    links = (Link(0), Link(1), *(Link(2 + i, access) for i, access in enumerate(accesses)))
+    return Recipe(space=shape, reads=(Read(input, links),), local=local)
 
 
 def _only_whole(input: Operand, shape: tuple[int, ...], style: Style, scales: Scales) -> bool:
@@ -131,13 +127,9 @@ def _check_width(input: Operand, shape: tuple[int, ...], style: Style) -> None:
 
 
 def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) -> Recipe:
-    spatial = input.ndim - 2
-    return Recipe(
-        space=shape[:2],
-        reads=(Read(input, (Link(0), Link(1), *[WHOLE] * spatial)),),
-        outputs=(Output(shape, (0, 1, *[None] * spatial), dtype=input.dtype),),
-        local=lambda work, tile, *_: F.interpolate(tile, *given),
-    )
+    dims = (0, 1, *[None] * (input.ndim - 2))
+    local = lambda work, tile, *_: F.interpolate(tile, *given)  # noqa: E731
+    return Recipe(space=shape[:2], reads=(follow(input, *dims),), outputs=(Output(shape, dims),), local=local)
 
 
 # ---- nearest modes ----

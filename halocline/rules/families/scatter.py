@@ -13,21 +13,10 @@ from torch import Tensor
 
 from ...geometry import Interval, Window
 from ...tensor import ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
-from ..table import run_rule
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, per_tile, read_whole
+from ..table import run_for, run_rule
 from .assign import check_range, own_positions
-from .view import each, local_shape, made_of, meta, normal, operands
-
-
-def _target(target: Operand, others: list[Read], local: Any, inplace: bool) -> Recipe:
-    own = tuple(range(target.ndim))
-    return Recipe(
-        space=target.shape,
-        reads=(Read(target, tuple(map(Link, own))), *others),
-        local=local,
-        inplace=inplace,
-        runs_empty=True,
-    )
+from .view import each, local_shape, made_of, made_of_each, meta, normal, operands
 
 
 @each("scatter scatter_ scatter_reduce scatter_reduce_")
@@ -46,30 +35,17 @@ def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any,
         result = function(room, place, index, *rest, **named).narrow(place, 0, own.size)
         return input.copy_(result) if inplace else result
 
-    return _target(input, [Read(o, _beside(o, place)) for o in others], local, inplace)
+    def beside(operand: Operand) -> Read:
+        """Whole along the scattered dim; along others cut as the target is, and perhaps shorter."""
+        return Read(operand, tuple(WHOLE if d == place else Link(d, Window()) for d in range(operand.ndim)))
 
-
-def _beside(operand: Operand, place: int) -> tuple[Link, ...]:
-    """Whole along the scattered dim; along others cut as the target is, and perhaps shorter."""
-    return tuple(WHOLE if d == place else Link(d, Window()) for d in range(operand.ndim))
+    return per_tile(input, local, *map(beside, others), inplace=inplace)
 
 
 def _or_behind(index: Tensor, own: Interval, size: int) -> Tensor:
     """Positions in this rank's tile, counted from its edge; those in others point just behind it."""
     check_range(index, size, lowest=0)
     return torch.where((index >= own.lo) & (index < own.hi), index - own.lo, own.size)
-
-
-_scatter_add_rules: dict[Any, Any] = {}
-
-
-def _scatter_add_rule(function: Any) -> Any:
-    """One rule object a function, since plans are kept by it."""
-
-    def describe(input: Operand, dim: int, index: Operand, src: Operand) -> Recipe:
-        return scatter(function, input, dim, index, src)
-
-    return _scatter_add_rules.setdefault(function, describe)
 
 
 def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand) -> Recipe:
@@ -99,28 +75,16 @@ def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand)
 
 def _into_whole(input: Tensor, dim: int, index: Tensor, src: Tensor, inplace: bool) -> Tensor:
     summed = run_rule(torch.scatter_add, _summed_rule, (tuple(input.shape), normal(dim, input.ndim), index, src), {})
-    if not inplace:
-        return input + summed
-    return input.add_(summed)
+    return input.add_(summed) if inplace else input + summed
 
 
-def _scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    if not isinstance(input, ShardedTensor):
-        function(meta(input), dim, meta(index), meta(src))  # torch's own error for shapes that do not fit
-        return _into_whole(input, dim, index, src, inplace=function.__name__.endswith("_"))
-    return run_rule(function, _scatter_add_rule(function), (input, dim, index, src), {})
-
-
-@made_of("scatter_add")
-def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Values added at positions, into a copy."""
-    return _scatter_add(torch.scatter_add, input, dim, index, src)
-
-
-@made_of("scatter_add_")
-def scatter_add_(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Values added at positions, in place."""
-    return _scatter_add(Tensor.scatter_add_, input, dim, index, src)
+@made_of_each("scatter_add scatter_add_")
+def scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Values added at positions, into a copy or in place."""
+    if isinstance(input, ShardedTensor):
+        return run_for(function, scatter, input, dim, index, src)
+    function(meta(input), dim, meta(index), meta(src))  # torch's own error for shapes that do not fit
+    return _into_whole(input, dim, index, src, inplace=function is Tensor.scatter_add_)
 
 
 def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, alpha: Any) -> Recipe:
@@ -133,8 +97,8 @@ def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, a
             source = source.index_select(place, mine)
         return input.index_add_(place, index, source, alpha=alpha)
 
-    links = tuple(WHOLE if d == place else Link(d) for d in range(source.ndim))
-    return _target(input, [read_whole(index), Read(source, links)], local, inplace=True)
+    rest = follow(source, *(None if d == place else d for d in range(source.ndim)))
+    return per_tile(input, local, read_whole(index), rest, inplace=True)
 
 
 @made_of("index_add_")
@@ -165,14 +129,10 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 
 
 def _histc_rule(input: Operand, bins: int, low: float, high: float) -> Recipe:
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
-        outputs=(Output((bins,), (None,), constant=True),),
-        local=lambda work, tile, *_: torch.histc(tile.detach(), bins, low, high),
-        combine="sum",
-        runs_empty=True,
-    )
+    def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        return torch.histc(tile.detach(), bins, low, high)
+
+    return per_tile(input, local, outputs=(Output((bins,), (None,), constant=True),), combine="sum")
 
 
 @made_of("histc")

@@ -5,7 +5,6 @@ A decomposition needs all of a matrix at once; ranks share the work by the stack
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..recipe import WHOLE, Operand, Output, Read, Recipe
 from ..table import composite, refuse, run_rule
 from .pointwise import broadcast_shape
-from .view import as_called, bound, operands, shapes
+from .view import as_called, bound, operands, shapes, with_torch_names
 from .whole_axis import stretched
 
 
@@ -37,28 +36,20 @@ def _matrices(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     )
 
 
-def _named(function: Any, describe: Callable[..., Recipe]) -> Any:
-    """Results of several parts bear torch's own names."""
-    kind = getattr(torch.return_types, function.__name__, None)
+def _register(function: Any) -> None:
+    describe = bound(_matrices, function)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = run_rule(function, describe, args, kwargs)
-        return kind(result) if kind is not None and isinstance(result, tuple) else result
+        return with_torch_names(function, run_rule(function, describe, args, kwargs))
 
-    return run
+    composite(function, family="stack")(run)
 
 
-_OF_MATRICES = """
-inv det slogdet cholesky eigh eigvalsh svd svdvals qr pinv matrix_exp matrix_power
-""".split()
-for _home, _names in (
-    (torch.linalg, _OF_MATRICES),
-    (torch, "inverse det slogdet logdet cholesky pinverse matrix_exp matrix_power".split()),
-    (Tensor, "inverse det slogdet logdet cholesky pinverse matrix_exp matrix_power".split()),
-):
-    for _name in _names:
-        _function = getattr(_home, _name)
-        composite(_function, family="stack")(_named(_function, bound(_matrices, _function)))
+for _name in "inv det slogdet cholesky eigh eigvalsh svd svdvals qr pinv matrix_exp matrix_power".split():
+    _register(getattr(torch.linalg, _name))
+for _name in "inverse det slogdet logdet cholesky pinverse matrix_exp matrix_power".split():
+    for _home in (torch, Tensor):
+        _register(getattr(_home, _name))
 
 
 def _solve_rule(A: Operand, B: Operand, left: bool) -> Recipe:

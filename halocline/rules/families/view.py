@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...geometry import Window, shape_of
 from ...tensor import ShardedTensor, plain, same_memory
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, per_tile
 from ..recipe import as_called as as_called  # the view rules' tools in one place
 from ..table import composite, rule, run_rule
 
@@ -47,10 +47,30 @@ def made_of(names: str, fresh: bool = False) -> Callable[[Callable[..., Any]], C
 
     def keep(run: Callable[..., Any]) -> Callable[..., Any]:
         whole = new_memory(run) if fresh else run
-        composite(*forms(names), family=_family(run))(_torch_names(whole, names))
+        composite(*forms(names), family=_family(run))(_torch_names(whole))
         return whole
 
     return keep
+
+
+def made_of_each(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register ``run(function, <the call's arguments>)`` for every form of these functions.
+
+    ``function`` is the first of the forms, ``torch.f`` for most: the rule that ``run`` calls runs under its name.
+    """
+
+    def keep(run: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names.split():
+            made_of(name)(partial(run, forms(name)[0]))
+        return run
+
+    return keep
+
+
+def with_torch_names(function: Any, result: Any) -> Any:
+    """A result of several parts as torch returns it, ``.values`` and ``.indices`` say; any other as it is."""
+    kind = getattr(torch.return_types, function.__name__, None)
+    return kind(result) if kind is not None and isinstance(result, tuple) else result
 
 
 def new_memory(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,21 +90,17 @@ def _tile(tensor: Tensor) -> Tensor:
 
 
 def _family(run: Any) -> str:
-    run = run.args[0] if isinstance(run, partial) else run
-    return str(run.__module__).rpartition(".")[2]
+    function = run.func if isinstance(run, partial) else run
+    return str(function.__module__).rpartition(".")[2]
 
 
 def bound(describe: Describe, function: Any) -> Describe:
     """``describe(function, ...)`` as the rule of that function alone."""
-
-    def call(*args: Any, **kwargs: Any) -> Recipe:
-        return describe(function, *args, **kwargs)
-
-    return _torch_names(call, function)
+    return _torch_names(partial(describe, function))
 
 
-def _torch_names(run: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """torch takes numpy's names of arguments too; ``out=None`` is nobody's."""
+def _torch_names(run: Callable[..., Any]) -> Callable[..., Any]:
+    """torch takes numpy's names of arguments too; ``out=None`` changes nothing."""
 
     def call(*args: Any, out: None = None, **kwargs: Any) -> Any:
         return run(*args, **{_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
@@ -117,9 +133,8 @@ def shape(function: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
 def meta(value: Any) -> Any:
     """Operands and tensors as tensors of their shapes alone, of which torch can be asked."""
     if isinstance(value, (Operand, Tensor)):
-        real = (
-            value.dtype.is_floating_point or value.dtype.is_complex
-        )  # autocast would make these agree, but not on meta
+        # Autocast makes operands of different floating dtypes agree, but not on meta: they are all float32 here.
+        real = value.dtype.is_floating_point or value.dtype.is_complex
         return torch.empty(value.shape, dtype=torch.float32 if real else value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
         items = [meta(item) for item in value]
@@ -135,14 +150,7 @@ def whole_on_every_rank(tensor: Tensor) -> Tensor:
 
 
 def _whole_rule(input: Operand) -> Recipe:
-    dims = tuple(range(input.ndim))
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))),),
-        local=lambda work, tile: tile,
-        uncut=frozenset(dims),
-        runs_empty=True,
-    )
+    return per_tile(input, lambda work, tile: tile, uncut=frozenset(range(input.ndim)))
 
 
 def on_tile(compute: Callable[[Work, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -152,13 +160,8 @@ def on_tile(compute: Callable[[Work, Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def viewing(input: Operand, space: Sequence[int], links: Sequence[Link], local: Any, **options: Any) -> Recipe:
     """A view of one operand: the space is the result."""
-    return Recipe(
-        space=tuple(space),
-        reads=(Read(input, tuple(links)),),
-        local=local,
-        runs_empty=True,
-        **{"view": True, **options},
-    )
+    options = {"view": True, **options}
+    return Recipe(space=tuple(space), reads=(Read(input, tuple(links)),), local=local, runs_empty=True, **options)
 
 
 def local_shape(work: Work) -> tuple[int, ...]:
@@ -233,10 +236,11 @@ def unfold(input: Operand, dimension: int, size: int, step: int) -> Recipe:
 
 
 def normal(dim: int, ndim: int) -> int:
-    """A dim counted from 0; torch's error if there is none."""
-    if not -max(1, ndim) <= dim < max(1, ndim):
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
-    return dim % max(1, ndim)
+    """A dim counted from 0; torch's error if there is none. A tensor without dims takes 0 and -1, as in torch."""
+    most = max(1, ndim)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+    return dim % most
 
 
 def flat_ints(values: Sequence[Any]) -> tuple[int, ...]:

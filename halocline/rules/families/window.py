@@ -8,6 +8,7 @@ are never cut: an input whose channels are is gathered there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...errors import ShardingError
 from ...geometry import Transposed, Window
 from ...tensor import here
-from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair, read_whole
+from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair, whole_operands
 from ..table import rule
 from .convolve import Convolve
 
@@ -84,21 +85,31 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             call = (strides, inner(work), dilations, False, [0] * spatial, groups, [True, False, False])
             return torch.ops.aten.convolution_backward(gradient, slope, weight.to(gradient.dtype), None, *call)[0]
 
-        reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
-        if bias is not None:
-            reads.append(read_whole(bias))
-        return Recipe(
-            space=space,
-            reads=tuple(reads),
-            outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
-            local=Local(local),
-            linear_part=Convolve(torch_function, kernel, strides, dilations, before, groups).linear_part
-            if lead
-            else None,
-            single_node=SingleNode(_NODE, again) if lead else None,
-        )
+        linear = Convolve(torch_function, kernel, strides, dilations, before, groups)
+        recipe = _recipe(input, space, windows, (weight, bias), Local(local), linear)
+        return replace(recipe, single_node=SingleNode(_NODE, again)) if lead else recipe
 
     return describe
+
+
+def _recipe(
+    input: Operand,
+    space: tuple[int, ...],
+    windows: Sequence[Link],
+    weights: tuple[Operand | None, ...],
+    local: Callable[..., Any],
+    linear: Convolve,
+) -> Recipe:
+    """Spatial dims are read in windows, channels and weights whole; without a batch the halo is always glued."""
+    lead = input.ndim - len(windows) - 1
+    channels = Read(input, (*map(Link, range(lead)), WHOLE, *windows))
+    return Recipe(
+        space=space,
+        reads=(channels, *whole_operands(*weights)),
+        outputs=(Output(space, (*range(lead), None, *range(lead + 1, input.ndim))),),
+        local=local,
+        linear_part=linear.linear_part if lead else None,
+    )
 
 
 def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -153,7 +164,7 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
         groups: int = 1,
         dilation: Any = 1,
     ) -> Recipe:
-        lead = _batched(input, spatial, name)
+        operand, lead = input, _batched(input, spatial, name)
         _ask_torch(name, torch_function, input, weight, stride, padding, output_padding, groups, dilation)
         kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
         pads, extra = pair(padding, spatial), pair(output_padding, spatial)
@@ -166,8 +177,10 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
         accesses = [Transposed(kernel[i], strides[i], dilations[i], pads[i]) for i in range(spatial)]
         windows = [Link(lead + 1 + i, access) for i, access in enumerate(accesses)]
 
-        def compute(work: Work, tile: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            native = [work.native(input, lead + 1 + i) for i in range(spatial)]
+        def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+            """Under the names that torch's functions have for their arguments, which may be given by name."""
+            tile, w, b = input, weight, bias
+            native = [work.native(operand, lead + 1 + i) for i in range(spatial)]
             inner = [pads[i] if native[i] else 0 for i in range(spatial)]
             more = [extra[i] if native[i] else 0 for i in range(spatial)]
             if all(native):
@@ -182,29 +195,15 @@ def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable
             full = _trim(full, [None if native[i] else _margin(work, i) for i in range(spatial)])
             return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
 
-        def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-            """Under the names that torch's functions have for them."""
-            return compute(work, input, weight, bias)
-
         def _margin(work: Work, i: int) -> tuple[int, int]:
             """How far the wanted output lies inside (or, negative, outside) what the local tile reaches."""
-            (need,), wanted = work.slots[input.index][lead + 1 + i].needs, work.box[lead + 1 + i]
+            (need,), wanted = work.slots[operand.index][lead + 1 + i].needs, work.box[lead + 1 + i]
             first = strides[i] * need.lo - pads[i]
             last = strides[i] * (need.hi - 1) - pads[i] + accesses[i].reach + 1
             return wanted.lo - first, last - wanted.hi
 
-        reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
-        if bias is not None:
-            reads.append(read_whole(bias))
-        return Recipe(
-            space=space,
-            reads=tuple(reads),
-            outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
-            local=local,
-            linear_part=Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True).linear_part
-            if lead
-            else None,
-        )
+        linear = Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True)
+        return _recipe(input, space, windows, (weight, bias), local, linear)
 
     return describe
 
