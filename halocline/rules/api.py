@@ -1,4 +1,7 @@
-"""From plain tensors to sharded ones and back."""
+"""Public functions that make sharded tensors of plain ones, and plain ones of sharded ones.
+
+All of them are collective: every rank of the mesh calls them, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +70,13 @@ class CutInput(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sharding: Sharding, cut: Fetch, join: Fetch):  # type: ignore[no-untyped-def]
+        """This rank's box of the whole tensor, as a copy."""
         ctx.sharding, ctx.join = sharding, join
         return cut(tensor.detach(), Label("shard", here())).clone(memory_format=torch.preserve_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The gradients of all boxes, gathered to the whole gradient on every rank."""
         # On axes that do not cut the input, a rank holds a share of this gradient.
         whole = mean_over_whole_axes(gradient, ctx.sharding)
         return ctx.join(whole, Label("gradient of an input", here())), None, None, None
@@ -134,6 +139,7 @@ def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Shard
 def _check_agreement(
     sizes: Tensor, mesh: Mesh, named: Mapping[int, str], cuts: Sequence[Any], shape: Sequence[int]
 ) -> None:
+    """Raise unless every rank's tile has the size that its place in the mesh requires."""
     for rank in range(mesh.size):
         rest, where = rank, {}
         for name in reversed(mesh.names):

@@ -1,4 +1,8 @@
-"""A Function's computation once more, to be differentiated: how its backward gets a derivative of its own."""
+"""Helpers for autograd Functions whose backward is differentiated again.
+
+Such a Function saves its operands. When its backward runs with ``create_graph=True`` it computes the forward once more
+from differentiable pieces and lets autograd derive the gradients.
+"""
 
 from __future__ import annotations
 

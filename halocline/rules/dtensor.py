@@ -66,11 +66,13 @@ class _FromLocal(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, sharding: Sharding):  # type: ignore[no-untyped-def]
+        """The tile itself."""
         ctx.sharding = sharding
         return tile.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The true gradient: the mean over the axes on which the tensor is whole."""
         return mean_over_whole_axes(gradient, ctx.sharding), None
 
 
@@ -81,6 +83,7 @@ def _chunks(size: int, parts: int) -> Partition:
 
 
 def _check_same_ranks(theirs: DeviceMesh, mesh: Mesh) -> None:
+    """Raise unless both meshes have the same axis names and the same ranks at the same places."""
     names = theirs.mesh_dim_names or ()
     ours = torch.arange(mesh.size).reshape(tuple(mesh.sizes.values()))
     if set(names) == set(mesh.names) and torch.equal(

@@ -1,4 +1,8 @@
-"""The one executor: align -> move -> local -> wrap. It alone knows the factors of law 3; it plans once per shape."""
+"""The executor: the one place that runs rules. Per call it plans, moves operands, computes locally, reduces and wraps.
+
+Plans depend on shapes, cuts and arguments but never on values, so they are cached. Most calls are *steady*: nothing
+moves, and :func:`_run_steady` does the local work only. Only this module knows the factors of law 3.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +56,7 @@ _MOST_PLANS = 4096
 @dispatched_by
 def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function at least one of whose arguments is a sharded tensor."""
+    # A trace or a torch.func transform of one rank's tile would silently give that tile's answer.
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
     if DeferredParameter in types:  # a weight whose step is still to be made; rules would look past that
@@ -65,6 +70,7 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _refuse_capture(function: Any) -> Refused:
+    """The error for calls under ``torch.func`` transforms and tracers, which would see this rank's tile only."""
     if transforming():
         why = "a transform of torch.func sees this rank's tile alone, and movements have no rule in it"
         return refuse(function, why, "use torch.autograd.grad, or call the transform on hc.gather(x)")
@@ -83,6 +89,7 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
         picture += [(name, _key(value, tensors, by_value)) for name, value in kwargs.items()]
     key = (function, describe, *picture, ("remedy", forced())) if forcing else (function, describe, *picture)
     plan = _planned(function, describe, args, kwargs, tensors, key)
+    # The first plan tells that this mesh has choices for single modules; the plan that holds is this module's own.
     if plan.by_place:
         plan = _planned(function, describe, args, kwargs, tensors, (*key, ("place", here())))
     if plan.steady:
@@ -90,11 +97,13 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
         if tiles is not None:
             return _run_steady(plan, tiles, args, kwargs)
     elif plan.fitting is not None and becomes_cut(tensors[0], plan.fitting):
+        # The target is a sharded tensor now, so that the call has another key and another plan.
         return run_rule(function, describe, args, kwargs, by_value)
     return _run(plan, function, tensors, args, kwargs)
 
 
 def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> CallPlan:
+    """The plan of a call: from the cache, or made now. ``key`` is None where an argument cannot be hashed."""
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that cannot be hashed: plan anew
@@ -104,6 +113,7 @@ def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list
             plan = make_plan(function, describe, args, kwargs, tensors)
         if key is not None:
             if len(_plans) >= _MOST_PLANS:
+                # A program whose shapes never repeat would fill the cache without end.
                 _plans.clear()
             _plans[key] = plan
     return plan
@@ -112,6 +122,7 @@ def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list
 def _key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
     """A hashable picture of an argument, and its tensors in order. 1, 1.0 and True are told apart, as 0.0 and -0.0."""
     kind = type(value)
+    # This runs for every argument of every call: the most frequent kinds come first.
     if kind is ShardedTensor:
         tensors.append(value)
         return value.sharding, value._tile.dtype
@@ -131,6 +142,7 @@ _ONLY_INT = frozenset((int,))
 
 
 def _rare_key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
+    """The picture of arguments that few calls have: nested lists, slices, dicts, floats."""
     if isinstance(value, (tuple, list)):
         return type(value), tuple([_key(item, tensors, by_value) for item in value])
     if isinstance(value, slice):
@@ -144,7 +156,9 @@ def _rare_key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
 
 def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing moves and nothing is shared: the short way that most calls go."""
+    # Law 3 concerns gradients alone.
     entering = plan.factors and torch.is_grad_enabled()
+    # One hook on the node of the call is cheaper than a Function before each operand.
     if entering and plan.hooked:
         check_whole_operands(plan, tiles)
     elif entering:
@@ -164,6 +178,7 @@ def _call(plan: CallPlan, local: Any, tiles: list[Tensor], args: tuple[Any, ...]
     if plan.places is None:
         replacements = iter(tiles)
         return local(*[substitute(a, replacements) for a in args], **substitute(kwargs, replacements))
+    # The usual call, f(x, y, 2): no list of arguments has to be built.
     if plan.leading:
         return local(*tiles, *args[len(tiles) :], **kwargs)
     arguments = list(args)
@@ -177,6 +192,7 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     label = Label(plan.name, here())
     target = _written_copy(plan, tensors[0])
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
+    # A batch that was read with its halo needs no exchange in the first layer.
     ready = preloaded(plan, tensors, tiles)
     if plan.overlapped is not None and not ready:
         results = [_overlapped(plan, plan.overlapped, tiles, label)]
@@ -185,6 +201,7 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     if results is NotImplemented:
         return NotImplemented
     if plan.recipe.inplace:
+        # Views and copies of the target notice the write by this count.
         note_write(tiles[0])
         if target is not None:
             target.written() if target.unsure else target.write_back()
@@ -210,6 +227,7 @@ def _combined(plan: CallPlan, part: Tensor, route: Route) -> Tensor:
 
 
 def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) -> None:
+    """Record that these results and their operand share memory, which matters once a layout has to be guessed."""
     operand = tensors[plan.recipe.reads[0].operand.index]
     if isinstance(operand, ShardedTensor) and plan.mesh.channels_last:
         memory = storage_key(operand._tile)
@@ -220,13 +238,16 @@ def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) 
 
 
 def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], label: Label) -> Tensor:
-    """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
+    """Work that exchanges while it computes. Operands come in the order of the rule's reads; the Function applies law
+    3.
+    """
     operands = [tiles[read.operand.index] for read in plan.recipe.reads]
     if isinstance(work, Ring):
         route = Route(plan.mesh.world, plan.mesh.ranks_along([work.axis]), label)
         return in_ring(work, route, *operands)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     for operand in operands[1:]:
+        # The mark is on parameters whose gradients an engine averages.
         if not getattr(operand, AVERAGED, False):
             check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
@@ -234,6 +255,7 @@ def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], 
 
 
 def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
+    """Carry out the statistics that a norm declares in the middle of its work. Waits for the ranks of its axes."""
     routes = plan.route(plan.reduce_axes, label), plan.route(plan.track_axes, label)
     return reduce_statistics(local, *routes, plan.choices.one_sum_ranks)
 
@@ -241,6 +263,7 @@ def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
 def _compute(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], label: Label
 ) -> list[Tensor]:
+    """The local work on operands that have arrived, always as a list of results; NotImplemented where torch declines."""
     if plan.idle:
         return _compute_nothing(plan, brought, args, kwargs)
     result = _call(plan, plan.call, brought, args, kwargs)
@@ -254,6 +277,7 @@ def _compute(
 def _compute_nothing(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
+    """What a rank with an empty share does: it computes one made-up element and discards it, to keep its graph alike."""
     outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
     if plan.recipe.inplace:
         torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank
@@ -281,6 +305,9 @@ def _wrapped(plan: CallPlan, settled_results: list[Settled], tensors: list[Tenso
 
 
 def _handed_out(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
+    """One result for the user: a sharded tensor, or a plain one where no axis cuts it; with its copy mark, if it has
+    one.
+    """
     if mark is not None and mark.values is None:
         result = result if sharding.axes else counting_writes(result)
         mark.values = partial(wrap, result, sharding) if sharding.axes else lambda: result

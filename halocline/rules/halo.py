@@ -44,6 +44,7 @@ def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, gl
     if recipe.linear_part is None or fetch is None or not fetch.communicates or fetch.fill or not fetch.beside:
         return None
     operand, parts = recipe.reads[0].operand, prod(len(dim.owned) for dim in fetch.dims)
+    # By the global size, so that all ranks decide alike.
     if operand.numel() < least * parts or operand.dtype.is_complex:  # torch has no backward of its own for complex
         return None
     need = [slot.needs[0].lo for slot in work.slots[operand.index]]
@@ -66,6 +67,8 @@ class WithHalo(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, route: Route):  # type: ignore[no-untyped-def]
+        """Begin the exchange, run the tile's own work, wait, and add what each slab contributes."""
+        # The slabs travel while the tile's own work runs, which is nearly all of it.
         exchange = halo.neighbours.begin(tile, route)
         result = halo.main.compute.forward(halo.neighbours.used(tile), weight, bias)
         pieces = halo.neighbours.arrived(exchange, tile)
@@ -77,6 +80,7 @@ class WithHalo(MovementFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Gradients of tile, weight and bias. Glues the halo if this backward is differentiated in turn."""
         tile, weight, bias, *pieces = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         run = _glued_backward if torch.is_grad_enabled() else _backward
@@ -94,6 +98,7 @@ def _backward(
         edge, slope, _ = part.compute.backward(*of_rim)
         edges.append(edge)
         slopes.append(slope)
+    # The neighbours wait for these gradients; the tile's own are not urgent.
     exchange = halo.neighbours.send_back(edges, gradient, route) if needed[0] else None
     of_tile = (gradient, halo.neighbours.used(tile), weight, bias, needed)
     mine, slope, offset = halo.main.compute.backward(*of_tile)
@@ -109,6 +114,7 @@ def _backward(
 
 
 def _of_tile(neighbours: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor:
+    """A gradient of the used part, as a gradient of the whole tile."""
     if neighbours.uses_all:
         return gradient
     whole = torch.zeros_like(tile)
@@ -119,6 +125,7 @@ def _of_tile(neighbours: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor
 def _glued_backward(
     halo: Halo, route: Route, operands: Any, pieces: list[Tensor], gradient: Tensor, needed: Any
 ) -> Any:
+    """The same gradients as differentiable functions of tile, weight and bias."""
     arrived = halo.neighbours.glued(operands[0].detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -37,6 +37,7 @@ class HaloExchange:
         for piece, alone in zip(self.slabs.pieces, self.slabs.messages, strict=True):
             shape = shape_of(piece)
             pieces.append(like.new_full(shape, self.fill) if alone is None else messages[alone].view(shape))
+        # A slab that is fed by several messages, or by part of one, is put together here.
         for message, places in zip(messages, self.slabs.placed, strict=True):
             at = 0
             for index, box in places:

@@ -1,4 +1,4 @@
-"""``out=``: the result is computed as ever, and then written into the tensor that is to have it."""
+"""The argument ``out=``: the result is computed as usual and then copied into the given tensor."""
 
 from __future__ import annotations
 

@@ -175,15 +175,20 @@ class Reduction(Protocol):
     def count(self) -> int:
         """Elements of a group over all ranks."""
 
-    def moments(self, *operands: Any) -> Moments: ...
+    def moments(self, *operands: Any) -> Moments:
+        """The moments of this rank's elements."""
 
-    def result(self, mean: Tensor, variance: Tensor, *operands: Any) -> Tensor: ...
+    def result(self, mean: Tensor, variance: Tensor, *operands: Any) -> Tensor:
+        """The forward result, from the statistics of all ranks."""
 
-    def slopes(self, gradient: Tensor, mean: Tensor, variance: Tensor, *operands: Any) -> tuple[Tensor, Any]: ...
+    def slopes(self, gradient: Tensor, mean: Tensor, variance: Tensor, *operands: Any) -> tuple[Tensor, Any]:
+        """Backward, first half: what has to be added up over the ranks, and what to keep meanwhile."""
 
-    def gradients(self, means: Tensor, kept: Any, mean: Tensor, variance: Tensor, *operands: Any) -> Any: ...
+    def gradients(self, means: Tensor, kept: Any, mean: Tensor, variance: Tensor, *operands: Any) -> Any:
+        """Backward, second half: the gradient of each operand."""
 
-    def composed(self, total: Callable[[Tensor], Tensor], *operands: Any) -> Tensor: ...
+    def composed(self, total: Callable[[Tensor], Tensor], *operands: Any) -> Tensor:
+        """The whole map from differentiable functions, for a second derivative."""
 
 
 class Tracking(NamedTuple):
@@ -209,17 +214,23 @@ class RingWork(Protocol):
     ``step_backward`` gives a piece's gradients, ``end_backward`` those of the operands that stay.
     """
 
-    def begin(self, *operands: Any) -> Any: ...
+    def begin(self, *operands: Any) -> Any:
+        """The state before the first piece."""
 
-    def step(self, state: Any, interval: Interval, *pieces: Any) -> Any: ...
+    def step(self, state: Any, interval: Interval, *pieces: Any) -> Any:
+        """The state after one more piece."""
 
-    def end(self, state: Any) -> tuple[Tensor, Tensor]: ...
+    def end(self, state: Any) -> tuple[Tensor, Tensor]:
+        """The result, and a tensor to keep for backward."""
 
-    def begin_backward(self, gradient: Tensor, result: Tensor, kept: Tensor, *resident: Any) -> Any: ...
+    def begin_backward(self, gradient: Tensor, result: Tensor, kept: Tensor, *resident: Any) -> Any:
+        """The state of backward before the first piece."""
 
-    def step_backward(self, state: Any, interval: Interval, *pieces: Any) -> tuple[Any, list[Tensor]]: ...
+    def step_backward(self, state: Any, interval: Interval, *pieces: Any) -> tuple[Any, list[Tensor]]:
+        """The state after one more piece, and that piece's gradients."""
 
-    def end_backward(self, state: Any) -> list[Tensor]: ...
+    def end_backward(self, state: Any) -> list[Tensor]:
+        """The gradients of the operands that stay."""
 
 
 @dataclass(frozen=True)

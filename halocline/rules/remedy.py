@@ -106,6 +106,7 @@ def choose_round(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], axis: str, ch
     can = {"gather": True, "ring": True, "shuffle": steps.instead not in cuts and others >= ranks}
     if choices.remedy is not None and can[choices.remedy]:
         return choices.remedy
+    # Whole heads on each rank: the least data, and torch's own kernel.
     if can["shuffle"] and others % ranks == 0:
         return "shuffle"
     travelling = sum(read.operand.numel() for read in recipe.reads[steps.resident :])
@@ -129,6 +130,7 @@ def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) 
 def cost(mesh: Mesh, fetches: Sequence[Fetch], results: Sequence[Sharding], goals: Sequence[Sharding]) -> int:
     """Elements that the first rank receives and computes. Every rank finds the same number."""
     moves = [*fetches, *(recut(a, b) for a, b in zip(results, goals, strict=True) if a is not b)]
+    # The rank at the origin stands for all: ranks must not choose by their own costs.
     first = dict.fromkeys(mesh.names, 0)
     received = sum(plan_transfer(move.dims, first, mesh.rank_at).received_elements for move in moves)
     return received + sum(prod(sharding.shape) // mesh.count(sharding.axes) for sharding in results)

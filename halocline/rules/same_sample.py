@@ -1,4 +1,7 @@
-"""Do all ranks bring the same tensor to ``hc.shard``? If not, a sample would be put together from several."""
+"""Checks that all ranks hand the same tensor to ``hc.shard``.
+
+If they did not, each rank would keep its part of another sample, and the sample would be put together from several.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
         return
     if check is None and not _has_turn(world, ranks):
         return
+    # A few numbers leave the device, whatever the size of the tensor.
     mine = fingerprint(tensor)
     # The most and the least, as one maximum: all ranks come to the same verdict.
     both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
@@ -61,6 +65,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def _marginals(tensor: Tensor) -> Tensor:
+    """The bits of a tensor summed over all dims but one, for each dim: few numbers, which change with any element."""
     plain = tensor.resolve_conj().resolve_neg()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     bits = real.view(_BITS[real.element_size()])

@@ -37,12 +37,14 @@ class SpaceCut:
 
 def choose_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: Choices) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
+    # Always possible: dims that must be whole are simply fetched whole.
     gather = SpaceCut(mesh, recipe, shardings, assigned_cuts(mesh, recipe, shardings))
     if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
         return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis, choices)
     if recipe.keeps_cut:
         gather.goals = (shardings[recipe.reads[0].operand.index],)
     lost = lost_axes(recipe, shardings, gather.cuts)
+    # In place, the target must stay where it lies.
     if not lost or recipe.inplace or choices.remedy == "gather":
         return gather
     shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost)).put_back(recipe, lost)
@@ -88,11 +90,13 @@ def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict
 def _plan_read(
     mesh: Mesh, read: Read, sharding: Sharding, cuts: dict[int, Cut], work_axes: frozenset[str]
 ) -> tuple[Fetch, tuple[Slot, ...]]:
+    """What one operand must bring to this rank, and how each of its dims arrives."""
     dims, slots, fill = [], [], 0.0
     for dim, link in enumerate(read.links):
         own = sharding.cuts[dim]
         cut = cuts.get(link.dim) if link.dim is not None else None
         size = sharding.shape[dim]
+        # One tuple of intervals for each rank along the axis; a single one where all need the same.
         needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)  # not cut: all of it, and torch pads it itself
         if link.dim is None:
             needs = (link.access.need(whole(size)),)
@@ -113,4 +117,5 @@ def _plan_read(
 
 
 def out_sharding(mesh: Mesh, shape: tuple[int, ...], dims: tuple[int | None, ...], cuts: dict[int, Cut]) -> Sharding:
+    """How a result lies whose dims are these dims of the space."""
     return Sharding(mesh, shape, [None if dim is None else cuts.get(dim) for dim in dims])

@@ -29,6 +29,7 @@ def _of_all_ranks(own: Moments, route: Route, few: int) -> Moments:
         rows[route.ranks.index(route.world.rank)] = torch.stack(own)
         rows = _total(rows, route)
         return merged(Moments(rows[:, 0], rows[:, 1], rows[:, 2]), dim=0)
+    # With many ranks a row for each would be larger than two small sums.
     elements, centre = _total(torch.stack((own.elements, own.elements * own.mean)), route)
     centre = centre / elements.clamp_min(1)
     return Moments(elements, centre, _total(own.spread + own.elements * (own.mean - centre) ** 2, route))
@@ -58,6 +59,7 @@ class ReduceStatistics(MovementFunction):
         few: int,
         *operands: Tensor | None,
     ):
+        """Local moments, one sum over the ranks, then the local result."""
         own = work.moments(*operands)
         mean, spread = (own if route is None else _of_all_ranks(own, route, few))[1:]
         variance = spread / work.count
@@ -71,8 +73,10 @@ class ReduceStatistics(MovementFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Local slopes, one sum over the ranks, then the local gradients."""
         *operands, mean, variance = ctx.saved_tensors
         work, route, needed = ctx.work, ctx.route, ctx.needs_input_grad[5:]
+        # Somebody differentiates this backward: build it from pieces that autograd knows.
         if torch.is_grad_enabled():
             composed = partial(work.composed, partial(_whole_to_cut, route=route))
             gradients = differentiated(composed, operands, needed, gradient, Autocast.now(gradient.device).off)

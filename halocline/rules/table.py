@@ -28,12 +28,15 @@ class RuleEntry:
 
 
 _TABLE: dict[Any, RuleEntry] = {}
+# The executor registers itself, since families must not import it.
 _executor: list[Callable[..., Any]] = []
 
 
 def _register(
     kind: str, functions: tuple[Any, ...], family: str | None, by_value: bool = True
 ) -> Callable[[Function], Function]:
+    """A decorator that enters a function into the table under each of ``functions``."""
+
     def keep(run: Function) -> Function:
         for function in functions:
             _TABLE[function] = RuleEntry(kind, run, family or run.__module__.rpartition(".")[2], by_value)

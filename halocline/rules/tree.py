@@ -32,6 +32,7 @@ def shard_inputs(
     trailing = tuple(first.shape[min([*space, 2 - first.ndim]) :]) if space else ()
 
     def place(tensor: Tensor) -> Tensor:
+        """One tensor of the structure, cut along the axes whose sizes it shares with the first."""
         mine = dict(space) if space and tuple(tensor.shape[-len(trailing) :]) == trailing else {}
         if batch and tensor.ndim and tensor.shape[0] == first.shape[0] and tensor.ndim > len(trailing):
             mine |= batch

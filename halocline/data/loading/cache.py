@@ -38,7 +38,9 @@ class SampleCache:
 
     def _settle(self, order: Order, budget: int) -> dict[int, int]:
         """The group in which each kept sample is at home."""
-        room, cost, homes = [budget] * self._groups, self._largest_share(), dict[int, int]()
+        room, homes = [budget] * self._groups, dict[int, int]()
+        # Bytes of a sample on the rank that holds most of it, so that all ranks keep the same samples.
+        cost = sum(map(self._largest_tile, self._fields.values()))
         places = list(order.permutation(0))
         for start in range(0, len(places), order.batch):
             batch = places[start : start + order.batch]
@@ -48,10 +50,6 @@ class SampleCache:
                         room[group] -= cost
                         homes[sample] = group
         return homes
-
-    def _largest_share(self) -> int:
-        """Bytes of a sample on the rank that holds most of it, so that all ranks keep the same samples."""
-        return sum(self._largest_tile(each) for each in self._fields.values())
 
     def _largest_tile(self, each: Field) -> int:
         sizes = []

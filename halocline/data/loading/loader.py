@@ -32,7 +32,7 @@ from .augment import Augmentation
 from .buffers import Pool
 from .cache import SampleCache
 from .device_copier import DeviceCopier
-from .fields import Field, Fields, as_fields
+from .fields import Field, as_fields
 from .layout import BatchLayout
 from .order import Order
 from .pipeline import ALONE, Batch, Pipeline
@@ -122,7 +122,9 @@ class Loader:
         self._copier = None if device is None else DeviceCopier(torch.device(device))
         self._check_same(mesh, augment, [memory, prefetch, epochs, on_bad_sample])
         self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
-        self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
+        shared = self._readers.shared
+        pinned = device is not None and torch.device(device).type == "cuda" and not shared
+        self._pool = Pool(prefetch + 2, self._largest(), shared=shared, pinned=pinned)
         self._cache = self._make_cache(memory) if memory else None
         self._world = mesh.world.duplicate() if mesh.size > 1 else mesh.world
         self._pipeline = Pipeline(
@@ -131,7 +133,7 @@ class Loader:
         self._prefetch, self._last = prefetch, None if epochs is None else epochs * self.order.steps
         self._prefetcher: Prefetcher | None = None
         self._tick, self._resumed = 0, True  # the next step; a new loader stands at a beginning
-        self._clock = _Clock()
+        self._steps, self._waited, self._began, self._now = 0, 0.0, 0.0, 0.0  # for the report
         self._closed, self._agreed = False, False  # has every rank raised what ended the last prefetcher?
 
     # -- what is read, and by whom
@@ -144,9 +146,6 @@ class Loader:
             name: ((most, *shape_of(self.layout.needed(name, me))), each.array_dtype)
             for name, each in self.fields.items()
         }
-
-    def _pins(self, device: torch.device | str | None) -> bool:
-        return device is not None and torch.device(device).type == "cuda" and not self._readers.shared
 
     def _make_cache(self, memory: int) -> SampleCache:
         layout = self.layout
@@ -165,13 +164,19 @@ class Loader:
         """All ranks must mean the same data: a rank that sees other files would read other samples."""
         if mesh.size == 1:
             return
-        what = [_description(self.fields), self.order, dict(self.layout.grid.cuts), list(map(_plain, augment)), options]
+        stores = [_description(name, each) for name, each in self.fields.items()]
+        changes = [(type(each).__name__, sorted(getattr(each, "__dict__", {}).items())) for each in augment]
+        what = [stores, self.order, dict(self.layout.grid.cuts), changes, options]
         text = re.sub(r"\b0x[0-9a-f]+", "", repr(what))  # addresses of objects, which each process has of its own
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         least, most = extremes(mesh.world, torch.tensor([word]), _LABEL)
         if least != most:
+            here = "; ".join(
+                f"{name}: {len(f.source)} of {list(f.source.shape)} in {f.source.name}"
+                for name, f in self.fields.items()
+            )
             raise DataError(
-                f"the ranks describe their data differently: rank {mesh.rank} has {_summary(self.fields)}; "
+                f"the ranks describe their data differently: rank {mesh.rank} has {here}; "
                 "check that all see the same files in the same order, with the same arguments"
             )
 
@@ -214,8 +219,12 @@ class Loader:
                 self._agreed = isinstance(error, DataError)
                 self._stop()
             raise
-        self._clock.waited(self._prefetcher.waited)
-        self._tick += 1
+        self._now = time.perf_counter()
+        if self._steps:
+            self._waited += self._prefetcher.waited
+        else:  # the first batch has nothing to hide behind, and is not counted
+            self._began = self._now
+        self._steps, self._tick = self._steps + 1, self._tick + 1
         if batch is not None and self._copier is not None:
             for tensor in batch.values():
                 self._copier.received(tensor)
@@ -302,9 +311,9 @@ class Loader:
         """What this rank has read, moved and waited for until now."""
         counts, cache = self._pipeline.counts, self._cache
         return LoaderReport(
-            steps=self._clock.steps,
-            waited=self._clock.total,
-            wait_share=self._clock.share,
+            steps=self._steps,
+            waited=self._waited,
+            wait_share=self._waited / (self._now - self._began) if self._now > self._began else 0.0,
             read_bytes=counts.read_bytes,
             moved_bytes=counts.moved_bytes,
             held_bytes=0 if cache is None else cache.nbytes,
@@ -324,46 +333,12 @@ def _check_cut(cut: Mapping[str, str], mesh: Mesh) -> None:
             raise DataError(f"cut={dict(cut)}: it maps letters of dims to axes of the mesh; write cut={turned}")
 
 
-class _Clock:
-    """How long steps waited for data. The first batch has nothing to hide behind, and is not counted."""
-
-    def __init__(self) -> None:
-        self.steps, self.total = 0, 0.0
-        self._began = self._now = 0.0
-
-    def waited(self, seconds: float) -> None:
-        self._now = time.perf_counter()
-        if self.steps:
-            self.total += seconds
-        else:
-            self._began = self._now
-        self.steps += 1
-
-    @property
-    def share(self) -> float:
-        return self.total / (self._now - self._began) if self._now > self._began else 0.0
-
-
-def _description(fields: Fields) -> list[Any]:
-    return [
-        (name, *_stored(f.source), str(f.dtype), dict(f.rim), f.fill, *map(_value, f.values))
-        for name, f in fields.items()
-    ]
-
-
-def _stored(store: Store) -> list[Any]:
-    return [store.identity, store.dims, store.shape, str(store.dtype), len(store)]
+def _description(name: str, each: Field) -> list[Any]:
+    """All that decides which numbers a field delivers, in a form that is the same on all ranks."""
+    store = each.source
+    stored = [store.identity, store.dims, store.shape, str(store.dtype), len(store)]
+    return [name, *stored, str(each.dtype), dict(each.rim), each.fill, *map(_value, each.values)]
 
 
 def _value(value: Any) -> str:
     return repr(value) if is_dataclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _plain(augmentation: Augmentation) -> Any:
-    return type(augmentation).__name__, sorted(getattr(augmentation, "__dict__", {}).items())
-
-
-def _summary(fields: Fields) -> str:
-    return "; ".join(
-        f"{name}: {len(f.source)} of {list(f.source.shape)} in {f.source.name}" for name, f in fields.items()
-    )

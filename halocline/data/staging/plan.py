@@ -85,16 +85,13 @@ def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> StagingPlan:
     plan = StagingPlan([[] for _ in range(nodes)], [[] for _ in range(nodes)])
     # Held files first: they can go while others are read. Otherwise by path, as they lie in their folders.
     for file in sorted(np.flatnonzero(giver >= 0).tolist(), key=lambda file: (not held[giver[file], file], file)):
-        _assign(plan, file, int(giver[file]), sizes[file], lacking[:, file], bool(held[giver[file], file]))
+        node = int(giver[file])
+        if not held[node, file]:
+            plan.reads[node].append(file)
+        receivers = [other for other in np.flatnonzero(lacking[:, file]).tolist() if other != node]
+        if receivers:
+            plan.jobs[node].append(job_of(file, sizes[file], node, receivers, nodes))
     return plan
-
-
-def _assign(plan: StagingPlan, file: int, giver: int, size: int, lacking: NDArray[np.bool_], held: bool) -> None:
-    if not held:
-        plan.reads[giver].append(file)
-    receivers = [node for node in np.flatnonzero(lacking).tolist() if node != giver]
-    if receivers:
-        plan.jobs[giver].append(job_of(file, size, giver, receivers, len(lacking)))
 
 
 def job_of(file: int, size: int, giver: int, receivers: Sequence[int], nodes: int) -> RelayJob:

@@ -182,18 +182,20 @@ class Relay:
 
     def round(self, blocks: list[Block]) -> None:
         """A step begins before the last has ended: what it sends on came at the one before that."""
-        route, before = itinerary(blocks, self.progress.node), nothing_came
+        route, before = itinerary(blocks, self.progress.node), None
         for step in range(route.steps):
             now = self._begin(route, step)
-            before()
+            if before is not None:
+                before()
             before = now
-        before()
+        if before is not None:
+            before()
 
     def _begin(self, route: Itinerary, step: int) -> Callable[[], None]:
         """Begin to exchange; what comes back waits for the end of it."""
         sends = [Send(self.workers[peer], self._message(segments)) for peer, segments in route.sends[step].items()]
         expected = list(route.receives[step].items())
-        receives = [Receive(self.workers[peer], _length(segments)) for peer, segments in expected]
+        receives = [Receive(self.workers[peer], sum(each.length for each in segments)) for peer, segments in expected]
         exchange = self.world.begin(sends, receives, BYTES, self.workers, LABEL)
 
         def finish() -> None:
@@ -222,14 +224,6 @@ class Relay:
             if segment.job.chain[-1] != self.progress.node:
                 self._carried[segment.job.file, segment.start] = piece
             self.arrivals.put(segment, _memory(piece))
-
-
-def nothing_came() -> None:
-    """Before the first step."""
-
-
-def _length(segments: list[Segment]) -> int:
-    return sum(segment.length for segment in segments)
 
 
 def _memory(tensor: Tensor) -> memoryview:

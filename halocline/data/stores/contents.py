@@ -18,22 +18,16 @@ from .zarr import Zarr
 
 #: Words that the makers of files use for dims.
 _WORDS = {
-    "sample": "N",
-    "batch": "N",
-    "channel": "C",
-    "time": "T",
-    "depth": "D",
-    "level": "D",
-    "lev": "D",
-    "z": "D",
-    "height": "H",
-    "latitude": "H",
-    "lat": "H",
-    "y": "H",
-    "width": "W",
-    "longitude": "W",
-    "lon": "W",
-    "x": "W",
+    word: letter
+    for letter, words in {
+        "N": "sample batch",
+        "C": "channel",
+        "T": "time",
+        "D": "depth level lev z",
+        "H": "height latitude lat y",
+        "W": "width longitude lon x",
+    }.items()
+    for word in words.split()
 }
 
 Kind = type[HDF5] | type[Zarr] | type[Npy] | type[Nifti]

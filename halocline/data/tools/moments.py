@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,6 +68,16 @@ def merged(first: Array, second: Array) -> Array:
     return table
 
 
+def summary(table: Array) -> dict[str, tuple[Any, ...]]:
+    """The columns of statistics, a number a channel: counts as integers, NaN for channels without a finite number."""
+    count = table[:, COUNT]
+    mean, std = table[:, ORIGIN] + table[:, OFFSET], np.sqrt(table[:, SQUARES] / np.maximum(count, 1))
+    columns = {"mean": mean, "std": std, "min": table[:, MIN], "max": table[:, MAX]}
+    known = {name: tuple(np.where(count > 0, column, np.nan).tolist()) for name, column in columns.items()}
+    counts = {"count": count, "nonfinite": table[:, NONFINITE]}
+    return known | {name: tuple(column.astype(int).tolist()) for name, column in counts.items()}
+
+
 def all_merged(tables: Iterable[Array], channels: int) -> Array:
     """In the order given: the same bits whoever made the tables."""
     result = no_moments(channels)
@@ -118,7 +128,7 @@ class Survey:
             self._add(table, numbers, self.parts[part])
             if self.classes:
                 classes.update(class_counts(numbers))
-                refuse_many(classes)
+                check_classes(len(classes))
             size += numbers.nbytes
         return PortionMoments(number, table, classes, size)
 
@@ -148,20 +158,14 @@ def class_counts(numbers: Array) -> dict[int, int]:
         counts = np.bincount(flat.astype(np.int64) - lowest)
         return {lowest + int(place): int(counts[place]) for place in np.flatnonzero(counts)}
     values, occurrences = np.unique(flat, return_counts=True)
-    if len(values) > MOST_CLASSES:
-        raise too_many(len(values))
+    check_classes(len(values))
     return dict(zip(values.tolist(), occurrences.tolist(), strict=True))
 
 
-def refuse_many(classes: Counter[int]) -> None:
-    """Raise where there are more values than classes can be."""
-    if len(classes) > MOST_CLASSES:
-        raise too_many(len(classes))
-
-
-def too_many(count: int) -> DataError:
-    """The error for values that are no classes."""
-    return DataError(
-        f"there are {count} values or more, which are no classes (at most {MOST_CLASSES} are counted); "
-        "take the statistics without classes"
-    )
+def check_classes(count: int) -> None:
+    """Raise where there are more different values than classes can be."""
+    if count > MOST_CLASSES:
+        raise DataError(
+            f"there are {count} values or more, which are no classes (at most {MOST_CLASSES} are counted); "
+            "take the statistics without classes"
+        )

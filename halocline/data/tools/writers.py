@@ -121,15 +121,11 @@ class ZarrWriter:
         return Zarr([self._path], self._plan.dims, order, array=self._plan.dataset)
 
 
-WRITERS: dict[str, type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]] = {
-    ".npy": NpyWriter,
-    ".h5": HDF5Writer,
-    ".hdf5": HDF5Writer,
-    ".zarr": ZarrWriter,
-}
+WriterType = type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]
+WRITERS: dict[str, WriterType] = {".npy": NpyWriter, ".h5": HDF5Writer, ".hdf5": HDF5Writer, ".zarr": ZarrWriter}
 
 
-def writer_of(path: Path) -> type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]:
+def writer_of(path: Path) -> WriterType:
     """The writer for a path, by the end of its name."""
     if path.suffix not in WRITERS:
         raise DataError(f"{path}: its name must end with one of {', '.join(WRITERS)}, which says what to write")

@@ -1,7 +1,10 @@
-"""Writing into part of a tensor, ``x[...] = value``: each rank writes what falls into its own tile.
+"""Assignment to part of a tensor, ``x[...] = value``: each rank writes what falls into its own tile.
 
-The target stays where it lies. Of the value a rank fetches what its box takes; positions held in tensors are read
-whole, and those that point into other tiles are passed over.
+The target does not move. Of the value, a rank fetches the part that its box takes. Positions held in tensors are read
+whole by every rank; those that point into another rank's tile are skipped.
+
+    x[:, 3:9] = y      # y is cut as rows 3 to 9 of x are: each rank gets its own rows of y
+    x[index] = y       # every rank reads index, and writes the rows it owns
 """
 
 from __future__ import annotations
@@ -82,11 +85,13 @@ def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
 
 
 def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumulate: bool) -> Recipe:
+    """Write ``value`` into this rank's tile of ``target``, at the part of ``items`` that falls into it."""
     probe = meta(target)
     probe[tuple(map(meta, items))] = meta(value).to(probe.dtype)  # torch's own error where the value does not fit
     links = _value_links(target, value, items)
 
     def local(work: Work, tile: Tensor, value: Tensor, items: tuple[Any, ...], accumulate: bool) -> Tensor:
+        """Write in place, and return the tile. A rank into whose tile nothing falls still takes part in the backward."""
         if same_memory(tile, value):  # y[0] *= 2 writes back what it has changed in place
             value = value.clone()
         keys = [*_keys(work.box, target.shape, items)]
@@ -181,6 +186,7 @@ def _put(
     left = [item for item in items if not isinstance(item, int)]
     places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
     indices = [left[place] for place in places]
+    # A dim that positions point into is cut: keep the positions that fall into this rank's part.
     if any(box[dim].size != shape[dim] for dim in dims):
         chosen = torch.broadcast_shapes(*(index.shape for index in indices))
         first = chosen_place(places)

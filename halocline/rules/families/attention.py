@@ -66,7 +66,9 @@ def _attention_rule(
     def local(
         work: Work, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any
     ) -> Tensor:
+        """torch's own kernel. A causal mask of some rows only is written out, since torch counts rows from 0."""
         own, causal = work.box[rows], is_causal
+        # torch's flag counts rows from 0; this rank's rows begin elsewhere.
         if is_causal and own.size != space[rows]:
             attn_mask, causal = _seen(own, keys, query.device), False
         options: dict[str, Any] = {"is_causal": causal, "scale": scale, "enable_gqa": enable_gqa}
@@ -168,9 +170,11 @@ def multi_head_attention_forward(
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     batched = query.ndim == 3
     projected = _projected((query, key, value), weights, in_proj_bias)
+    # Without a batch, a batch of one.
     q, k, v = projected if batched else (x.unsqueeze(1) for x in projected)
     k, v, extra = _lengthened(k, v, bias_k, bias_v, add_zero_attn)
     heads = [x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v)]
+    # Then the causal flag replaces the mask, and a ring needs no mask.
     plainly_causal = is_causal and key_padding_mask is None and not need_weights and not extra
     mask = None if plainly_causal else _merged(attn_mask, key_padding_mask, num_heads, extra, query.dtype)
     lost = dropout_p if training else 0.0
@@ -188,6 +192,7 @@ def multi_head_attention_forward(
 
 
 def _check(query: Tensor, key: Tensor, width: int, heads: int, mask: Tensor | None, is_causal: bool) -> None:
+    """torch's own checks, which its Python code would make before any kernel runs."""
     if query.shape[-1] != width or width % heads:
         raise AssertionError(f"{query.shape[-1]} features do not make {heads} heads of a model of {width}")
     if query.ndim not in (2, 3) or key.ndim != query.ndim:
@@ -197,6 +202,7 @@ def _check(query: Tensor, key: Tensor, width: int, heads: int, mask: Tensor | No
 
 
 def _projected(inputs: Sequence[Tensor], weights: Any, bias: Tensor | None) -> Sequence[Tensor]:
+    """Queries, keys and values; self-attention needs one product for all three."""
     query, key, value = inputs
     if isinstance(weights, Tensor) and query is key and key is value:  # one product instead of three
         return F.linear(query, weights, bias).chunk(3, -1)
@@ -241,6 +247,7 @@ def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nested(*args: Any, **kwargs: Any) -> bool:
+    """Refuses the packing of padded batches."""
     raise refuse(
         "a nested tensor",
         "in eval mode nn.TransformerEncoder packs what is not padded, and leaves zeros in place of the rest",

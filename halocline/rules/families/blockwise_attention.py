@@ -1,6 +1,7 @@
-"""Attention over keys and values that come in blocks, each used once, in any order.
+"""Attention over keys and values that arrive in blocks, each used once, in any order.
 
-The softmax is exact: a running maximum and a running sum for each query, as if all keys had been there at once.
+The softmax is exact: each query keeps a running maximum and a running sum, so that the result is that of one softmax
+over all keys. Backward recomputes the weights of a block from the logarithm of that sum.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class BlockwiseAttention:
             return state
         scores = self._scores(state.query, keys.to(state.query.dtype), columns)
         highest = torch.maximum(state.highest, scores.amax(-1, keepdim=True))
+        # A query that has seen no key yet: minus infinity minus itself is no number.
         safe = highest.masked_fill(highest == float("-inf"), 0.0)
         weights, before = (scores - safe).exp(), (state.highest - safe).exp()
         total = state.total * before + weights.sum(-1, keepdim=True)
@@ -89,6 +91,9 @@ class BlockwiseAttention:
         return [state.of_query]
 
     def _scores(self, query: Tensor, keys: Tensor, columns: Interval) -> Tensor:
+        """Scaled products of queries and keys; for causal attention, minus infinity where the key comes after the
+        query.
+        """
         scores = (query @ keys.transpose(-2, -1)) * self.scale
         if not self.causal:
             return scores

@@ -30,6 +30,7 @@ def result_dtype(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], d
     """
 
     def small(value: Any) -> Any:
+        """Operands as small real tensors on the device, everything else as it is."""
         if isinstance(value, (Operand, Tensor)):
             return torch.zeros([min(2, size) for size in value.shape], dtype=value.dtype, device=device)
         if isinstance(value, (tuple, list)):
@@ -51,6 +52,7 @@ def made_of_products(names: str) -> Callable[[Callable[..., Tensor]], Callable[.
     def keep(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(run)
         def call(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+            """Run under the autocast state that leads to torch's own dtype."""
             device = next(operands((args, kwargs), Tensor)).device.type
             if not _autocasts(device):
                 return run(*args, **kwargs)
@@ -71,6 +73,7 @@ def contraction(
     sizes: dict[Hashable, int] = {}
     for operand, labels in terms:
         for label, size in zip(labels, operand.shape, strict=True):
+            # A dim of size one stretches to the size of its label in other operands.
             sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
     where = {label: dim for dim, label in enumerate(sizes)}
 
@@ -99,6 +102,7 @@ def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None 
         terms.append((bias, ("out",)[1 - bias.ndim :]))
 
     def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Ranks that hold no first feature leave the bias out: the sum over ranks then has it once."""
         box = work.box[place]
         if bias is not None and box.size < features and (box.lo > 0 or box.empty):
             weight, bias = weight + bias.reshape(-1)[:0].sum(), None  # adds nothing, yet takes part in its backward
@@ -202,6 +206,7 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
 
 
 def _contracted(a: Tensor, b: Tensor, dims: Any) -> tuple[list[int], list[int]]:
+    """The contracted dims of both operands, counted from 0, in pairs."""
     if isinstance(dims, Tensor):
         raise refuse("tensordot", "dims held in a tensor are not known when moves are planned", "give integers")
     if isinstance(dims, int):
@@ -219,6 +224,7 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
     all_labels = [label for part in labels for label in part]
     out = _spelled(result, None, _dots(all_labels)) if arrow else _implied(all_labels)
     twice = [label for part in labels for label in part if part.count(label) > 1]  # a diagonal: not to be cut
+    # Asked once for each state of autocast; the plan outlives it.
     expected = cache(lambda device, autocast: result_dtype(torch.einsum, (equation, *terms), {}, device))
 
     def local(work: Work, equation: str, *tiles: Tensor) -> Tensor:

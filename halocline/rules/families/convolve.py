@@ -1,7 +1,9 @@
-"""What a piece of its input adds to a convolution: all that the halo form by linearity has to know.
+"""The contribution of a piece of the input to a convolution, which is what ``rules/halo.py`` needs to know.
 
-Everything outside the piece counts as zero. A slab beside the tile reaches few outputs, through few taps of the kernel;
-the tile itself reaches all, in one call, with torch's own padding where that is the same on both sides.
+Everything outside the piece counts as zero. A slab beside the tile reaches few outputs through few taps of the kernel.
+The tile itself reaches all outputs, in one call, with torch's own padding where that is the same on both sides.
+
+Example in one dim, kernel 3, padding 1, tile 8..16: the slab [7, 8) reaches output 8 through tap 0 alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Along(NamedTuple):
 
 @dataclass(frozen=True)
 class Convolve:
-    """The arguments of a batched convolution over ``spatial`` dims, those of a transposed one included."""
+    """A batched convolution as a linear map, of which parts can be taken: the arguments of the call, also if
+    transposed.
+    """
 
     function: Callable[..., Tensor]
     kernel: tuple[int, ...]
@@ -52,6 +56,7 @@ class Convolve:
         if any(line.taps.empty or line.out.empty for line in along):
             nothing = (slice(0, 0),)
             return LinearPart(nothing, nothing, NoContribution())
+        # Slabs are often one plane thick; the tile never is.
         thin = self._thin(along, piece[2:]) if not main else None
         sees = (slice(None), slice(None), *(slice(a.taps.lo, a.taps.hi) for a in along))
         local = [a.out.shift(-o.lo) for a, o in zip(along, out[2:], strict=True)]
@@ -82,6 +87,11 @@ class Convolve:
         return next(planes, None)
 
     def _direct(self, i: int, out: Interval, piece: Interval, main: bool) -> Along:
+        """The outputs that ``piece`` reaches, the taps that reach them, and the padding between piece and taps.
+
+        Output ``i`` reads inputs ``stride * i - padding + dilation * tap``. Solving for ``i`` gives the outputs, and
+        for ``tap`` the taps.
+        """
         k, s, d, pad = self.kernel[i], self.stride[i], self.dilation[i], self.padding[i]
         taps = Interval(0, k)
         if not main:
@@ -98,6 +108,9 @@ class Convolve:
         return Along(out, taps, more=(before, after))
 
     def _transposed(self, i: int, out: Interval, piece: Interval, main: bool) -> Along:
+        """The same for a transposed convolution, where input ``i`` adds to outputs ``stride * i - padding + dilation *
+        tap``.
+        """
         k, s, d, pad = self.kernel[i], self.stride[i], self.dilation[i], self.padding[i]
         taps, reach = Interval(0, k), d * (k - 1)
         if main:

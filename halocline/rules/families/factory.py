@@ -50,6 +50,7 @@ def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
 def _new(
     function: Callable[..., Tensor], self: ShardedTensor, shape: tuple[int, ...], *rest: Any, **how: Any
 ) -> Tensor:
+    """A new tensor cut as ``self`` is, where the shape allows it; else whole on every rank."""
     sharding = alike(self.sharding, shape)
     if sharding is None or not sharding.axes:
         whole = function(unwrap(self), shape, *rest, **how)
@@ -58,6 +59,8 @@ def _new(
 
 
 def _register(function: Callable[..., Tensor]) -> None:
+    """Register a factory method that takes nothing but a size."""
+
     def new(self: ShardedTensor, *given: Any, size: Any = None, **how: Any) -> Tensor:
         return _new(function, self, _size(given if size is None else (size,)), **how)
 

@@ -24,6 +24,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def _register(name: str, function: Any) -> None:
+    """Register a ``torch._foreach_*`` function as a loop over the function of one tensor."""
     single = _OTHERS.get(name) or getattr(Tensor, name, None)
     if single is None:
         return
@@ -37,6 +38,7 @@ def _register(name: str, function: Any) -> None:
 
 
 def _one(single: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the function of one tensor with arguments in the form that it takes."""
     if name in _VALUE and len(args) > 3:
         *args, kwargs["value"] = args  # type: ignore[assignment]
     if name == "pow" and not isinstance(args[0], Tensor):

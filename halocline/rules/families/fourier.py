@@ -29,6 +29,7 @@ def _transform(function: Any, input: Operand, n: Any = None, dim: Any = -1, norm
     recipe = along(function, input, dim, n, dim, norm)
 
     def local(work: Work, tile: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """torch's transform of the tile; an empty batch goes through a batch of zeros."""
         if tile.numel():
             return function(tile, n, dim, norm)
         # Libraries of transforms know no empty batch: one of zeros is made, and cut down again.
@@ -53,6 +54,7 @@ def _asked(input: Tensor, s: Sizes, dim: Dims) -> dict[int, int | None]:
         dims = list(range(input.ndim))[0 if sizes is None else -len(sizes) :]
     else:
         dims = [normal(d, input.ndim) for d in flat_ints((dim,))]
+    # torch's own error, which one-dim calls would not raise.
     if len(set(dims)) != len(dims):
         raise RuntimeError("FFT dims must be unique")
     if sizes is not None and len(sizes) != len(dims):
@@ -80,6 +82,7 @@ def _together(function: Any, input: Tensor, asked: dict[int, int | None], norm: 
 
 
 def _complex(inverse: bool, input: Tensor, asked: dict[int, int | None], norm: str | None) -> Tensor:
+    """A complex transform: uncut dims together, then each cut dim by itself."""
     one, several = (torch.fft.ifft, torch.fft.ifftn) if inverse else (torch.fft.fft, torch.fft.fftn)
     cut = _cut(input, asked)
     result = _together(several, input, {dim: n for dim, n in asked.items() if dim not in cut}, norm)
@@ -93,6 +96,7 @@ def _from_real(input: Tensor, asked: dict[int, int | None], norm: str | None) ->
     *_, last = asked
     cut = _cut(input, asked)
     if last in cut:
+        # Halved before anything else: half as much to move and compute.
         result, left = torch.fft.rfft(input, asked[last], last, norm), {d: n for d, n in asked.items() if d != last}
     else:
         result = _together(torch.fft.rfftn, input, {d: n for d, n in asked.items() if d not in cut}, norm)
@@ -123,6 +127,8 @@ _KINDS = {
 
 
 def _register(kind: str, transform: Any) -> None:
+    """Register a transform over two dims and over any dims."""
+
     def over_two(input: Tensor, s: Sizes = None, dim: Dims = (-2, -1), norm: str | None = None) -> Tensor:
         return over_all(input, s, dim, norm)
 

@@ -66,5 +66,5 @@ def _affine_rule(function: Any, theta: Operand, size: Sequence[int], align_corne
 
 for _function in (F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d):
     rule(_function, family="grid")(partial(_sample_rule, _function))
-for _function in (F.affine_grid, torch.affine_grid_generator):
-    rule(_function, family="grid")(partial(_affine_rule, _function))
+for _affine in (F.affine_grid, torch.affine_grid_generator):
+    rule(_affine, family="grid")(partial(_affine_rule, _affine))

@@ -67,10 +67,12 @@ def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
         if item is None:
             space.append(1)
             cuts.append(None)
+        # The owner's index goes to all ranks, and the dim is gone.
         elif isinstance(item, int):
             links.append(Link(None, Only(item % size)))
             cuts.append(0)
         else:
+            # Python's own rules for slices: negative ends, ends past the size.
             steps = range(size)[item]
             links.append(Link(len(space), Window(stride=steps.step, padding=-steps.start)))
             cuts.append((len(links) - 1, slice(steps.start, steps.stop, steps.step)))
@@ -153,6 +155,7 @@ def roll(function: Any, input: Operand, shifts: Any, dims: Any = ()) -> Recipe:
     given = flat_ints((dims,)) if dims is not None else ()
     if not given:  # in the order of all elements
         return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False, fresh=True)
+    # A dim may be named twice: its shifts add up.
     moves = dict.fromkeys((normal(dim, input.ndim) for dim in given), 0)
     for dim, shift in zip(given, flat_ints((shifts,)), strict=True):
         moves[normal(dim, input.ndim)] += shift
@@ -188,6 +191,7 @@ def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: in
 
 
 def _slope(input: Tensor, dim: int, step: Any, edge_order: int) -> Tensor:
+    """Central differences along one dim, with one-sided differences of the given order at both ends."""
     length = input.shape[dim]
     if edge_order not in (1, 2) or length < edge_order + 1:
         raise RuntimeError("torch.gradient: each dim needs edge_order + 1 elements, and edge_order is 1 or 2")

@@ -27,6 +27,7 @@ def cat(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
     space = shape(torch.cat, tensors, dim)
     place, offset, reads = normal(dim, len(space)), 0, []
     for tensor in tensors:
+        # An old habit of torch that models still rely on.
         if tensor.shape == (0,) and len(space) > 1:  # torch passes over these, whatever the others' dims
             reads.append(Read(tensor, (WHOLE,)))
             continue
@@ -111,6 +112,7 @@ def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 def _pieces(input: Tensor, dim: int, function: Any, *args: Any) -> tuple[Tensor, ...]:
     """As torch itself would split a dim of this size, slice by slice."""
     place, offset, pieces = normal(dim, input.ndim), 0, []
+    # torch itself decides where a dim of this size is split.
     for part in function(torch.empty(input.shape[place], device="meta"), *args):
         pieces.append(input.narrow(place, offset, part.shape[0]))
         offset += part.shape[0]

@@ -43,6 +43,7 @@ def _lookup_rule(input: Operand, indices: tuple[Operand | None, ...]) -> Recipe:
     kept = [dim for dim in range(input.ndim) if dim not in places]
     space = [input.shape[dim] for dim in kept]
     space[first:first] = chosen
+    # Dims behind the positions move back by as many dims as the positions have.
     after = {dim: place if place < first else place + len(chosen) for place, dim in enumerate(kept)}
     links = tuple(Link(after[dim]) if dim in after else WHOLE for dim in range(input.ndim))
 

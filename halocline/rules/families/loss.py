@@ -33,6 +33,8 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
 
     def register(values_of: Unreduced) -> Unreduced:
         def call(*args: Any, **kwargs: Any) -> Tensor:
+            """Bind the arguments as torch does, compute the loss of each element, and reduce it over the whole batch."""
+            # By name, however the caller passed them.
             options = signature.bind(*args, **kwargs).arguments
             if [options.pop(old, None) for old in ("size_average", "reduce")] != [None, None]:
                 raise refuse(function, "size_average and reduce are options of old torch", "use reduction=...")
@@ -40,6 +42,7 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
             values: Any = values_of(**options)
             if reduction == "batchmean" and function is F.kl_div:
                 return _reduced(values, "sum") / options["input"].shape[0]
+            # A pair means a weighted mean: values, and what each counts.
             if isinstance(values, Tensor):
                 return _reduced(values, reduction)
             return values[0].sum() / values[1].sum() if reduction == "mean" else _reduced(values[0], reduction)
@@ -51,6 +54,7 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:
+    """The reduction that torch calls none, mean or sum, over all ranks."""
     if reduction == "none":
         return values
     if reduction not in ("mean", "sum"):
@@ -98,6 +102,7 @@ _binary(F.binary_cross_entropy_with_logits)
 
 
 def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
+    """Raise where a target has another global shape than its input, and say how a tile is handed over."""
     if tuple(input.shape) != tuple(target.shape):
         raise ShardingError(
             f"{name} in {here()}: input is {list(input.shape)} and target {list(target.shape)} in global terms; "
@@ -132,6 +137,7 @@ def _class_rule(
     options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
 
     def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        """torch's loss of each voxel, and what the voxel counts in the mean."""
         values = function(tile, aim, weight=w, ignore_index=ignore_index, reduction="none", **options)
         counted = aim != ignore_index
         if w is None:
@@ -144,6 +150,7 @@ def _class_rule(
 
 
 def _probability_rule(input: Operand, target: Operand, weight: Operand | None, smoothing: float) -> Recipe:
+    """Cross entropy with a probability for each class, of which every voxel reads all."""
     space, _, links = _voxels(input)
 
     def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> Tensor:

@@ -70,6 +70,7 @@ def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin
 
 
 def _triplet(anchor: Tensor, positive: Tensor, negative: Tensor, distance: Any, margin: float, swap: bool) -> Tensor:
+    """The loss of three points under any distance."""
     if margin <= 0:
         raise ValueError(f"margin must be greater than 0, got {margin}")
     near, far = distance(anchor, positive), distance(anchor, negative)
@@ -146,6 +147,7 @@ def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
 
 @composite(F.ctc_loss, torch.ctc_loss, family="refused")
 def ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """Always refused."""
     raise refuse(
         "ctc_loss",
         "it runs through all times of a sample, in kernels that know no empty batch",

@@ -25,6 +25,7 @@ def taken(input: Tensor, mask: Tensor, dim: int) -> Tensor:
     """What a mask over the dims from ``dim`` on takes of ``input``, under one dim in their place."""
     _check_shape(input, mask, dim)
     flat = input.flatten(dim, dim + mask.ndim - 1)
+    # Flattened, the covered dims are one, cut along one axis or not at all.
     points = _points(flat, dim)
     if points is None:
         return input[_behind(dim, whole_on_every_rank(mask))]
@@ -45,6 +46,7 @@ def put(input: Tensor, mask: Tensor, source: Tensor, *, exactly: bool = False) -
         kept = _kept(mask.flatten(), points)
         if source.numel() < kept[-1] or (exactly and source.numel() > kept[-1]):
             raise RuntimeError(f"shape mismatch: the mask takes {kept[-1]} elements, and there are {source.numel()}")
+        # torch ignores what is left of the source.
         call = (flat, mask.flatten(), source[: kept[-1]], points, kept)
         written = run_rule("masked_scatter", _put_rule, call, {})
     if not isinstance(input, ShardedTensor):
@@ -96,6 +98,7 @@ def _counts(tile: Tensor, first: int, points: Points) -> Tensor:
 
 
 def _take_rule(input: Operand, mask: Operand, dim: int, points: Points, kept: Points) -> Recipe:
+    """Each rank takes from its own piece; the pieces of the result are as long as what each takes."""
     space = (*input.shape[:dim], kept[-1], *input.shape[dim + 1 :])
     piece = Link(dim, PieceToPiece(points, kept))
     links = tuple(piece if d == dim else Link(d) for d in range(input.ndim))
@@ -108,6 +111,8 @@ def _take_rule(input: Operand, mask: Operand, dim: int, points: Points, kept: Po
 
 
 def _put_rule(input: Operand, mask: Operand, source: Operand, points: Points, kept: Points) -> Recipe:
+    """Each rank fetches the values that go into its own piece."""
+
     def local(work: Work, tile: Tensor, taken: Tensor, values: Tensor, *_: Any) -> Tensor:
         return tile.masked_scatter(taken, values)
 

@@ -53,6 +53,7 @@ def _embed_rule(input: Operand, offset: int) -> Recipe:
     first = max(0, -offset)
 
     def local(work: Work, tile: Tensor, offset: int) -> Tensor:
+        """This rank's rows: its part of the vector, each element at its own column."""
         box = work.box[rows]
         if work.native(input, rows):
             return tile.diag_embed(offset)

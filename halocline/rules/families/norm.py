@@ -27,6 +27,7 @@ STATISTICS = "_halocline_statistics"
 
 
 def _check(function: Any, input: Any, *running: Any) -> None:
+    """Raise for operands that must not be cut."""
     if not isinstance(input, ShardedTensor):
         raise refuse(function, "its input is whole and another argument is cut", "shard the input, not the weights")
     if any(isinstance(statistic, ShardedTensor) for statistic in running):
@@ -63,6 +64,7 @@ def batch_norm(
     if not training:
         return _given(input, running_mean, running_var, weight, bias, eps)
     _check(F.batch_norm, input, running_mean, running_var)
+    # Set on the module by hc.distribute(statistics="replica").
     replica = getattr(current_module(), STATISTICS, "global") == "replica"
     call = (input, running_mean, running_var, weight, bias, momentum, eps, replica)
     return run_rule(F.batch_norm, _batch_rule, call, {}, by_value=False)
@@ -71,6 +73,7 @@ def batch_norm(
 def _batch_rule(
     input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, replica: bool
 ) -> Recipe:
+    """Statistics of each channel over batch and space; with ``replica`` over space and this rank's part of the batch."""
     shape = input.shape
     total = prod(shape) // shape[1]
     if total <= 1 and not replica:
@@ -79,7 +82,9 @@ def _batch_rule(
     def local(
         work: Work, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, *_: Any
     ) -> Reduced:
+        """The reduction for the executor to carry out, and the update of the running statistics."""
         batch = work.box[0]
+        # Of a replica: this rank's samples only, all of their space.
         count = total // shape[0] * batch.size if replica else total
 
         def share(mean: Tensor, variance: Tensor) -> Tensor:
@@ -111,6 +116,7 @@ def _norm(input: Operand, parameters: tuple[Any, ...], local: Any, reduces: set[
 def _tracking(
     running_mean: Tensor | None, running_var: Tensor | None, momentum: float, share: Callable[[Tensor, Tensor], Tensor]
 ) -> Tracking | None:
+    """The update of running statistics; None where the module keeps none."""
     if running_mean is None or running_var is None:
         return None
 
@@ -143,6 +149,7 @@ def instance_norm(
 
 
 def _instance_rule(input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Recipe:
+    """Statistics of each channel of each sample over space."""
     shape, count = input.shape, prod(input.shape[2:])
     if count <= 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(shape)}")
@@ -183,6 +190,7 @@ def group_norm(
 
 
 def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float) -> Recipe:
+    """Statistics of each group of channels of each sample over space."""
     channels = input.shape[1]
     if channels % groups:
         raise RuntimeError(f"Expected number of channels {channels} to be divisible by {groups} groups")
@@ -196,6 +204,7 @@ def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float)
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
+    """torch's own kernel: the normalised dims are read whole, all others keep their cuts."""
     last = len(normalized_shape)
     dims = (*range(input.ndim - last), *[None] * last)
     return Recipe(
@@ -207,6 +216,7 @@ def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, 
 
 
 def _cut_layer_rule(input: Operand, normalized_shape: tuple[int, ...], eps: float) -> Recipe:
+    """Statistics of each row, where a normalised dim is cut and may stay so."""
     first = input.ndim - len(normalized_shape)
     if input.shape[first:] != normalized_shape:
         wanted, got = list(normalized_shape), list(input.shape)

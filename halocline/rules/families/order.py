@@ -66,6 +66,7 @@ def _quantile_rule(function: Any, input: Operand, q: Any, dim: int, keepdim: boo
     output = Output((*lead, *reduced_shape(input.shape, (dim,), keepdim)), (*[None] * len(lead), *dims))
 
     def local(work: Work, tile: Tensor, q: Any, *_: Any) -> Tensor:
+        """torch's quantile; an empty tile goes through a tensor of zeros to get the right dtype and graph."""
         if tile.numel():
             return function(tile, q, dim, keepdim, interpolation=interpolation)
         full = tile.new_zeros([max(1, n) for n in tile.shape]) + tile.sum()  # torch knows no empty quantile

@@ -78,6 +78,7 @@ def _check_wrap(input: Operand, amounts: Amounts, mirrors: list[Mirror]) -> None
 def _recipe(
     input: Operand, shape: tuple[int, ...], amounts: Amounts, accesses: Sequence[Access], local: Callable[..., Tensor]
 ) -> Recipe:
+    """Dims that are not padded are read one to one, so that their cuts stay."""
     links = tuple(Link(d, access) if any(amounts[d]) else Link(d) for d, access in enumerate(accesses))
     return Recipe(space=shape, reads=(Read(input, links),), local=local)
 
@@ -90,6 +91,8 @@ def _outside(work: Work, input: Operand, dim: int, before: int) -> tuple[int, in
 
 
 def _constant(input: Operand, amounts: Amounts, length: int, value: float | None) -> Callable[..., Tensor]:
+    """Local work of a constant padding: the outer tiles grow."""
+
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         pads = [
             both if work.native(input, dim) else _outside(work, input, dim, both[0]) for dim, both in enumerate(amounts)
@@ -100,7 +103,10 @@ def _constant(input: Operand, amounts: Amounts, length: int, value: float | None
 
 
 def _mirrored(input: Operand, amounts: Amounts, length: int, mirrors: list[Mirror]) -> Callable[..., Tensor]:
+    """Local work of a reflection, a replication or a wrap."""
+
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Cut dims are completed first, each by the cheapest way; torch pads the others in one call."""
         rest: Amounts = list(amounts)
         wrapped = False
         for dim, mirror in enumerate(mirrors):

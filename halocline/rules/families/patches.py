@@ -35,6 +35,7 @@ def _unfold_rule(input: Operand, kernel: Pair, dilation: Pair, padding: Pair, st
     windows = [Link(3 + i, Window(kernel[i], stride[i], dilation[i], padding[i]), 0.0) for i in range(2)]
 
     def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        # Along a cut dim the zeros outside the sample came with the halo.
         inner = tuple(padding[i] if work.native(input, 2 + i) else 0 for i in range(2))
         return F.unfold(tile, kernel, dilation, inner, stride).reshape(local_shape(work))
 
@@ -62,6 +63,7 @@ def _fold_rule(input: Operand, size: Pair, kernel: Pair, dilation: Pair, padding
     windows = [Link(2 + i, access) for i, access in enumerate(reach)]
 
     def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        """torch's fold of the patches at hand, trimmed or extended to this rank's pixels."""
         batch, channels, places, *counts = tile.shape
         if 0 in counts:  # pixels that no patch reaches
             return tile.new_zeros(local_shape(work)) + tile.sum()

@@ -57,6 +57,7 @@ def _functions() -> dict[Any, bool]:
         for variant in (name, f"{name}_"):
             if hasattr(F, variant):
                 functions[getattr(F, variant)] = variant.endswith("_")
+    # Operators have names of their own, which __torch_function__ gets to see.
     for name in _OPERATORS:
         dunder = f"__{name}__"
         if hasattr(Tensor, dunder):
@@ -103,6 +104,7 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
 
 
 def _leaves(value: Any) -> list[Any]:
+    """All arguments of a call, out of nested lists and dicts."""
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _leaves(item)]
     if isinstance(value, dict):
@@ -127,6 +129,7 @@ def register_elementwise(function: Any, inplace: bool = False) -> None:
         flag = kwargs.get("inplace", position is not None and len(args) > position and args[position])
         return elementwise(function, args, kwargs, inplace or bool(flag))
 
+    # x * 0.5 and x * 0.25 share a plan: the number goes to torch as it is.
     rule(function, family="pointwise", by_value=False)(describe)
 
 
@@ -176,6 +179,7 @@ def type_(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
 
 
 def _convert(tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tile converted by ``function``; the tensor itself where that changes nothing."""
     if not isinstance(tensor, ShardedTensor):
         return function(tensor, *args, **kwargs)
     tile = unwrap(tensor)

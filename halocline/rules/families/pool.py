@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,25 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ShardingError
-from ...geometry import Access, Adaptive, Interval, Same, Window
-from ...geometry.access import Pieces
+from ...geometry import Access, Interval, Window
 from ...tensor import ShardedTensor, here
 from ..recipe import Link, Operand, Read, Recipe, Work, pair
 from ..table import composite, run_rule
 from .pad import shape_from_torch
 
 Pool = Callable[..., Tensor]
-_NARROW = (torch.half, torch.bfloat16)
+NARROW = (torch.half, torch.bfloat16)
 
 
 def windows_of(spatial: int, kernel: Any, stride: Any, padding: Any = 0, dilation: Any = 1) -> list[Window]:
+    """One window for each spatial dim, from arguments as torch takes them; without a stride, the kernel's size."""
     sizes = pair(kernel, spatial)
     given = stride is not None and not (isinstance(stride, Sequence) and len(stride) == 0)
     strides = pair(stride, spatial) if given else sizes
     return [Window(*w) for w in zip(sizes, strides, pair(dilation, spatial), pair(padding, spatial), strict=True)]
 
 
-def _recipe(
+def pool_recipe(
     input: Operand, shape: tuple[int, ...], accesses: Sequence[Access], local: Pool, fill: float | None = None
 ) -> Recipe:
     """Batch and channels one to one, each of the last dims by its access; without ``fill``, within the sample."""
@@ -71,14 +70,16 @@ def padded_call(
     return tile, ([w.kernel for w in windows], *steps, ceil_mode)
 
 
-def _max_windows(
+def max_windows(
     pool: Pool, input: Operand, shape: tuple[int, ...], windows: list[Window], ceil_mode: bool = False
 ) -> Recipe:
+    """The recipe of a maximum pool with these windows."""
+
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         tile, options = padded_call(work, tile, input, windows, ceil_mode)
         return own_windows(pool(tile, *options), work.box[input.ndim - len(windows) :])
 
-    return _recipe(input, shape, windows, local)
+    return pool_recipe(input, shape, windows, local)
 
 
 def own_windows(tensor: Tensor, box: tuple[Interval, ...]) -> Tensor:
@@ -113,11 +114,13 @@ def max_pool(spatial: int, function: Any, describe: Describe, **options: Any) ->
 
 
 def _max_rule(spatial: int, function: Any) -> Describe:
+    """The rule of ``max_pool*d`` without indices."""
+
     def describe(input: Operand, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Recipe:
         shape = shape_from_torch(function, input, kernel, stride, padding, dilation, ceil_mode)
         windows = windows_of(spatial, kernel, stride, padding, dilation)
         check_not_empty(function, input, windows)
-        return _max_windows(function, input, shape, windows, ceil_mode)
+        return max_windows(function, input, shape, windows, ceil_mode)
 
     return describe
 
@@ -133,6 +136,7 @@ def check_not_empty(function: Any, input: Operand, windows: list[Window]) -> Non
 
 
 def is_cut(input: Tensor, dim: int) -> bool:
+    """Is this dim of the tensor cut over ranks?"""
     return isinstance(input, ShardedTensor) and input.sharding.cuts[dim] is not None
 
 
@@ -154,6 +158,7 @@ def _counts(window: Window, box: Interval, size: int, include_pad: bool) -> list
 def _average(
     tile: Tensor, windows: list[Window], padding: list[int], ceil_mode: bool, include_pad: bool, divisor: int | None
 ) -> Tensor:
+    """torch's average pool for one, two or three dims, with the same arguments for all."""
     kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
     if len(windows) == 1:  # as torch does it; only the 2-D form takes a divisor
         flat = tile.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding)
@@ -162,7 +167,7 @@ def _average(
     return pool(tile, kernel, stride, padding, ceil_mode, include_pad, divisor)
 
 
-def _average_windows(
+def average_windows(
     input: Operand,
     shape: tuple[int, ...],
     windows: list[Window],
@@ -170,23 +175,27 @@ def _average_windows(
     include_pad: bool = True,
     divisor: int | None = None,
 ) -> Recipe:
+    """The recipe of an average pool with these windows; the divisor is that of the whole sample."""
     first = input.ndim - len(windows)
     sizes = input.shape[first:]
 
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        """torch's own call where its divisor is right; else sums of windows, divided by global counts."""
         native = [work.native(input, first + i) for i in range(len(windows))]
         padding = [w.padding if n else 0 for w, n in zip(windows, native, strict=True)]
         if all(native) or divisor is not None:
             return _average(tile, windows, padding, ceil_mode, include_pad, divisor)
+        # torch would count the fetched halo, or the edge of the tile, as part of the sample.
         counts = [_counts(*each, include_pad) for each in zip(windows, work.box[first:], sizes, strict=True)]
+        # Away from the edges all windows count alike: one divisor for torch's kernel.
         if all(min(count) == max(count) for count in counts):
             common = math.prod(count[0] for count in counts)
             return _average(tile, windows, padding, ceil_mode, include_pad, common)
         # In half precision a bare sum could leave the range.
-        base = math.prod(w.kernel for w in windows) if tile.dtype in _NARROW else 1
+        base = math.prod(w.kernel for w in windows) if tile.dtype in NARROW else 1
         return _divided(_average(tile, windows, padding, ceil_mode, include_pad, base), counts, base)
 
-    return _recipe(input, shape, windows, local, fill=0.0)
+    return pool_recipe(input, shape, windows, local, fill=0.0)
 
 
 def _divided(sums: Tensor, counts: list[list[int]], base: int) -> Tensor:
@@ -194,12 +203,13 @@ def _divided(sums: Tensor, counts: list[list[int]], base: int) -> Tensor:
     total = torch.ones((), dtype=torch.int64, device=sums.device)
     for count in counts:
         total = total.unsqueeze(-1) * torch.tensor(count, device=sums.device)
-    if sums.dtype in _NARROW:
+    if sums.dtype in NARROW:
         return (sums / (total / base)).to(sums.dtype)
     return torch.div(sums, total, rounding_mode=None if sums.is_floating_point() else "trunc")
 
 
 def _avg_pool(spatial: int, function: Any) -> Pool:
+    """The composite and rule of ``avg_pool*d``."""
     adaptive = getattr(F, f"adaptive_avg_pool{spatial}d")
 
     def describe(
@@ -207,7 +217,7 @@ def _avg_pool(spatial: int, function: Any) -> Pool:
     ) -> Recipe:
         shape = shape_from_torch(function, input, kernel, stride, padding, ceil_mode, include_pad, *divisor)
         windows = windows_of(spatial, kernel, stride, padding)
-        return _average_windows(input, shape, windows, ceil_mode, include_pad, *divisor)
+        return average_windows(input, shape, windows, ceil_mode, include_pad, *divisor)
 
     def run(
         input: Tensor,
@@ -249,147 +259,10 @@ def _lp_pool(spatial: int) -> Pool:
     return run
 
 
-def out_sizes(input: Tensor, spatial: int, output_size: Any) -> tuple[int, ...]:
-    """None keeps a dim as it is."""
-    given = list(output_size) if isinstance(output_size, Sequence) else [output_size] * spatial
-    return tuple(n if m is None else m for n, m in zip(input.shape[-len(given) :], given, strict=False))
-
-
-def _adaptive_windows(input: Operand, sizes: tuple[int, ...]) -> list[Window] | None:
-    """Where every size divides evenly, an adaptive pool is an ordinary one."""
-    pairs = list(zip(input.shape[-len(sizes) :], sizes, strict=True))
-    return [Window(n // m, n // m) for n, m in pairs] if all(m and n % m == 0 for n, m in pairs) else None
-
-
-def _ragged(
-    function: Pool, input: Operand, shape: tuple[int, ...], sizes: tuple[int, ...], along: Callable[..., Tensor]
-) -> Recipe:
-    """Windows of several widths. Average and maximum both work a dim at a time, the innermost first as torch scans."""
-    first = input.ndim - len(sizes)
-    accesses = [Adaptive(n, m) for n, m in zip(input.shape[first:], sizes, strict=True)]
-
-    def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        if all(work.native(input, first + i) for i in range(len(sizes))):
-            return function(tile, sizes)
-        for dim in reversed(range(first, input.ndim)):
-            access, box = accesses[dim - first], work.box[dim]
-            (need,) = access.need(box)
-            if access.in_size != access.out_size:
-                tile = along(tile, dim, [access.window(i).shift(-need.lo) for i in range(box.lo, box.hi)])
-        return tile
-
-    return _recipe(input, shape, accesses, local)
-
-
-def side_by_side(tile: Tensor, dim: int, windows: list[Interval]) -> tuple[Tensor, int]:
-    """Windows of one width one after the other, in a view of three dims; short ones repeat their last element."""
-    width = max(window.size for window in windows)
-    places = [min(window.lo + t, window.hi - 1) for window in windows for t in range(width)]
-    if places != list(range(tile.shape[dim])):
-        tile = tile.index_select(dim, torch.tensor(places, device=tile.device))
-    return tile.reshape(math.prod(tile.shape[:dim]), len(places), math.prod(tile.shape[dim + 1 :])), width
-
-
-def _max_along(tile: Tensor, dim: int, windows: list[Interval]) -> Tensor:
-    flat, width = side_by_side(tile, dim, windows)
-    return F.max_pool2d(flat, (width, 1)).reshape(*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
-
-
-def _mean_along(tile: Tensor, dim: int, windows: list[Interval]) -> Tensor:
-    if tile.dtype in _NARROW:
-        return _mean_along(tile.float(), dim, windows).to(tile.dtype)
-    flat, width = side_by_side(tile, dim, windows)
-    counts = torch.tensor([window.size for window in windows], device=tile.device)
-    if any(window.size < width for window in windows):
-        repeated = torch.arange(width, device=tile.device) >= counts.unsqueeze(-1)
-        flat = flat.masked_fill(repeated.reshape(-1, 1), 0)
-    mean = F.avg_pool2d(flat, (width, 1), divisor_override=1) / counts.unsqueeze(-1)
-    return mean.reshape(*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
-
-
-def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
-    def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
-        shape = shape_from_torch(function, input, sizes)
-        windows = _adaptive_windows(input, sizes)
-        if windows and input.dtype not in _NARROW:  # torch averages those in 3-D only where the pool is adaptive
-            return _average_windows(input, shape, windows)
-        return _ragged(function, input, shape, sizes, _mean_along)
-
-    def run(input: Tensor, output_size: Any) -> Tensor:
-        input = _as_autocast_would(function, input)
-        sizes = out_sizes(input, spatial, output_size)
-        dims = range(input.ndim - len(sizes), input.ndim)
-        ones = [d for d, m in zip(dims, sizes, strict=True) if m == 1 and input.shape[d] > 1]
-        if any(is_cut(input, d) for d in ones):  # a sum over ranks, not a journey of the sample to one of them
-            return function(input.mean(ones, keepdim=True), sizes)
-        return run_rule(function, describe, (input, sizes), {})
-
-    return run
-
-
-def _as_autocast_would(function: Any, input: Tensor) -> Tensor:
-    """Autocast may compute this pool in another dtype; what stands in for it does so too."""
-    kind = input.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return input
-    one = torch.zeros((1,) * input.ndim, dtype=input.dtype, device=input.device)
-    return input.to(function(one, 1).dtype)
-
-
-def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
-    def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
-        shape = shape_from_torch(function, input, sizes)
-        windows = _adaptive_windows(input, sizes)
-        if windows:
-            recipe = _max_windows(pool, input, shape, windows)
-        else:
-            recipe = _ragged(function, input, shape, sizes, _max_along)
-        return replace(recipe, uncut=frozenset(d for d, m in enumerate(shape) if m == 1 and input.shape[d] > 1))
-
-    def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
-        sizes = out_sizes(input, spatial, output_size)
-        dims = range(input.ndim - len(sizes), input.ndim)
-        if not any(m == 1 and has_several_a_tile(input, d) for d, m in zip(dims, sizes, strict=True)):
-            return run_rule(function, describe, (input, sizes), {})
-        x = input
-        for d, m in reversed(list(zip(dims, sizes, strict=True))):
-            if m == 1 and has_several_a_tile(x, d):
-                x = run_rule(function, _tile_maximum, (x, d, tile_points(x, d)), {})
-            if x.shape[d] != m:
-                x = function(x, [m if other == d else x.shape[other] for other in dims])
-        return x
-
-    return run
-
-
-def tile_points(input: Any, dim: int) -> tuple[int, ...]:
-    """The cut points, without those of tiles that hold nothing."""
-    return tuple(sorted(set(input.sharding.cuts[dim].partition.points)))
-
-
-def has_several_a_tile(input: Tensor, dim: int) -> bool:
-    """Cut, with more than one element a tile: a maximum within the tile comes before any movement."""
-    return is_cut(input, dim) and len(tile_points(input, dim)) <= input.shape[dim]
-
-
-def _tile_maximum(input: Operand, dim: int, points: tuple[int, ...]) -> Recipe:
-    def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        box = work.box[dim]
-        pieces = [Interval(points[i], points[i + 1]) for i in range(box.lo, box.hi)]
-        return _max_along(tile, dim, [piece.shift(-points[box.lo]) for piece in pieces])
-
-    shape = (*input.shape[:dim], len(points) - 1, *input.shape[dim + 1 :])
-    accesses = [Pieces(points) if d == dim else Same() for d in range(input.ndim)]
-    return _recipe(input, shape, accesses, local)
-
-
 for _spatial in (1, 2, 3):
-    _max, _adaptive_max = getattr(torch, f"max_pool{_spatial}d"), getattr(F, f"adaptive_max_pool{_spatial}d")
-    _avg, _adaptive_avg = getattr(F, f"avg_pool{_spatial}d"), getattr(F, f"adaptive_avg_pool{_spatial}d")
+    _max, _avg = getattr(torch, f"max_pool{_spatial}d"), getattr(F, f"avg_pool{_spatial}d")
     composite(getattr(F, f"max_pool{_spatial}d"), _max, family="pool")(
         max_pool(_spatial, _max, _max_rule(_spatial, _max))
     )
     composite(_avg, family="pool")(_avg_pool(_spatial, _avg))
     composite(getattr(F, f"lp_pool{_spatial}d"), family="pool")(_lp_pool(_spatial))
-    composite(_adaptive_avg, family="pool")(_adaptive_avg_pool(_spatial, _adaptive_avg))
-    composite(_adaptive_max, family="pool")(_adaptive_max_pool(_spatial, _max, _adaptive_max))

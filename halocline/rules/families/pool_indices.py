@@ -20,19 +20,9 @@ from ...geometry.access import Everything, Pieces
 from ...tensor import ShardedTensor
 from ..recipe import Link, Operand, Output, Read, Recipe, Work, per_tile
 from ..table import composite, run_rule
+from .adaptive_pool import has_several_a_tile, out_sizes, side_by_side, tile_points
 from .pad import shape_from_torch
-from .pool import (
-    check_not_empty,
-    has_several_a_tile,
-    is_cut,
-    max_pool,
-    out_sizes,
-    own_windows,
-    padded_call,
-    side_by_side,
-    tile_points,
-    windows_of,
-)
+from .pool import check_not_empty, is_cut, max_pool, own_windows, padded_call, windows_of
 from .view import shape
 from .window import _trim
 
@@ -46,12 +36,14 @@ def _links(ndim: int, accesses: Sequence[Access]) -> tuple[Link, ...]:
 
 
 def _both(made: tuple[int, ...], dtype: torch.dtype) -> tuple[Output, Output]:
+    """The outputs of such a rule: values, and positions without a gradient."""
     dims = tuple(range(len(made)))
     return Output(made, dims, dtype=dtype), Output(made, dims, constant=True, dtype=torch.int64)
 
 
 def _recounted(flat: Tensor, held: Sequence[int], origin: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Positions counted through a block of ``held`` that begins at ``origin``, counted through ``sizes`` instead."""
+    # Only the first dim is cut: positions move by whole rows.
     if list(held[1:]) == list(sizes[1:]) and not any(origin[1:]):
         shift = origin[0] * math.prod(sizes[1:])
         return flat + shift if shift else flat
@@ -66,6 +58,10 @@ def _recounted(flat: Tensor, held: Sequence[int], origin: Sequence[int], sizes: 
 
 
 def _max_rule(spatial: int, function: Any, shape_of: Any) -> Callable[..., Recipe]:
+    """The rule of ``max_pool*d`` with indices; ``shape_of`` is the function without, which torch answers on meta
+    tensors.
+    """
+
     def describe(input: Operand, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Recipe:
         made = shape_from_torch(shape_of, input, kernel, stride, padding, dilation, ceil_mode)
         windows = windows_of(spatial, kernel, stride, padding, dilation)
@@ -73,6 +69,7 @@ def _max_rule(spatial: int, function: Any, shape_of: Any) -> Callable[..., Recip
         lead = input.ndim - spatial
 
         def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Both:
+            """torch's maxima and positions in the tile, with positions counted through the whole sample."""
             tile, options = padded_call(work, tile, input, windows, ceil_mode)
             values, flat = function(tile, *options)
             box = work.box[lead:]
@@ -90,7 +87,10 @@ def _max_rule(spatial: int, function: Any, shape_of: Any) -> Callable[..., Recip
 
 
 def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
+    """The composite of ``adaptive_max_pool*d`` with indices."""
+
     def run(input: Tensor, output_size: Any, return_indices: bool = True) -> Both:
+        """Dim by dim; each stage hands on the maxima and where in the whole sample they lie."""
         sizes = out_sizes(input, spatial, output_size)
         dims = range(input.ndim - spatial, input.ndim)
         if not any(is_cut(input, d) for d in dims):
@@ -116,6 +116,7 @@ def _along(function: Any, both: Any, dim: int, access: Any, given: tuple[int, ..
 
 
 def _as_on_one_rank(input: Operand, sizes: tuple[int, ...], function: Any) -> Recipe:
+    """No spatial dim is cut: torch's own kernel counts right."""
     made = (*input.shape[: input.ndim - len(sizes)], *sizes)
     return Recipe(
         space=made,
@@ -159,6 +160,7 @@ def _places(work: Work, input: Operand, tile: Tensor, given: tuple[int, ...]) ->
 
 
 def _max_along(tile: Tensor, known: Tensor, dim: int, windows: list[Interval]) -> Both:
+    """Maxima of windows along one dim, and the known places of the elements that they chose."""
     flat, width = side_by_side(tile, dim, windows)
     values, chosen = F.max_pool2d(flat, (width, 1), return_indices=True)
     rows = chosen // flat.shape[2]
@@ -171,6 +173,8 @@ def _max_along(tile: Tensor, known: Tensor, dim: int, windows: list[Interval]) -
 
 
 def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
+    """The composite of ``max_unpool*d``."""
+
     def run(
         input: Tensor,
         indices: Tensor,
@@ -183,6 +187,7 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         given = (kernel_size, stride, padding, size)
         dims = range(input.ndim - spatial, input.ndim)
         cut = [d for d in dims if is_cut(input, d) or is_cut(indices, d)]
+        # One small sum over the ranks, instead of gathering the input.
         near = not cut or _near(indices, tuple(cut), (spatial, function, tuple(input.shape), *given))
         dtype = _widened(input)
         return run_rule(function, _describe_unpool, (input, indices, *given, spatial, function, near, dtype), {})
@@ -280,6 +285,7 @@ def _describe_unpool(
     near: bool,
     dtype: torch.dtype,
 ) -> Recipe:
+    """Each output reads the windows that can reach it (``near``), or all of the input."""
     call = Unpool(spatial, function, input.shape, kernel, stride, padding, size)
     anywhere = [Everything(n) for n in input.shape[call.lead :]]
     links = _links(input.ndim, call.accesses if near else anywhere)

@@ -21,12 +21,15 @@ from .pointwise import elementwise
 
 
 def _register(function: Any, kernel: Kernel) -> None:
+    """Register a random function: elementwise, with numbers drawn for this rank's box of the whole."""
+
     def describe(*args: Any, **kwargs: Any) -> Recipe:
         if kwargs.get("generator") is not None:
             raise refuse(function, "a generator of torch's would draw the same numbers for every tile", "leave it out")
         recipe = elementwise(function, args, kwargs, kernel.inplace or bool(kwargs.get("inplace")))
 
         def local(work: Work, *tiles: Any, **named: Any) -> Tensor:
+            # The numbers of this box, as a draw of the whole tensor would have them.
             return kernel.run(GlobalBox(recipe.space, work.box), *tiles, **named)
 
         outputs = tuple(replace(output, constant=kernel.new) for output in recipe.outputs)

@@ -51,12 +51,15 @@ def _network_rule(
 def _one_layer(
     params: Sequence[Tensor], hx: Sequence[Tensor], layer: int, num_layers: int, ways: int
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """The parameters and initial states of one layer, of all those that torch passes in flat lists."""
     each = len(params) // num_layers
     own = list(params[layer * each : (layer + 1) * each])
     return own, tuple(state[layer * ways : (layer + 1) * ways] for state in hx)
 
 
 def _register(function: Any) -> None:
+    """Register a recurrent network as a composite over its rule."""
+
     def network(
         input: Tensor,
         hx: Any,
@@ -68,6 +71,7 @@ def _register(function: Any) -> None:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
+        """All layers in one call; layer by layer where something is dropped between them."""
         if isinstance(hx, Tensor) and not hx.is_floating_point():  # (data, batch_sizes, hx, params, ...)
             raise refuse(function, "a packed sequence mixes the samples of a batch", "pad it, and mask what is behind")
         states = tuple(hx) if function is torch.lstm else (hx,)
@@ -76,6 +80,7 @@ def _register(function: Any) -> None:
             return _run(function, input, states, list(params), num_layers, *call)
         ends = []
         for layer in range(num_layers):
+            # torch drops between layers, never before the first.
             input = dropped(input, dropout) if layer else input
             own, start = _one_layer(params, states, layer, num_layers, 1 + bidirectional)
             input, *end = _run(function, input, start, own, 1, *call)

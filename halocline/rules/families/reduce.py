@@ -34,6 +34,7 @@ def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
 
 
 def _sum_rule(input: Operand, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Recipe:
+    """Each rank sums its tile; the executor adds the parts up over the ranks."""
     dims = normal_dims(dim, input.ndim)
 
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -113,12 +114,14 @@ def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, flo
 
 
 def _moments(input: Tensor, dim: Dims, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean over ``dim``, from two sums over the ranks."""
     if input.dtype in NARROW:  # statistics in float32, rounded once
         variance, centre = _moments(input.float(), dim, correction, keepdim)
         return variance.to(input.dtype), centre.to(input.dtype)
     centre = mean(input, dim, True)
     deviation = input - centre
     squares = (deviation * deviation.conj()).real if input.is_complex() else deviation * deviation
+    # The global count: torch's correction is of the whole sample.
     freedom = max(0.0, count(input, dim) - correction)
     variance = sum_(squares, dim, keepdim) / freedom
     return variance, _dropping(centre, normal_dims(dim, input.ndim), keepdim)
@@ -185,6 +188,7 @@ def extreme_value(input: Tensor, dims: tuple[int, ...], keepdim: bool, largest: 
 def _extreme(input: Tensor, dim: Dims, keepdim: bool, largest: bool) -> Tensor:
     """As torch's amax: ties share the gradient evenly, over all ranks."""
     dims = normal_dims(dim, input.ndim)
+    # Maximum and minimum of truth values are "any" and "all".
     if input.dtype == torch.bool:
         return any_(input, dims, keepdim) if largest else all_(input, dims, keepdim)
     value = best = extreme_value(input, dims, True, largest)
@@ -254,6 +258,7 @@ def logsumexp(input: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     """A maximum over the ranks, then a sum of what is left above it."""
     dims = normal_dims(dim, input.ndim)
     top = extreme_value(input, dims, True, True)
+    # Infinity minus infinity is no number.
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
     return _dropping(sum_((input - top).exp(), dims, True).log() + top, dims, keepdim)
 

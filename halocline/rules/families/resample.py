@@ -41,6 +41,7 @@ def interpolate(
     """By the size of the output; ``area`` is an adaptive pool."""
     if mode == "area":
         return _area(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    # torch's positions depend on device and memory format, so that both are part of the plan's key.
     tile = input._tile if isinstance(input, ShardedTensor) else input
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     return run_rule(F.interpolate, describe, (input, *given, _device(tile), channels_last(tile)), {})
@@ -78,6 +79,7 @@ def describe(
     if _only_whole(input, shape, style, scales):
         return _gathered(input, shape, given)
     if style.nearest:
+        # Then torch has a kernel of its own for channels last, which rounds differently.
         several = device == "cpu" and input.ndim > 3 and input.shape[1] > 3
         nearest = Nearest(input, shape, replace(style, last=last and several), scales, several)
         return _recipe(input, shape, nearest.accesses(), nearest.local)
@@ -91,6 +93,7 @@ def _asked(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scales(scale_factor: Any, spatial: int) -> Scales:
+    """One factor for each spatial dim; None where sizes were given."""
     if scale_factor is None:
         return None
     given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * spatial
@@ -118,6 +121,7 @@ def _kept(sizes: Sequence[int], outs: Sequence[int], scales: Scales) -> bool:
 
 
 def _check_width(input: Operand, shape: tuple[int, ...], style: Style) -> None:
+    """Refuse the one case in which torch's answer depends on the memory format of the whole."""
     if style.antialias and shape[-1] == 1 and any(dim >= 2 for dim in input.cut_dims):
         raise refuse(
             F.interpolate,
@@ -167,6 +171,7 @@ class Nearest:
         return tile
 
     def _plan(self, work: Work, device: torch.device, last: bool) -> list[tuple[int, Tensor, Tensor]] | None:
+        """Rows to select in each dim; None where torch's own call on the tile reads the same rows."""
         needs = [slot.needs[0] for slot in work.slots[self.input.index][2:]]
         wanted = [p.part(box, need.lo) for p, box, need in zip(self.picks, work.box[2:], needs, strict=True)]
         sizes, outs = [need.size for need in needs], [box.size for box in work.box[2:]]
@@ -190,11 +195,13 @@ class Take(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, dim: int, value: Tensor, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Rows of ``value``."""
         ctx.dim, ctx.size, ctx.value, ctx.gradient = dim, tile.shape[dim], value, gradient
         return tile.index_select(dim, value)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor):  # type: ignore[no-untyped-def]
+        """The gradient of row i goes to row ``gradient[i]``."""
         return Give.apply(slope, ctx.dim, ctx.size, ctx.value, ctx.gradient), None, None, None
 
 
@@ -203,12 +210,14 @@ class Give(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, slope: Tensor, dim: int, size: int, value: Tensor, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Rows added up at the places ``gradient``."""
         ctx.dim, ctx.value, ctx.gradient = dim, value, gradient
         shape = [size if d == dim else n for d, n in enumerate(slope.shape)]
         return slope.new_zeros(shape).index_add_(dim, gradient, slope)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor):  # type: ignore[no-untyped-def]
+        """The adjoint of the adjoint, for double backward."""
         return Take.apply(slope, ctx.dim, ctx.value, ctx.gradient), None, None, None, None
 
 
@@ -255,6 +264,7 @@ class Blend:
         return self.taps[dim - 2].copies and self.shape[dim] == self.input.shape[dim]
 
     def _steps(self, dim: int, work: Work, device: torch.device) -> Steps:
+        """For each tap: which row of the fetched tile each output reads, and with which weight."""
         taps, box = self.taps[dim - 2], work.box[dim]
         (need,) = work.slots[self.input.index][dim].needs
         first, last = (torch.tensor(side[box.lo : box.hi]) - need.lo for side in (taps.first, taps.last))

@@ -37,6 +37,7 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[DimGroup]:
     while lefts and rights:
         before, after = [lefts.pop(0)], [rights.pop(0)]
         while (held := prod(old[d] for d in before)) != (made := prod(new[d] for d in after)):
+            # The side with fewer elements takes one more dim, until both hold the same.
             short, rest = (before, lefts) if held < made else (after, rights)
             if not rest:  # nothing is in a tensor of size 0, and no product tells its dims apart
                 return
@@ -67,6 +68,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
 def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Recipe:
     """The recipe of a reshape: a view where it is one on each rank."""
     parts = regroup(input.shape, space)
+    # Whatever has no leading dim to follow is gathered.
     links = [WHOLE] * input.ndim
     for one, other in _ones(input, space):
         links[one] = Link(other)
@@ -76,6 +78,7 @@ def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Re
 
     def local(work: Work, tile: Tensor) -> Tensor:
         made = local_shape(work)
+        # Rows at the edge of the box may bring elements that belong to a neighbour's rows.
         if tile.numel() != prod(made):
             tile = _trimmed(work, tile)
         return tile.reshape(made)

@@ -40,6 +40,7 @@ def _tiles_rule(input: Operand, dim: int, points: Points, local: Callable[..., A
     dims = tuple(None if d == dim else d for d in range(input.ndim))
 
     def on_rank(work: Work, tile: Tensor, *_: Any) -> list[Tensor]:
+        """This rank's value in a row of zeros, one place for each tile."""
         box = work.box[dim]
         if box.empty:  # zeros of the right dtype, that hang on the tile in the graph as on all other ranks
             empty = [count if d == dim else n for d, n in enumerate(tile.shape)]
@@ -119,6 +120,8 @@ def prod(input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype:
 
 
 def _extremes_rule(function: Any, input: Operand, dim: int, points: Points) -> Recipe:
+    """The extreme of each tile and its position in the whole dim."""
+
     def local(tile: Tensor, first: int) -> tuple[Tensor, Tensor]:
         value, place = function(tile, dim, keepdim=True)
         return value, place + first

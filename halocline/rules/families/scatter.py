@@ -27,9 +27,11 @@ def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any,
     others, space = [index, *operands((rest, named))], input.shape
 
     def local(work: Work, input: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
+        """Scatter into the tile; what points into other tiles goes to one spare row, which is cut off again."""
         own = work.box[place] if space else Interval(0, 1)
         if not space or own.size == space[place]:
             return function(input, dim, index, *rest, **named)
+        # One row more behind the tile takes what belongs to other ranks.
         index = _or_behind(index, own, space[place])
         room = torch.cat([input, torch.zeros_like(input.sum(place, keepdim=True), dtype=input.dtype)], place)
         result = function(room, place, index, *rest, **named).narrow(place, 0, own.size)
@@ -74,6 +76,7 @@ def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand)
 
 
 def _into_whole(input: Tensor, dim: int, index: Tensor, src: Tensor, inplace: bool) -> Tensor:
+    """Add into a target that every rank has whole: each rank scatters its values, and the sums are added up."""
     summed = run_rule(torch.scatter_add, _summed_rule, (tuple(input.shape), normal(dim, input.ndim), index, src), {})
     return input.add_(summed) if inplace else input + summed
 
@@ -88,6 +91,7 @@ def scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tens
 
 
 def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, alpha: Any) -> Recipe:
+    """Add the slices whose positions fall into this rank's tile."""
     meta(input).index_add_(dim, meta(index), meta(source))
     place, size = normal(dim, input.ndim), input.shape[dim]
 
@@ -120,6 +124,7 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
 @made_of("bincount")
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Counts, or sums of weights, added up over the ranks."""
+    # The largest value of all ranks: the result has one size everywhere.
     count = max(minlength, int(input.max()) + 1 if input.numel() else 0)
     if weights is None:
         given = torch.ones_like(input, dtype=torch.long)
@@ -129,6 +134,8 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 
 
 def _histc_rule(input: Operand, bins: int, low: float, high: float) -> Recipe:
+    """Counts of each tile, added up over the ranks."""
+
     def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
         return torch.histc(tile.detach(), bins, low, high)
 

@@ -30,6 +30,7 @@ def _rule(function: Any, input: Operand, dim: int, alone: bool) -> Recipe:
 
 
 def _softmax(function: Any, input: Any, dim: int | None, dtype: torch.dtype | None) -> Tensor:
+    """The common computation: torch's own kernel where a tile has all of the dim, else a maximum and a sum over ranks."""
     if dim is None:  # torch's old guess
         dim = 0 if input.ndim in (0, 1, 3) else 1
     place = normal(dim, input.ndim)
@@ -38,6 +39,7 @@ def _softmax(function: Any, input: Any, dim: int | None, dtype: torch.dtype | No
     if points is None or len(points) == 2:
         return run_for(function, _rule, input, place, points is not None)
     wide = input.float() if input.dtype in NARROW else input  # as in torch, rounded once
+    # The maximum over all ranks keeps the powers in range; it has no gradient of its own.
     shifted = wide - extreme_value(wide, (place,), True, True)
     powers = shifted.exp()
     total = powers.sum(place, keepdim=True)
@@ -71,6 +73,7 @@ def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -
 
 
 def _similarity_rule(x1: Operand, x2: Operand, dim: int, eps: float) -> Recipe:
+    """torch's own kernel for vectors that are not cut."""
     space = broadcast_shape(x1.shape, x2.shape)
     kept = tuple(d for d in range(len(space)) if d != dim)
     return Recipe(

@@ -23,6 +23,7 @@ def _matrices(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     given = list(operands((args, kwargs)))
     results = shapes(function, *args, **kwargs)
     batch = broadcast_shape(*(operand.shape[:-2] for operand in given))
+    # Some options add or reorder dims: then no dim of the result can be told to be the stack.
     if any(result[: len(batch)] != batch for result in results):
         raise refuse(function, "its result is not a stack of matrices as its operands are", "call it on hc.gather(x)")
     reads = [Read(o, (*stretched(o.shape[:-2], batch), *[WHOLE] * min(2, o.ndim))) for o in given]
@@ -37,6 +38,7 @@ def _matrices(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 
 
 def _register(function: Any) -> None:
+    """Register a function of stacks of matrices; results of several parts bear torch's names."""
     describe = bound(_matrices, function)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ def is_basic(index: Any) -> bool:
 
 
 def _is_basic(item: Any) -> bool:
+    """Is one item an integer, a slice of integers, a new dim or an ellipsis?"""
     kind = type(item)
     if kind is slice:
         return not any(isinstance(end, Tensor) for end in (item.start, item.stop, item.step))
@@ -73,6 +74,7 @@ def _read(item: Any) -> Any:
     if not isinstance(item, Tensor):
         item = torch.as_tensor(item if not isinstance(item, range) else list(item))
         item = item.long() if item.numel() == 0 and item.dtype != torch.bool else item
+    # torch still takes bytes for a mask.
     if item.dtype == torch.uint8:
         item = item.bool()
     if item.dtype.is_floating_point or item.dtype.is_complex:
@@ -115,6 +117,7 @@ def located(items: Sequence[Any], shape: Sequence[int]) -> list[Item]:
 
 
 def _positions(mask: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """The positions at which a whole mask is true."""
     if isinstance(mask, ShardedTensor):
         raise refuse(
             "indexing",

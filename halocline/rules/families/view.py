@@ -79,6 +79,7 @@ def new_memory(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
+        # A reshape of a tile may be a view where torch's own function never returns one.
         tiles = [_tile(tensor) for tensor in operands((args, kwargs), Tensor)]
         return result.clone() if any(same_memory(_tile(result), tile) for tile in tiles) else result
 
@@ -174,6 +175,7 @@ def permutation(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     """torch says where each dim goes, if no two have the same size."""
     (input,) = operands((args, kwargs))
     first = 2
+    # Sizes 2, 3, 4, ...: each dim can be recognised in the result by its size.
     probe = torch.empty([first + d for d in range(input.ndim)], device="meta")
     rest = [probe if isinstance(a, Operand) else a for a in args]
     named = {name: probe if isinstance(a, Operand) else a for name, a in kwargs.items()}

@@ -36,6 +36,7 @@ def _batched(input: Operand, spatial: int, name: str) -> int:
 
 
 def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callable[..., Recipe]:
+    """The rule of ``conv*d``."""
     name = f"conv{spatial}d"
 
     def describe(
@@ -48,6 +49,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
         groups: int = 1,
     ) -> Recipe:
         lead = _batched(input, spatial, name)
+        # Before anything moves: what one rank refuses must not run here.
         _ask_torch(name, torch_function, input, weight, stride, padding, dilation, groups)
         kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
         before, after = _padding(padding, kernel, dilations)
@@ -67,6 +69,7 @@ def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callabl
             return [amount if work.native(input, lead + 1 + i) else 0 for i, amount in enumerate(before)]
 
         def local(work: Work) -> Callable[..., Tensor]:
+            """torch's call for this rank: halos stand in for padding along cut dims."""
             home = [work.native(input, lead + 1 + i) for i in range(spatial)]
             outer = [a - b if native else 0 for a, b, native in zip(after, before, home, strict=True)]
             more, both = [side for amount in reversed(outer) for side in (0, amount)], inner(work)
@@ -152,6 +155,7 @@ def _check_sizes(name: str, input: Operand, out: tuple[int, ...], least: int) ->
 
 
 def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable[..., Recipe]:
+    """The rule of ``conv_transpose*d``."""
     name = f"conv_transpose{spatial}d"
 
     def describe(
