@@ -1,6 +1,7 @@
-"""Processes of this machine that work for this one, and need nothing of the program that started them.
+"""Helper processes on this machine that run functions for this process, and need nothing of the user's program.
 
-They are started afresh and do not import the user's main module, so that no script needs a guard.
+They are started as new interpreters and do not import the user's main module, so that no script needs an ``if __name__
+== "__main__"`` guard. Functions and arguments are pickled, and errors come back as errors.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: in
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """Close the process's input, wait for it to end, and kill it after ``patience`` seconds."""
     with suppress(OSError):  # one that died has nobody to take the last words
         process.stdin.close()  # type: ignore[union-attr]  # a pipe
     try:
@@ -133,6 +135,7 @@ def _write(stream: IO[bytes] | None, data: bytes) -> None:
 
 
 def _read(stream: IO[bytes] | None) -> bytes:
+    """One length-prefixed message; EOFError where the other end is gone."""
     head = stream.read(_HEADER.size)  # type: ignore[union-attr]  # a pipe
     if len(head) < _HEADER.size:
         raise EOFError("the other end has closed")
@@ -156,6 +159,7 @@ def serve() -> None:
 
 
 def _outcome(request: bytes) -> tuple[Any, Exception | None]:
+    """Run a request: its result, or the error to raise in the process that asked."""
     try:
         function, arguments = pickle.loads(request)
     except Exception as error:  # noqa: BLE001  told to the process that asked

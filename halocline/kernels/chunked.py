@@ -1,4 +1,4 @@
-"""Switch it on: on a GPU when something large comes in sight, on anything else while asked to."""
+"""Switches chunking on: on a GPU when something large comes in sight, elsewhere only on request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def chunked(elements: int | None) -> Iterator[None]:
 
 
 class InSight(TorchDispatchMode):
-    """Sees every tensor of a forward, before torch works on it."""
+    """A dispatch mode that sees every tensor of a forward before torch works on it, and installs the kernels in
+    time.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         least = sizes(_GPU, "norm").whole if "_norm" in function.name() else SIGHT
@@ -91,6 +93,7 @@ class SizeWatch:
         mode = InSight() if kind is not None and kind not in self._small else None
         if mode is not None:
             mode.__enter__()
+        # A stack, since a model may be part of another one that is watched too.
         self._stack().append((mode, kind))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -263,7 +263,7 @@ def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
 def _compute(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], label: Label
 ) -> list[Tensor]:
-    """The local work on operands that have arrived, always as a list of results; NotImplemented where torch declines."""
+    """The local work on operands that have arrived: a list of results, or NotImplemented where torch declines."""
     if plan.idle:
         return _compute_nothing(plan, brought, args, kwargs)
     result = _call(plan, plan.call, brought, args, kwargs)
@@ -277,7 +277,9 @@ def _compute(
 def _compute_nothing(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """What a rank with an empty share does: it computes one made-up element and discards it, to keep its graph alike."""
+    """A rank with an empty share computes one made-up element and discards it, which keeps its graph like the
+    others'.
+    """
     outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
     if plan.recipe.inplace:
         torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank

@@ -1,4 +1,4 @@
-"""Where in the model are we? Read off the call stack when somebody asks, so that it costs nothing while nobody does."""
+"""Finds the module that is running, from the call stack. It costs nothing until somebody asks."""
 
 from __future__ import annotations
 

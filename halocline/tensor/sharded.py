@@ -126,6 +126,7 @@ def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
             kind: Any = type(tensor)
             if isinstance(tensor, ShardedTensor):
                 node, tile = tensor.grad_fn, tensor._tile
+                # Marked copies take the long way, where their marks are checked.
                 if tensor._copy_of is not None or tensor._strides is not None:
                     return None
                 if (
@@ -150,6 +151,7 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
         raise AssertionError(f"a tile of {tuple(tile.shape)} was made where {sharding} owns {sharding.tile_shape}")
     if tile.requires_grad and tile.is_leaf:
         watch_leaf(tile, sharding)
+    # From the first tile with channels last on, layouts on one rank can no longer be told.
     if not tile.is_contiguous() and not sharding.mesh.channels_last:
         sharding.mesh.channels_last = memory_format_of(tile) is not torch.contiguous_format
     shell = tile.as_subclass(ShardedTensor)

@@ -27,6 +27,7 @@ def dense_strides(shape: tuple[int, ...], like: Tensor) -> Strides:
         form = channels_last_of(like) if suggests_channels_last(like) else form
         return torch.empty(shape, device="meta", memory_format=form).stride()
     steps = like.stride()
+    # From the outermost dim in memory to the innermost.
     order = sorted(range(len(shape)), key=lambda dim: (-steps[dim], dim))
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_private import TENSOR_MODULE
+from ..tree import map_tensors
 from ..world import Label
 from .place import here
 from .sharding import Sharding
@@ -32,6 +33,7 @@ class Undrawn(Tensor):
         plain_args, plain_kwargs = _stripped(args), _stripped(kwargs or {})
         if function not in cls.drawing or not isinstance(args[0], Undrawn):
             return function(*plain_args, **plain_kwargs)
+        # The draw itself may differ by rank; what counts is the broadcast after it.
         result = cls.explained(lambda: function(*plain_args, **plain_kwargs))
         args[0]._agree(getattr(function, "__name__", str(function)))
         return result
@@ -50,10 +52,4 @@ def undrawn(tensor: Tensor, sharding: Sharding) -> Undrawn:
 
 
 def _stripped(value: Any) -> Any:
-    if isinstance(value, Undrawn):
-        return value._plain
-    if type(value) in (tuple, list):
-        return type(value)(_stripped(item) for item in value)
-    if type(value) is dict:
-        return {name: _stripped(item) for name, item in value.items()}
-    return value
+    return map_tensors(lambda tensor: tensor._plain if isinstance(tensor, Undrawn) else tensor, value)

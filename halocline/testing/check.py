@@ -1,7 +1,8 @@
 """Does a network run cut, and is the answer that of one rank? The logic behind ``halocline check``.
 
-One rank is the untouched module on plain tensors in this process. Cut is the same module, from the same seed, on real
-gloo processes. Both sides run the same few lines (`observe`), and each rank holds what it got against one rank's.
+One rank is the untouched module on plain tensors in this process. Cut is the same module, built from the same seed, on
+real gloo processes. Both sides run the same few lines (``observe.py``). Each rank compares its tensors with those of
+one rank and sends the errors, which this module turns into a verdict.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import logging
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from sys import float_info
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,9 +107,16 @@ def check_network(
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
     ``deadline`` is in seconds and for the cut run; by default it is many times what one rank took.
     """
-    started = time.monotonic()
     count_every_thread()  # from here on: a tensor from before would count as freed by nobody
-    task = make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed)
+    return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed), deadline, pool, say)
+
+
+def check_task(
+    task: NetworkTask, deadline: float | None, pool: RankPool | None, say: Callable[[str], None]
+) -> NetworkReport:
+    """The same for a task that is made already; starts ranks of its own where no ``pool`` is given."""
+    started = time.monotonic()
+    count_every_thread()
     make_model(task)  # what cannot be built should fail before ranks are started
     with nullcontext(pool) if pool else RankPool(task.ranks) as ready:
         say("one rank: the untouched network")
@@ -122,6 +131,7 @@ def check_network(
 
 
 def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: float) -> NetworkReport:
+    """Run the task on the pool and judge it. The tensors of one rank go to the ranks in a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one-rank.pt"
         torch.save(true.tensors, path)
@@ -172,6 +182,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _errors(values: Tensors, true: Tensors) -> Errors:
+    """The relative error of each tensor, by kind and name."""
     scale = _largest(true["gradients"])
     return {
         kind: {
@@ -192,6 +203,7 @@ def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:
+    """The largest entry of any gradient, to which small gradients are compared."""
     return max((t.abs().max().item() for t in tensors.values() if t.numel()), default=0.0)
 
 
@@ -199,12 +211,14 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _report(task: NetworkTask, verdict: str, **figures: Any) -> NetworkReport:
+    """A report with what was asked for filled in."""
     cut, shapes, arguments = dict(task.cut), [list(shape) for shape in task.shapes], dict(task.arguments)
     asked = {"cut": cut, "shapes": shapes, "arguments": arguments, "dtype": task.dtype, "steps": task.steps}
     return NetworkReport(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **figures)  # type: ignore[arg-type]
 
 
 def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> NetworkReport:
+    """The report of a run that came to an end: worst errors, memory and traffic over all ranks."""
     errors = {kind: _maximum([one.errors[kind] for one in results]) for kind in results[0].errors}
     allowed, noise = _allowed(task, true.tensors, errors)
     worst = {kind: _worst(errors[kind], allowed[kind]) for kind in errors}
@@ -233,13 +247,13 @@ def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> 
 
 
 def _verdict(right: bool, gathered: int, ratio: float | None, ranks: int) -> str:
+    """Exact, wrong, or gathered: right, but with little memory saved because of gathers."""
     if not right:
         return "wrong"
     return "gathered" if gathered and (ratio or 0.0) > (0.75 if ranks < 4 else 0.5) else "exact"
 
 
-@dataclass(frozen=True)
-class Worst:
+class Worst(NamedTuple):
     """The tensor that is furthest from what is allowed."""
 
     name: str | None
@@ -268,12 +282,12 @@ def _allowed(
     """
     if task.dtype == "float64":
         if all(error <= EXACT for named in errors.values() for error in named.values()):
-            return {kind: _Everywhere(EXACT) for kind in tensors}, None
+            return {kind: _bound(EXACT) for kind in tensors}, None
         noise = _noise(task, tensors)
         bounds = {kind: min(LOOSEST, max(EXACT, SLACK * one)) for kind, one in noise.items()}
-        return {kind: _Everywhere(bound) for kind, bound in bounds.items()}, max(noise.values())
+        return {kind: _bound(bound) for kind, bound in bounds.items()}, max(noise.values())
     return {
-        kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK * error) for name, error in errors.items()})
+        kind: _bound(FLOOR_32, {name: max(FLOOR_32, SLACK * error) for name, error in errors.items()})
         for kind, errors in _rounding(task, tensors).items()
     }, None
 
@@ -298,15 +312,9 @@ def _rounding(task: NetworkTask, tensors: Tensors) -> Errors:
     )
 
 
-class _Everywhere(dict[str, float]):
-    """A dict that has a value for every name."""
-
-    def __init__(self, value: float, known: Mapping[str, float] | None = None) -> None:
-        super().__init__(known or {})
-        self.value = value
-
-    def __missing__(self, name: str) -> float:
-        return self.value
+def _bound(value: float, known: Mapping[str, float] | None = None) -> Mapping[str, float]:
+    """A bound for every name: the one that is known, or else ``value``."""
+    return defaultdict(lambda: value, known or {})
 
 
 def _as_float64(tensor: Tensor) -> Tensor:
@@ -315,6 +323,7 @@ def _as_float64(tensor: Tensor) -> Tensor:
 
 
 def _refused(task: NetworkTask, refusals: Sequence[Refused]) -> NetworkReport:
+    """The report of a refusal; where a rule is missing, with all functions that lack one."""
     told = {str(one): {part: getattr(one, part) for part in PARTS} for one in refusals}
     without = functions_without_rule(task) if any(isinstance(one, NoRule) for one in refusals) else []
     return _report(task, "refused", refusals=list(told.values()), without_rule=without)
@@ -334,6 +343,8 @@ def functions_without_rule(task: NetworkTask) -> list[str]:
 
 
 class _Names(TorchFunctionMode):
+    """Collects the names of functions without a rule, following the tensors that are made of the inputs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.known, self.found = entries(), dict[str, None]()

@@ -39,7 +39,11 @@ def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
 
 @dataclass
 class Comparison:
-    """``verdict``: exact, wrong, refused (by the library), or invalid (torch itself refuses the call on one rank)."""
+    """The result of comparing a cut call with the uncut one.
+
+    ``verdict`` is one of: exact; wrong; refused (by the library); invalid (torch itself refuses the call on one rank).
+    Bytes are those of the rank that moved, or gathered, most in forward.
+    """
 
     verdict: str
     error: float = 0.0
@@ -71,6 +75,9 @@ def check_rule(
         return Comparison("invalid", why=str(error))
 
     def on_rank() -> tuple[list[Tensor], list[Tensor | None], int, int]:
+        """The call on this rank's cut inputs; its outputs, gradients, and the bytes that forward has moved and
+        gathered.
+        """
         layout = Mesh(**dict(mesh))
 
         def place(index: int, tensor: Tensor) -> Tensor:
@@ -85,11 +92,8 @@ def check_rule(
         outputs, gradients = _run(function, inputs, place, second_order, subject, note)
         return outputs, gradients, *seen[0]
 
-    ranks = 1
-    for size in mesh.values():
-        ranks *= size
     try:
-        results = run_local(ranks, on_rank)
+        results = run_local(math.prod(mesh.values()), on_rank)
     except HaloclineError as error:
         return Comparison("refused", why=str(error))
     worst = _worst(results, *true)
@@ -144,6 +148,7 @@ def _penalty_gradients(
 
 
 def _combination(outputs: list[Tensor]) -> Tensor | None:
+    """A fixed random combination of all outputs, real, whose gradient reaches every output."""
     total: Tensor | None = None
     generator = torch.Generator().manual_seed(17)
     for output in outputs:

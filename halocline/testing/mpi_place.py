@@ -32,11 +32,13 @@ class MpiPlace(RankPlace):
     parent = 0
 
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
+        """The variables of loopback ranks, and MPI as their transport."""
         return {**super().environment(rank, size, port), "HALOCLINE_TRANSPORT": "mpi"}
 
     def start(
         self, main: Callable[..., None], stacks: Sequence[str], port: int
     ) -> tuple[list[Any], list[Connection[Any, Any]]]:
+        """Start mpiexec, wait until all ranks have called back, and hand each its main function."""
         self.parent = os.getpid()
         door_path = str(Path(stacks[0]).parent / "door")
         with socket.socket(socket.AF_UNIX) as door, environment(self.environment(0, len(stacks), port)):
@@ -55,9 +57,11 @@ class MpiPlace(RankPlace):
         return [called[rank][0] for rank in range(len(stacks))], [called[rank][1] for rank in range(len(stacks))]
 
     def wait_for_parent(self) -> None:
+        """By a descriptor of the parent's process, since mpiexec stands in between."""
         _ended(os.pidfd_open(self.parent), None)
 
     def manner_of_death(self, process: Any) -> str:
+        """Only mpiexec learns the exit status."""
         return "closed its pipe and did not exit" if process.is_alive() else "died; mpiexec knows how"
 
 
@@ -67,6 +71,7 @@ def mpiexec() -> str | None:
 
 
 def _launch(size: int, door: str) -> subprocess.Popen[bytes]:
+    """mpiexec in a session of its own, so that Ctrl-C reaches the parent only."""
     program = mpiexec()
     if program is None:
         raise HaloclineError("no mpiexec on the path; pip install mpich, or load the machine's MPI")

@@ -82,6 +82,7 @@ def make_task(
 
 
 def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the inputs: those given, or those of the workload; raises for shapes that do not fit it."""
     known = WORKLOADS.get(target)
     if known is None and ":" not in target:
         known_names = ", ".join(WORKLOADS)

@@ -40,6 +40,7 @@ def _text(error: BaseException) -> str:
 
 
 def _error(text: str, teller: int) -> BaseException:
+    """The error again, on a rank that did not raise it, with the rank that did."""
     content = json.loads(text)
     if len(content) == 4:
         where, sample, box, why = content

@@ -1,7 +1,8 @@
-"""Memory that batches are read into, used again when nobody looks at it any more.
+"""Memory that batches are read into. It is reused as soon as nothing refers to it any more.
 
-A batch that is handed out holds a *lease*: while any tensor on that memory lives (the batch itself, what autograd saved
-of it, a list the user keeps), it is not written to. Whoever keeps more batches than there are buffers gets more.
+A batch that is handed out holds a *lease*: its memory is not overwritten while any tensor on it lives, be it the batch
+itself, what autograd saved of it, or a list that the user keeps. A user who keeps more batches than there are buffers
+gets more buffers.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Pool:
         self._maker.start()
 
     def _prepare(self) -> None:
+        """Make all buffers and touch their pages, in a thread beside the first steps."""
         for _ in range(self._limit):
             buffer = self._make()
             buffer.memory.bytes[:: mmap.PAGESIZE] = 0
@@ -142,6 +144,7 @@ class Pool:
             return self._make() if self.made < self._limit else self._wait()
 
     def _wait(self) -> Buffer:
+        """Wait a moment for a buffer to come back; then make one more, and say once in the log why."""
         try:
             return self._free.get(timeout=0.0 if self._said else _PATIENCE)
         except queue.Empty:
@@ -198,6 +201,7 @@ class _Counted:
         self._holders, self._next = {0}, 1
 
     def hold(self) -> int:
+        """A new holder; the buffer goes back to the pool when all have released it."""
         holder, self._next = self._next, self._next + 1
         self._holders.add(holder)
         return holder

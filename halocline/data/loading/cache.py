@@ -1,8 +1,10 @@
-"""The in-memory store: tiles read once, kept in host memory under a budget, and fetched from whoever holds them.
+"""Samples kept in host memory: each is read from disk once, and later fetched from the ranks that hold it.
 
-Every sample has a *home*: the ranks that need it in epoch 0, each with its own part of the sample as it lies on disk.
-The home ranks read it when it is first needed and keep it. From then on whoever needs a box of it gets it from them,
-and the disk is left alone. Who holds what follows from the order of epoch 0 and the budget, so that no rank ever asks.
+Every sample has a *home*: the ranks that need it in epoch 0. Each of them holds its own part of the sample, as it lies
+on disk. The home ranks read the sample when it is first needed and keep it, as far as the budget allows. From then on
+they send boxes of it to whoever needs them, and the disk is idle.
+
+Who holds what follows from the order of epoch 0 and from the budget, so that every rank knows it without asking.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Coordinates = Mapping[str, int]
 
 
 class SampleCache:
-    """``grid`` cuts the samples as they lie; ``budget`` is in bytes, a rank's own."""
+    """One rank's part of the cache. ``grid`` cuts samples as they lie on disk; ``budget`` is in bytes, for this
+    rank.
+    """
 
     def __init__(
         self, fields: Fields, grid: Grid, batch_axis: str | None, order: Order, budget: int, shared: bool = False
@@ -52,6 +56,7 @@ class SampleCache:
         return homes
 
     def _largest_tile(self, each: Field) -> int:
+        """Bytes of a field's largest tile, rounded up as the arena does."""
         sizes = []
         for letter, size in zip(each.dims, each.source.shape, strict=True):
             cut = self._grid.cuts.get(letter)

@@ -1,4 +1,4 @@
-"""Boxes on their way from the ranks that hold a sample in memory to those that need it in this step."""
+"""Sends boxes of cached samples from the ranks that hold them to the ranks that need them in this step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Targets = Mapping[tuple[int, str], Array]
 
 
 class SampleExchange:
-    """For one step: both ends work out the same list of parts for each pair of ranks, and nobody asks."""
+    """One step's exchange. Both ends work out the same list of parts for each pair of ranks, so that no requests
+    are sent.
+    """
 
     def __init__(self, cache: SampleCache, layout: BatchLayout, step: Step, positions: list[int]) -> None:
         self._cache, self._layout, self._step = cache, layout, step
@@ -60,6 +62,7 @@ class SampleExchange:
                     self.incoming[holder].append((place, each.kept_dtype))
 
     def _hand_out(self, position: int, name: str, needing: int) -> None:
+        """What this rank holds of one sample and the ranks of the group ``needing`` want."""
         each, sample = self._layout.fields[name], self._step.samples[position]
         view = self._layout.views(self._step.epoch, sample)[name]
         mine = self._cache.home_box(each, self._mesh.coordinates)
@@ -70,6 +73,7 @@ class SampleExchange:
                     self.outgoing[needer].append(self._cache.part(sample, name, piece.source))
 
     def _send(self, world: World) -> int:
+        """One message for each pair of ranks; waits for all of them. Returns the bytes that arrived."""
         sends = [Send(peer, _packed(parts)) for peer, parts in sorted(self.outgoing.items())]
         expected = sorted(self.incoming.items())
         receives = [
@@ -94,6 +98,7 @@ def _packed(parts: list[Array]) -> torch.Tensor:
 
 
 def _unpack(message: torch.Tensor, parts: list[tuple[Array, np.dtype[np.generic]]]) -> None:
+    """Copy the parts of a message to their places, converted to the dtype of the batch."""
     data, at = message.numpy(), 0
     for place, dtype in parts:
         size = place.size * dtype.itemsize

@@ -63,6 +63,7 @@ class BatchLayout:
         return self._views(epoch if self._augment else 0, sample if self._augment else 0)
 
     def _new_views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
+        """Draw the augmentation of one sample; raises where it leads to another size than that of the first sample."""
         moves, sizes = drawn_moves(self._augment, self._frame, Dice(self.seed, epoch, sample))
         if sizes != self._sizes:
             raise DataError(f"augmentation gives samples of {self._sizes} and of {sizes}; a batch has one size")
@@ -101,6 +102,7 @@ class BatchLayout:
 
 
 def _check_letters(cut: Mapping[str, str], augment: Sequence[Augmentation]) -> None:
+    """Raise for augmentations of channels or samples, and for an axis that would cut two dims."""
     for each in augment:
         if set(each.letters()) & {"C", SAMPLES}:
             raise DataError(f"{type(each).__name__} moves {each.letters()}: channels and samples are not space")

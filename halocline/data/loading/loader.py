@@ -1,11 +1,13 @@
-"""Batches of samples that are cut over a mesh: every rank reads its own boxes, and no rank reads another's.
+"""The loader: batches of samples that are cut over a mesh. Every rank reads its own boxes and no others.
 
     loader = hc.data.Loader({"x": volumes, "y": labels}, mesh, batch=4, cut={"N": "data", "D": "depth"})
     for epoch in range(10):
         for batch in loader:
             loss = criterion(model(batch["x"]), batch["y"])
 
-The samples of a step are the same for every mesh, as are their values after augmentation.
+The samples of a step, and their values after augmentation, are the same for every mesh. A :class:`Loader` owns the
+reading threads or processes, the buffers, and a duplicate of the mesh's world in which the loaders of all ranks
+exchange samples; :meth:`Loader.close` ends them.
 """
 
 from __future__ import annotations
@@ -148,6 +150,7 @@ class Loader:
         }
 
     def _make_cache(self, memory: int) -> SampleCache:
+        """The cache, with a warning on rank 0 if it cannot hold all samples."""
         layout = self.layout
         cache = SampleCache(
             self.fields, layout.home, layout.batch_axis, self.order, memory, shared=self._readers.shared
@@ -206,6 +209,7 @@ class Loader:
             del batch  # its memory is free as soon as the caller lets go of it
 
     def _next(self) -> Batch | None:
+        """The batch of the next step, from the prefetcher; None where all its samples are bad."""
         if self._closed:
             raise DataError("this loader was closed; make another one")
         if self._prefetcher is None:
@@ -231,11 +235,13 @@ class Loader:
         return batch
 
     def _go_to(self, tick: int) -> None:
+        """Make ``tick`` the next step; what was prepared for other steps is dropped."""
         if tick != self._tick:
             self._stop()
         self._tick = tick
 
     def _stop(self) -> None:
+        """End the prefetcher. Waits until it rests at the same step as those of the other ranks."""
         if self._prefetcher is not None:
             prefetcher, self._prefetcher = self._prefetcher, None
             self._forgotten.detach()
@@ -341,4 +347,5 @@ def _description(name: str, each: Field) -> list[Any]:
 
 
 def _value(value: Any) -> str:
+    """A transform as text that is equal on all ranks."""
     return repr(value) if is_dataclass(value) else getattr(value, "__qualname__", type(value).__qualname__)

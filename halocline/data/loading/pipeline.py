@@ -1,6 +1,7 @@
-"""One step's batch: its reads begun, and later what was read agreed on, exchanged, and handed out.
+"""Prepares the batch of one step: starts its reads, and later agrees on errors, exchanges samples and builds
+tensors.
 
-Steps are begun and finished in order, in one thread a rank, so that all ranks exchange the same things in turn.
+One thread on each rank starts and finishes the steps in order, so that all ranks exchange the same things in turn.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class Pipeline:
         return started
 
     def _begin(self, started: Started) -> None:
+        """Submit the reads of a step: this rank's own boxes, and samples that come into its cache."""
         step = started.step
         started.targets = self._rooms(step, started.lease)
         mine = self._layout.positions(len(step.samples), self._me)
@@ -129,6 +131,7 @@ class Pipeline:
                     self._read_own(started, position)
 
     def _rooms(self, step: Step, lease: BufferLease) -> dict[tuple[int, str], Array]:
+        """An array in the buffer for each position of the batch that is this rank's, and each field."""
         mine = self._layout.positions(len(step.samples), self._me)
         targets: dict[tuple[int, str], Array] = {}
         for name, each in self._layout.fields.items():
@@ -162,6 +165,7 @@ class Pipeline:
             self._submit(started, position, job, memory)
 
     def _submit(self, started: Started, position: int, job: TileJob, memory: Memory) -> None:
+        """Hand a job to the readers, unless its sample is known to be bad."""
         if started.step.samples[position] in self.bad:
             return
         size = job.store.dtype.itemsize
@@ -193,6 +197,9 @@ class Pipeline:
             started.lease.close()
 
     def _finished(self, started: Started) -> Batch | None:
+        """Wait for the reads, agree on bad samples, fetch cached samples, and build the batch. All ranks take the
+        same path.
+        """
         step = started.step
         errors = _errors(started.reads, self._world.deadline or ALONE)
         if started.from_disk:
@@ -247,6 +254,7 @@ class Pipeline:
         return errors
 
     def _batch(self, started: Started, good: list[int]) -> Batch:
+        """The good samples of a step as tensors; each group of ranks may have lost a different number of samples."""
         step = started.step
         pieces = self._layout.batch(len(step.samples)).pieces()
         kept = [sum(piece.lo <= position < piece.hi for position in good) for piece in pieces]

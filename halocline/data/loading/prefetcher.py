@@ -85,6 +85,7 @@ class Prefetcher:
             self._thread.join(_AT_EXIT)
 
     def _run(self) -> None:
+        """The thread's main function."""
         try:
             self._feed()
         finally:
@@ -92,6 +93,9 @@ class Prefetcher:
                 atexit.unregister(self._at_exit)
 
     def _feed(self) -> None:
+        """Start steps as far ahead as allowed, finish the oldest, and hand it out; an error is the last thing
+        handed out.
+        """
         try:
             while self._wait():
                 while self._next < self._limit:

@@ -44,9 +44,11 @@ class ThreadReaders:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="halocline-reader")
 
     def submit(self, job: TileJob, memory: Memory) -> Future[None]:
+        """In one of the threads."""
         return self._threads.submit(job.run)
 
     def close(self) -> None:
+        """Waits for reads that are under way."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -67,6 +69,7 @@ class ProcessReaders:
         return self._helpers.pids
 
     def submit(self, job: TileJob, memory: Memory) -> Future[None]:
+        """In one of the processes, which maps the memory by its path in ``/proc``."""
         place = f"/proc/{os.getpid()}/fd/{memory.descriptor}", memory.bytes.nbytes, memory.number
         return self._helpers.threads.submit(self._fill, memory, place, job)
 
@@ -75,6 +78,7 @@ class ProcessReaders:
         self._helpers.call(fill, place, id(job.store), job.sent(memory))
 
     def close(self) -> None:
+        """Ends the processes."""
         self._helpers.close()
 
 

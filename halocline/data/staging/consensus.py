@@ -1,4 +1,4 @@
-"""How ranks agree while they stage: small tables heard by all, and errors raised by all together."""
+"""How ranks agree while they stage: each contributes a row of numbers, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXT = 4096  # bytes of an error that all ranks get to see
 
 
 class Consensus:
-    """All ranks. Those with a *seat* have a row in what is heard; the others listen."""
+    """Agreement among all ranks. Those with a *seat* contribute a row to each table; the others only receive it."""
 
     def __init__(self, world: World, patience: float) -> None:
         self.world, self.patience = world, patience
@@ -94,6 +94,7 @@ def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
 
 
 def _own(workers: tuple[int, ...], rank: int, table: Any) -> int:
+    """The node of a rank that does not work: that of the worker on the same host."""
     if rank in workers:
         return workers.index(rank)
     alike = [node for node, worker in enumerate(workers) if (table[worker, 1:] == table[rank, 1:]).all()]

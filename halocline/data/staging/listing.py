@@ -1,4 +1,4 @@
-"""What there is to stage: one walk over the source, by one rank, told to all others."""
+"""Lists the files to stage: rank 0 walks over the source once and broadcasts the listing."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: 
 
 
 def _file(entry: os.DirEntry[str], path: str) -> File:
+    """One entry of a folder; raises for links to nowhere and for what is not a plain file."""
     try:
         status = entry.stat()
     except OSError as error:
@@ -128,6 +129,7 @@ def matcher(pattern: str) -> Matcher:
 
 
 def _meaning(part: str) -> str:
+    """One part of a pattern as a regular expression."""
     if _WILD.fullmatch(part) and part.startswith("["):
         return part.replace("[!", "[^", 1)
     return _MEANING.get(part) or re.escape(part)

@@ -1,8 +1,9 @@
-"""Who reads what, who passes it on to whom, and in which order: pure functions that every node works out alike.
+"""Decides who reads which file, who passes it on to whom, and when. Pure functions: every node computes the same
+plan.
 
-A file goes from its giver along a chain of all nodes that lack it, in the order of a ring that begins at the giver, cut
-into blocks. Every node sends and receives each byte at most once: with many givers that is as good as each sending to
-each, and with a single one better by the number of nodes.
+A file goes from its giver along a chain of all nodes that lack it. The chain follows a ring of nodes that begins at the
+giver, and the file travels in blocks. Every node sends and receives each byte at most once. With many givers this is as
+fast as everyone sending to everyone; with a single giver it is faster by the number of nodes.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ class Streams:
         return blocks
 
     def _segments(self, giver: int, ready: int) -> tuple[Segment, ...]:
+        """The next bytes of a giver's jobs that fill one block; small files share a block."""
         segments, room = [], self.block_bytes
         number, start = self._places[giver]
         while number < ready and room:

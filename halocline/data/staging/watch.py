@@ -1,4 +1,7 @@
-"""Work that may hang: a read of a shared file system can last for ever, and nothing can interrupt it."""
+"""Work that may hang: a read from a shared file system can block for ever, and nothing can interrupt it.
+
+Such work runs in a thread of its own, which is abandoned if it makes no progress.
+"""
 
 from __future__ import annotations
 

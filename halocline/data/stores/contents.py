@@ -84,6 +84,7 @@ def letters(names: Sequence[str | None]) -> str | None:
 
 
 def _letter(name: str) -> str:
+    """The letter that a file's name of a dim stands for; empty where the name is unknown."""
     if name in tuple(SAMPLES + ORDER):
         return name
     plain = name.lower()
@@ -102,6 +103,7 @@ def _in_nifti(path: Path) -> Iterator[Contents]:
 
 
 def _in_hdf5(path: Path) -> Iterator[Contents]:
+    """All datasets of numbers in an HDF5 file."""
     import h5py
 
     with h5py.File(path, "r") as file:
@@ -122,6 +124,7 @@ def _in_hdf5(path: Path) -> Iterator[Contents]:
 
 
 def _in_zarr(path: Path) -> Iterator[Contents]:
+    """All arrays of numbers in a Zarr group, or the array itself."""
     import zarr
 
     node = zarr.open(str(path), mode="r")
@@ -134,6 +137,7 @@ def _in_zarr(path: Path) -> Iterator[Contents]:
 
 
 def _zarr_array(name: str, data: Any) -> Contents:
+    """One Zarr array; its names of dims come from version 3 metadata or from xarray's attribute."""
     codecs = [type(codec).__name__.removesuffix("Codec").lower() for codec in data.compressors]
     named = getattr(data.metadata, "dimension_names", None) or data.attrs.get("_ARRAY_DIMENSIONS") or []
     return Contents(

@@ -34,9 +34,11 @@ class HDF5(FileStore):
         super().__init__(paths, dims, order)
 
     def place(self, file: int) -> str:
+        """The file and the dataset."""
         return f"{self.paths[file]}, dataset {self.dataset!r}"
 
     def open_file(self, path: Path) -> OpenedHDF5:
+        """The dataset, checked for missing parts."""
         return OpenedHDF5(path, self.dataset, self.complete)
 
 
@@ -61,9 +63,11 @@ class OpenedHDF5:
         self.shape, self.dtype, self.chunks = tuple(self._data.shape), self._data.dtype, self._data.chunks
 
     def read(self, index: Index, out: Array) -> None:
+        """Straight into ``out``, without a copy in between."""
         self._data.read_direct(out, index if index else None)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -77,6 +81,7 @@ def datasets(file: Any) -> list[str]:
 
 
 def _dataset(file: Any, name: str) -> Any:
+    """A dataset of numbers by name; the error lists what the file holds."""
     import h5py
 
     dataset = file.get(name)
@@ -90,6 +95,7 @@ def _dataset(file: Any, name: str) -> Any:
 
 
 def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
+    """Raise where HDF5 would silently read fill values."""
     if data.external:
         raise DataError(
             f"{_named(data)} keeps its numbers in another file ({data.external[0][0]}), and HDF5 reads "
@@ -107,6 +113,7 @@ def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
 
 
 def _chunks_never_written(data: Any) -> str:
+    """What is missing of a dataset, in words; empty where nothing is."""
     if data.chunks is None:
         return "" if data.id.get_storage_size() else "nothing of it is there"
     wanted = prod(-(-size // chunk) for size, chunk in zip(data.shape, data.chunks, strict=True))

@@ -32,6 +32,7 @@ class Nifti(FileStore):
         super().__init__(paths, dims[::-1] if dims is not None else "", order)  # the last is fastest, as elsewhere
 
     def dims_of_first(self, shape: tuple[int, ...]) -> str:
+        """The letters given, or those usual for so many dims; reversed, since nibabel shows the fastest dim first."""
         if self._asked is None and len(shape) not in NIFTI_DIMS:
             raise DataError(
                 f"{self.place(0)} has {len(shape)} dims of sizes {list(reversed(shape))}; name them as nibabel shows "
@@ -40,6 +41,7 @@ class Nifti(FileStore):
         return (self._asked or NIFTI_DIMS[len(shape)])[::-1]
 
     def open_file(self, path: Path) -> OpenedNifti:
+        """A volume, opened lazily."""
         return OpenedNifti(path)
 
     def header(self, sample: int) -> Any:
@@ -68,6 +70,7 @@ class OpenedNifti:
         self.shape = tuple(reversed(image.shape))
 
     def read(self, index: Index, out: Array) -> None:
+        """The box, scaled as the header says."""
         out[...] = np.asarray(self._data[tuple(reversed(index))]).transpose()
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ class Npy(FileStore):
     suffixes = (".npy",)
 
     def open_file(self, path: Path) -> OpenedNpy:
+        """The mapped file."""
         return OpenedNpy(path)
 
 
@@ -35,6 +36,7 @@ class OpenedNpy:
         self._data, self.shape, self.dtype = data, data.shape, data.dtype
 
     def read(self, index: Index, out: Array) -> None:
+        """Copies the box; the kernel reads its pages."""
         out[...] = self._data[index]
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
 
 
 def _chosen(path: Path, dataset: str | None) -> Contents:
+    """The one dataset that is meant, or an error that lists them."""
     there = contents(path)
     named = [each for each in there if dataset is None or each.name == dataset]
     if len(named) == 1:

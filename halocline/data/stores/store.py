@@ -126,6 +126,7 @@ class Store(ABC):
             raise BadSample(self.where(sample), sample, box_text(self.dims, box), reason(error)) from error
 
     def _check(self, sample: int, box: Box, out: Array) -> None:
+        """Raise where sample, box or array do not fit this store."""
         if not 0 <= sample < len(self):
             raise DataError(f"{self.name}: there is no sample {sample}; it has {len(self)}")
         if len(box) != len(self.shape) or not all(whole(n).contains(i) for n, i in zip(self.shape, box, strict=True)):
@@ -138,6 +139,9 @@ class Store(ABC):
             )
 
     def _read(self, sample: int, box: Box, target: Array) -> None:
+        """Straight into the target where it has the store's dtype and is contiguous; else in portions through a
+        buffer.
+        """
         if not target.size:
             return
         if target.dtype == self.dtype and target.flags.c_contiguous:
@@ -158,6 +162,7 @@ class Store(ABC):
 
 
 def _delivered(stored: str, order: str | None) -> str:
+    """The order in which dims are handed out; raises for letters that repeat or have no known order."""
     unknown = sorted(set(stored) - set(ORDER)) if order is None else []
     if len(set(stored)) != len(stored) or SAMPLES in stored:
         raise DataError(f"dims {stored!r} must name each dim of a sample by a different letter")

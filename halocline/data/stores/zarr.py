@@ -41,9 +41,11 @@ class Zarr(FileStore):
         super().__init__(paths, dims, order)
 
     def place(self, file: int) -> str:
+        """The path, and the array in it."""
         return f"{self.paths[file]}, array {self.array!r}" if self.array else str(self.paths[file])
 
     def open_file(self, path: Path) -> OpenedZarr:
+        """The array, checked for a dtype of numbers."""
         return OpenedZarr(path, self.array, self.complete)
 
 
@@ -66,6 +68,7 @@ class OpenedZarr:
         self._complete = bool(node.attrs.get(COMPLETE, False)) if complete is None else complete
 
     def read(self, index: Index, out: Array) -> None:
+        """In portions of whole chunks, after a look at the files that hold them."""
         box = tuple(Interval(i.start, i.stop) if isinstance(i, slice) else Interval(i, i + 1) for i in index)
         if self._complete or self._data.shards:
             self._look_at_files(box)
@@ -75,6 +78,7 @@ class OpenedZarr:
             self._read(slices(part), room[(*slices(own), ...)])  # the dots: an array even of no dims
 
     def _read(self, index: tuple[slice, ...], out: Array) -> None:
+        """Decode straight into ``out``."""
         from zarr.buffer import cpu
 
         room: Any = out
@@ -97,6 +101,7 @@ class OpenedZarr:
                 self._look_into_shard(file, number, box)
 
     def _look_into_shard(self, file: Path, number: tuple[int, ...], box: Box) -> None:
+        """Raise where a shard lacks a chunk that the box needs."""
         if not file.stat().st_size:
             raise DataError(f"shard {file.relative_to(self._folder)} is empty: it was not written completely")
         index = self._index_of(file) if self._complete else None

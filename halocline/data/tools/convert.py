@@ -94,6 +94,7 @@ def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Arr
 
 
 def _dtype(source: Store, wanted: str | None) -> np.dtype[Any]:
+    """The dtype to write; raises where it cannot hold the source's numbers."""
     try:
         dtype = np.dtype(wanted or source.dtype).newbyteorder("=")
     except TypeError:
@@ -104,6 +105,7 @@ def _dtype(source: Store, wanted: str | None) -> np.dtype[Any]:
 
 
 def _chunks(dims: str, shape: tuple[int, ...], itemsize: int, wish: Wish) -> tuple[int, ...]:
+    """The chunks asked for, or those advised for the cut."""
     sizes = dict(zip(dims, shape, strict=True))
     if wish.chunks is not None:
         chosen = _by_letter(wish.chunks, sizes, "chunks")
@@ -130,6 +132,7 @@ def _shards(plan: ArraySpec, writer: type, wanted: Mapping[str, int]) -> tuple[i
 
 
 def _by_letter(wanted: Mapping[str, int], sizes: Mapping[str, int], what: str) -> dict[str, int]:
+    """Sizes for all dims: those given, whole dims otherwise, samples one by one."""
     wrong = [letter for letter, size in wanted.items() if letter not in sizes or size < 1]
     if wrong:
         raise DataError(f"{what} {dict(wanted)}: {wrong[0]} is no dim of {''.join(sizes)}, or its size is under 1")
@@ -138,6 +141,7 @@ def _by_letter(wanted: Mapping[str, int], sizes: Mapping[str, int], what: str) -
 
 
 def _names(source: Store) -> list[str]:
+    """Names for files of single samples: those of the source's files, or numbers."""
     if isinstance(source, FileStore) and len(source.paths) == len(source):
         names = [path.name.removesuffix(".gz").rsplit(".", 1)[0] for path in source.paths]
         if len(set(names)) == len(names):
@@ -148,6 +152,7 @@ def _names(source: Store) -> list[str]:
 def _written(
     source: Store, samples: range, target: Path, plan: ArraySpec, force: bool, progress: Progress | None
 ) -> None:
+    """Write one file, read it back, compare, and give it its name."""
     _refuse_existing(target, source, force)
     with _under_another_name(target) as path:
         writer = writer_of(target)(path, plan)
@@ -163,6 +168,7 @@ Part = tuple[int, Box]  # a sample, and a box of it in the order in which it wil
 
 
 def _parts(plan: ArraySpec, samples: int) -> Iterator[Part]:
+    """The boxes of all samples, each small enough to hold and made of whole chunks."""
     at = plan.dims.find(SAMPLES)
     box = tuple(whole(size) for dim, size in enumerate(plan.shape) if dim != at)
     grid = tuple(size for dim, size in enumerate(plan.shards or plan.chunks) if dim != at)
@@ -174,6 +180,7 @@ def _parts(plan: ArraySpec, samples: int) -> Iterator[Part]:
 def _copied(
     source: Store, samples: range, part: Part, plan: ArraySpec, writer: ArrayWriter, progress: Progress | None
 ) -> int:
+    """Copy one box, turned to the new order of dims; the checksum of what was written."""
     sample, box = part
     own = plan.dims.replace(SAMPLES, "")
     numbers = np.empty(shape_of(box), plan.dtype)
@@ -198,6 +205,7 @@ def _refuse_lost_digits(source: Store, sample: int, numbers: Array) -> None:
 
 
 def _index(plan: ArraySpec, sample: int, box: Box) -> Index:
+    """Where a sample's box lies in the new array."""
     index: list[slice | int] = list(slices(box))
     if SAMPLES in plan.dims:
         index.insert(plan.dims.index(SAMPLES), sample)
@@ -207,6 +215,7 @@ def _index(plan: ArraySpec, sample: int, box: Box) -> Index:
 def _compare(
     back: Store, parts: Iterator[Part], sums: list[int], target: Path, progress: Progress | None, itemsize: int
 ) -> None:
+    """Read everything back and compare checksums."""
     for (sample, box), wanted in zip(parts, sums, strict=True):
         numbers = back.read_new(sample, box)
         if zlib.crc32(numbers.data) != wanted:
@@ -216,6 +225,7 @@ def _compare(
 
 
 def _refuse_existing(target: Path, source: Store, force: bool) -> None:
+    """Raise rather than overwrite a file without ``force``, or the source itself ever."""
     if target.exists() and not force:
         raise DataError(f"{target} exists; give --force to overwrite it")
     if any(target.absolute() == path.absolute() for path in getattr(source, "paths", ())):

@@ -38,6 +38,7 @@ def moments_of(rows: Array) -> Array:
 
 
 def _moments_of_block(rows: Array) -> Array:
+    """Moments of a block that fits in a core's cache, in float64."""
     table = no_moments(len(rows))
     for moments, numbers in zip(table, rows, strict=True):
         row = numbers.astype(np.float64)
@@ -141,6 +142,7 @@ class Survey:
         return numbers
 
     def _add(self, table: Array, numbers: Array, part: Box) -> None:
+        """Merge the moments of one portion into the rows of its channels."""
         dim = self.store.stored.find("C")
         if dim < 0:
             rows, own = numbers.reshape(1, -1), slice(0, 1)

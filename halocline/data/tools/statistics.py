@@ -189,6 +189,7 @@ class Statistics:
 
     @classmethod
     def _parsed(cls, record: dict[str, Any]) -> Statistics:
+        """From an entry of the saved file."""
         columns: dict[str, Any] = {
             name: tuple(math.nan if x is None else x for x in record[name])
             for name in ("count", "mean", "std", "min", "max", "nonfinite")
@@ -220,6 +221,7 @@ def _looked_at(path: Path, dataset: str) -> tuple[Path, os.stat_result]:
 
 
 def _records(path: Path) -> dict[str, Any]:
+    """All entries of a saved file, by dataset."""
     try:
         records = json.loads(path.read_text())
     except ValueError as error:

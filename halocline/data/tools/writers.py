@@ -61,6 +61,7 @@ class NpyWriter:
         """Nothing is open."""
 
     def opened(self) -> Store:
+        """With the dims as they were written."""
         return Npy([self._path], self._plan.dims, self._plan.dims.replace("N", ""))
 
 
@@ -79,12 +80,15 @@ class HDF5Writer:
             dim.label = letter
 
     def write(self, index: Index, numbers: Array) -> None:
+        """Chunks are compressed as they are complete."""
         self._data[index] = numbers
 
     def close(self) -> None:
+        """Flush and close the file."""
         self._file.close()
 
     def opened(self) -> Store:
+        """With the dims as they were written."""
         return HDF5([self._path], self._plan.dataset, self._plan.dims, self._plan.dims.replace("N", ""))
 
 
@@ -111,12 +115,15 @@ class ZarrWriter:
         )
 
     def write(self, index: Index, numbers: Array) -> None:
+        """Also chunks that hold nothing but zeros."""
         self._data[index] = numbers
 
     def close(self) -> None:
+        """Mark the array as complete."""
         self._data.attrs[COMPLETE] = True
 
     def opened(self) -> Store:
+        """With the dims as they were written."""
         order = self._plan.dims.replace("N", "")
         return Zarr([self._path], self._plan.dims, order, array=self._plan.dataset)
 

@@ -91,7 +91,7 @@ def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumul
     links = _value_links(target, value, items)
 
     def local(work: Work, tile: Tensor, value: Tensor, items: tuple[Any, ...], accumulate: bool) -> Tensor:
-        """Write in place, and return the tile. A rank into whose tile nothing falls still takes part in the backward."""
+        """Write in place and return the tile. A rank into whose tile nothing falls takes part in the backward too."""
         if same_memory(tile, value):  # y[0] *= 2 writes back what it has changed in place
             value = value.clone()
         keys = [*_keys(work.box, target.shape, items)]

@@ -33,7 +33,7 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
 
     def register(values_of: Unreduced) -> Unreduced:
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            """Bind the arguments as torch does, compute the loss of each element, and reduce it over the whole batch."""
+            """Bind the arguments as torch does, compute each element's loss, and reduce it over the whole batch."""
             # By name, however the caller passed them.
             options = signature.bind(*args, **kwargs).arguments
             if [options.pop(old, None) for old in ("size_average", "reduce")] != [None, None]:

@@ -73,7 +73,7 @@ def batch_norm(
 def _batch_rule(
     input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, replica: bool
 ) -> Recipe:
-    """Statistics of each channel over batch and space; with ``replica`` over space and this rank's part of the batch."""
+    """Statistics of each channel over batch and space; with ``replica`` over this rank's samples and their space."""
     shape = input.shape
     total = prod(shape) // shape[1]
     if total <= 1 and not replica:

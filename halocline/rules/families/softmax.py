@@ -30,7 +30,7 @@ def _rule(function: Any, input: Operand, dim: int, alone: bool) -> Recipe:
 
 
 def _softmax(function: Any, input: Any, dim: int | None, dtype: torch.dtype | None) -> Tensor:
-    """The common computation: torch's own kernel where a tile has all of the dim, else a maximum and a sum over ranks."""
+    """torch's own kernel where a tile has all of the dim, else a maximum and a sum over ranks."""
     if dim is None:  # torch's old guess
         dim = 0 if input.ndim in (0, 1, 3) else 1
     place = normal(dim, input.ndim)
