@@ -1,7 +1,9 @@
-"""Networks that others wrote, as they come: proof that unchanged networks run cut.
+"""Networks that others wrote, unchanged: proof that ordinary networks run cut.
 
-A zoo needs its own package, which is imported only when a network is built. Entries are data; every rank builds the
-network it is told the name of.
+    halocline zoo monai --ranks 2
+
+Each zoo needs the package of its networks, which is imported only when a network is built. Entries are data: every rank
+builds the network whose name it is told, from the same seed.
 """
 
 from __future__ import annotations
@@ -47,14 +49,16 @@ class ZooEntry:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all inputs."""
         return tuple(tuple(one.shape) if isinstance(one, Tensor) else one for one in self.inputs)
 
 
 @dataclass(frozen=True)
 class Zoo:
-    """``library`` is the module that ``Entry.build`` is given, ``extra`` what to install for it.
+    """A collection of networks from one package.
 
-    ``alone`` are packages to install without what they ask for, which the networks do not need.
+    ``library`` is the module that ``ZooEntry.build`` is given, ``extra`` the optional dependency to install for it.
+    ``alone`` are packages to install without their own dependencies, which the networks do not need.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Zoo:
 
     @property
     def names(self) -> list[str]:
+        """The names of all networks, in order."""
         return [entry.name for entry in self.entries]
 
     def __getitem__(self, name: str) -> ZooEntry:
@@ -74,18 +79,21 @@ class Zoo:
         raise NoSuchNetwork(f"no network {name!r} in the zoo {self.name}; it has {', '.join(self.names)}")
 
     def package(self) -> ModuleType:
+        """The imported package, or an error that says how to install it."""
         try:
             return importlib.import_module(self.library)
         except ImportError as error:
             raise NotInstalled(f"the zoo {self.name} needs {self.library} ({error}){self._how()}") from error
 
     def _how(self) -> str:
+        """The command that installs the package, for the error."""
         if not self.extra:
             return ""
         alone = f" && pip install -c constraints.txt --no-deps {' '.join(self.alone)}" if self.alone else ""
         return f"; install it with: pip install -c constraints.txt -e '.[{self.extra}]'{alone}"
 
     def build(self, name: str) -> nn.Module:
+        """A network by its name, with noise in parameters that start at zero."""
         return prepare(self[name].build(self.package()))
 
 
@@ -104,6 +112,7 @@ def load(place: str) -> Any:
     """What ``package.module:name`` names, as seen from the current folder."""
     module, _, attribute = place.partition(":")
     folder = str(Path.cwd())
+    # As ``python -m`` does, so that a user's own module is found.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return getattr(importlib.import_module(module), attribute)
@@ -122,6 +131,7 @@ def entry_of(target: str) -> ZooEntry | None:
 
 
 def draw(inputs: Sequence[Input], generator: torch.Generator) -> list[Tensor]:
+    """The inputs of a network: normal numbers for shapes, copies of tensors."""
     return [one.clone() if isinstance(one, Tensor) else torch.randn(one, generator=generator) for one in inputs]
 
 
