@@ -54,62 +54,48 @@ def _kernel(*functions: Any, inplace: bool = False, new: bool = False) -> Callab
 # ---- dropout ----
 
 
-def _active(place: GlobalBox, p: float, training: bool) -> bool:
-    """Does it draw? With p = 1 all is dropped without asking."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return training and 0 < p < 1 and not place.empty
-
-
 def _times(input: Tensor, factor: Any, inplace: bool) -> Tensor:
     return input.mul_(factor) if inplace else input * factor
 
 
-def _idle(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    """What is left to do where nothing is drawn."""
-    return _times(input, 0.0, inplace) if training and p == 1 else input
+def _dropping(finish: Callable[[Tensor, Tensor, float, bool], Tensor], training: bool) -> Callable[..., Tensor]:
+    """A dropout: ``finish(input, mask, p, inplace)`` where it draws. ``training`` is torch's default of that flag."""
+
+    def kernel(
+        place: GlobalBox,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = training,
+        inplace: bool = False,
+        *,
+        dims: int | None = None,
+    ) -> Tensor:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if training and p == 1:  # all is dropped, without a draw
+            return _times(input, 0.0, inplace)
+        if not training or p == 0 or place.empty:
+            return input
+        # What to keep, as bool: all that is saved for backward. One for each index of the first ``dims`` dims.
+        kept = Draw(place if dims is None else place.leading(dims), input.device).chosen(1 - p)
+        return finish(input, kept.view(*kept.shape, *(1,) * (input.ndim - kept.ndim)), p, inplace)
+
+    return kernel
 
 
-def _mask(place: GlobalBox, input: Tensor, p: float, dims: int | None) -> Tensor:
-    """What to keep, as bool: all that is saved for backward. One for each index of the first ``dims`` dims."""
-    kept = Draw(place if dims is None else place.leading(dims), input.device).chosen(1 - p)
-    return kept.view(*kept.shape, *(1,) * (input.ndim - kept.ndim))
+def _scaled(input: Tensor, mask: Tensor, p: float, inplace: bool) -> Tensor:
+    return _times(input, mask, inplace).mul_(1 / (1 - p))
 
 
-@_kernel(F.dropout)
-def dropout(
-    place: GlobalBox,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    *,
-    dims: int | None = None,
-) -> Tensor:
-    """Elements are dropped by global index; with ``dims``, whole channels."""
-    if not _active(place, p, training):
-        return _idle(input, p, training, inplace)
-    return _times(input, _mask(place, input, p, dims), inplace).mul_(1 / (1 - p))
-
-
-@_kernel(F.alpha_dropout)
-def alpha_dropout(
-    place: GlobalBox,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = False,
-    inplace: bool = False,
-    *,
-    dims: int | None = None,
-) -> Tensor:
+def _to_lowest(input: Tensor, mask: Tensor, p: float, inplace: bool) -> Tensor:
     """Dropped elements get SELU's lowest value; then all are scaled and shifted, so that mean and variance stay."""
-    if not _active(place, p, training):
-        return _idle(input, p, training, inplace)
-    # Scale and shift as in the paper on SELU: they keep mean and variance.
-    mask = _mask(place, input, p, dims)
     scale = 1 / math.sqrt((_SELU**2 * p + 1) * (1 - p))
     shift = mask.to(input.dtype).sub_(1).mul_(_SELU * scale).add_(_SELU * scale * p)
     return _times(input, mask, inplace).mul_(scale).add_(shift)
+
+
+dropout = _kernel(F.dropout)(_dropping(_scaled, training=True))
+alpha_dropout = _kernel(F.alpha_dropout)(_dropping(_to_lowest, training=False))
 
 
 def _sampled_dims(name: str, ndim: int) -> int:

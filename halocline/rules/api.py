@@ -26,8 +26,8 @@ from ..tensor import (
     unwrap,
     wrap,
 )
+from ..tree import map_tensors, tensors_in
 from ..world import Label, Mesh, MovementFunction
-from .arguments import check_call, check_dims
 from .same_sample import check_same
 
 Points = Mapping[int, Sequence[int]]
@@ -54,7 +54,7 @@ def shard(
     The ranks that share a sample compare what they bring, and refuse if it differs: the first 64 calls, then one in 61;
     ``check=True`` every time, ``check=False`` never.
     """
-    check_call("shard", tensor, mesh, dims)
+    _check_call("shard", tensor, mesh, dims)
     if isinstance(tensor, ShardedTensor):
         raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
     sharding = make_sharding(mesh, tuple(tensor.shape), dims, points, multiple)
@@ -63,6 +63,34 @@ def shard(
         return cut_like(tensor, sharding)
     whole = Sharding(mesh, tensor.shape, (None,) * tensor.ndim)
     return wrap(CutInput.apply(tensor, sharding, recut(whole, sharding), recut(sharding, whole)), sharding)
+
+
+def shard_inputs(
+    inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: int = 1, check: bool | None = None
+) -> Any:
+    """Cut whatever a model takes: the first tensor as ``dims`` says, others of its spatial size alike, the rest whole.
+
+    Space is counted from the end (``{0: "data", -3: "depth"}``), so that a target without channels is cut as its volume
+    is. A tensor is cut along ``data`` if its first dim is the batch. ``check`` as in :func:`shard`.
+    """
+    tensors = tensors_in(inputs)
+    if not tensors:
+        raise ShardingError("there is no tensor among these inputs")
+    first = tensors[0]
+    space = {dim: axis for dim, axis in dims.items() if dim < 0}
+    batch = {dim: axis for dim, axis in dims.items() if dim >= 0}
+    if any(dim > 0 for dim in batch):
+        raise ShardingError(f"count spatial dims from the end (width is -1), the batch as 0; got {dict(dims)}")
+    trailing = tuple(first.shape[min([*space, 2 - first.ndim]) :]) if space else ()
+
+    def place(tensor: Tensor) -> Tensor:
+        """One tensor of the structure, cut along the axes whose sizes it shares with the first."""
+        mine = dict(space) if space and tuple(tensor.shape[-len(trailing) :]) == trailing else {}
+        if batch and tensor.ndim and tensor.shape[0] == first.shape[0] and tensor.ndim > len(trailing):
+            mine |= batch
+        return shard(tensor, mesh, mine, multiple=multiple, check=check) if mine else tensor
+
+    return map_tensors(place, inputs)
 
 
 class CutInput(MovementFunction):
@@ -95,7 +123,7 @@ def from_tile(
     Without ``shape`` the ranks tell each other their tiles' sizes, and the global shape follows. With it, the cuts are
     those of :func:`shard`, and the tile must fit.
     """
-    check_call("from_tile", tile, mesh, dims)
+    _check_call("from_tile", tile, mesh, dims)
     if shape is not None:
         sharding = make_sharding(mesh, shape, dims, points)
         if tuple(tile.shape) != sharding.tile_shape:
@@ -153,8 +181,12 @@ def _check_agreement(
                 )
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, plain, on every rank."""
+def gather(value: Any) -> Any:
+    """Whole and plain on every rank: a tensor, or every tensor in a structure."""
+    return map_tensors(_gathered, value)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     old, tile = tensor.sharding, unwrap(tensor)
@@ -169,7 +201,7 @@ def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = 
     if not isinstance(tensor, ShardedTensor):
         raise ShardingError("a plain tensor lies on no mesh; use hc.shard(tensor, mesh, dims)")
     mesh = tensor.sharding.mesh
-    check_dims("reshard", dims, mesh)
+    _check_dims("reshard", dims, mesh)
     return cut_like(tensor, make_sharding(mesh, tensor.sharding.shape, dims, points, multiple))
 
 
@@ -187,3 +219,39 @@ def cut_like(tensor: Tensor, sharding: Sharding) -> Tensor:
     if same_memory(moved, tile):  # a box of a larger tensor, or all of it: never the caller's own memory
         moved = moved.clone(memory_format=torch.preserve_format)
     return wrap(moved, sharding) if sharding.axes else moved
+
+
+def _check_call(name: str, tensor: Any, mesh: Any, dims: Any) -> None:
+    """``name(tensor, mesh, {dim: axis})``, or an error that says what is amiss."""
+    if isinstance(mesh, Tensor) or isinstance(tensor, Mesh):
+        raise MeshError(f"hc.{name} takes the tensor first, then the mesh: hc.{name}(tensor, mesh, {{2: 'depth'}})")
+    if not isinstance(tensor, Tensor):
+        values = "array" if type(tensor).__name__ == "ndarray" else "values"
+        raise ShardingError(f"hc.{name} takes a torch tensor, not {_kind(tensor)}; give torch.as_tensor({values})")
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"hc.{name}: the mesh is {_kind(mesh)}; make one with hc.Mesh(depth=2)")
+    _check_dims(name, dims, mesh)
+
+
+def _check_dims(name: str, dims: Any, mesh: Mesh) -> None:
+    """Dims are integers and axes are named by the mesh, or an error says which are not."""
+    if not isinstance(dims, Mapping):
+        raise ShardingError(f"hc.{name}: dims is {_kind(dims)}; map dims of the tensor to axes, such as {{2: 'depth'}}")
+    for dim, axis in dims.items():
+        if isinstance(dim, str) and isinstance(axis, int):
+            turned = {value: key for key, value in dims.items()}
+            raise ShardingError(
+                f"hc.{name}: dims={dict(dims)} maps axes to dims; it maps dims of the tensor to axes of the mesh, so "
+                f"write {turned}"
+            )
+        if not isinstance(dim, int) or isinstance(dim, bool) or not isinstance(axis, str):
+            raise ShardingError(
+                f"hc.{name}: dims={dict(dims)} has {dim!r}: {axis!r}; it maps numbers of dims to names of axes, such "
+                f"as {{2: {next(iter(mesh.sizes), 'depth')!r}}}"
+            )
+
+
+def _kind(value: Any) -> str:
+    module = type(value).__module__.partition(".")[0]
+    prefix = "" if module in ("builtins", "halocline") else f"{module}."
+    return f"a {prefix}{type(value).__name__}"

@@ -77,9 +77,8 @@ for _name in _SAME_AS_TILE:
     if _attribute is not None:
         _function = _attribute if callable(_attribute) else _attribute.__get__
         direct(_function)(_ask_tile(_function))
-direct(torch.is_floating_point)(_ask_tile(torch.is_floating_point))
-direct(torch.is_complex)(_ask_tile(torch.is_complex))
-direct(torch.get_device)(_ask_tile(torch.get_device))
+for _function in (torch.is_floating_point, torch.is_complex, torch.get_device):
+    direct(_function)(_ask_tile(_function))
 
 
 @direct(Tensor.is_contiguous)

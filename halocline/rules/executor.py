@@ -40,13 +40,12 @@ from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
 from .operands import bring, check_whole_operands, enter, preloaded, put_back_results
-from .out import into
 from .plan import CallPlan, bound, make_plan, substitute
 from .recipe import Reduced
 from .remedy import forced, forcing
 from .ring import Ring, in_ring
 from .statistics import reduce_statistics
-from .table import entry_for, executed_by, refuse
+from .table import entry_for, executed_by, name_of, refuse
 from .whole_target import becomes_cut
 
 _plans: dict[Any, CallPlan] = {}
@@ -63,7 +62,7 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str,
         settle((args, kwargs))
     entry = entry_for(function)
     if kwargs and kwargs.get("out") is not None:
-        return into(kwargs["out"], function, args, kwargs)
+        return _into(kwargs["out"], function, args, kwargs)
     if entry.kind == "rule":
         return run_rule(function, entry.run, args, kwargs, entry.by_value)
     return entry.run(*args, **kwargs)
@@ -75,6 +74,18 @@ def _refuse_capture(function: Any) -> Refused:
         why = "a transform of torch.func sees this rank's tile alone, and movements have no rule in it"
         return refuse(function, why, "use torch.autograd.grad, or call the transform on hc.gather(x)")
     return refuse(function, "a trace would keep this rank's numbers as constants", "trace the untouched model")
+
+
+def _into(out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Compute without ``out``, and copy; refused where torch would change a shape or lose a gradient."""
+    result = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    if not isinstance(out, Tensor) or not isinstance(result, Tensor):
+        raise refuse(function, "with out= it fills several tensors", "assign the results instead")
+    if out.shape != result.shape:
+        raise refuse(function, "out= would change the shape of a tensor", "give one of the shape of the result")
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise RuntimeError(f"{name_of(function)}(): functions with out=... arguments don't support autograd")
+    return out.copy_(result)
 
 
 @executed_by

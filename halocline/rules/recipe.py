@@ -334,6 +334,12 @@ def whole_operands(*values: Any) -> list[Read]:
     return [read_whole(value) for value in values if isinstance(value, Operand)]
 
 
+def stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
+    """Dims aligned from the right; one of size one that is stretched is read whole."""
+    first = len(space) - len(shape)
+    return tuple(Link(first + d) if size == space[first + d] else WHOLE for d, size in enumerate(shape))
+
+
 def pair(value: Any, count: int) -> tuple[int, ...]:
     """torch's way of giving one number for all spatial dims.
 

@@ -1,6 +1,6 @@
 """Networks that others wrote, unchanged: proof that ordinary networks run cut.
 
-    halocline zoo monai --ranks 2
+    halocline check --zoo monai --ranks 2
 
 Each zoo needs the package of its networks, which is imported only when a network is built. Entries are data: every rank
 builds the network whose name it is told, from the same seed.

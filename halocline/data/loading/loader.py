@@ -33,11 +33,10 @@ from ..stores.store import SAMPLES, Store
 from .augment import Augmentation
 from .buffers import Pool
 from .cache import SampleCache
-from .device_copier import DeviceCopier
 from .fields import Field, as_fields
 from .layout import BatchLayout
 from .order import Order
-from .pipeline import ALONE, Batch, Pipeline
+from .pipeline import ALONE, Batch, DeviceCopier, Pipeline
 from .prefetcher import Prefetcher
 from .readers import make_readers
 

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...errors import BadSample, DataError
 from ...geometry import Box, Partition, shape_of, whole
-from ...tensor import wrap_with_halo
+from ...tensor import unwrap, wrap_with_halo
 from ...world import World
 from ..stores.seen import parts_of
 from ..stores.store import Array
 from .agree import agreed
 from .buffers import BufferLease, Memory, Pool
 from .cache import SampleCache
-from .device_copier import DeviceCopier
 from .exchange import SampleExchange
 from .jobs import TileJob, transform
 from .layout import BatchLayout
@@ -279,6 +279,30 @@ class Pipeline:
         own: Box = tuple(i.shift(-all_of.lo) for i, all_of in zip(tile, read, strict=True))
         reach = {1 + each.dims.index(letter): width for letter, width in each.rim.items()}
         return wrap_with_halo(wide, (whole(wide.shape[0]), *own), layout.sharding(name, batch), reach)
+
+
+class DeviceCopier:
+    """Copies batches to a GPU from pinned memory, on a stream of its own beside the step that runs.
+
+    The prefetcher's thread copies and waits for the copy, so that the host's buffer is free afterwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._stream is None:
+            return tensor.to(self._device).to(dtype)
+        with torch.cuda.stream(self._stream):  # all of it: another stream's work would not be waited for
+            copy = tensor.to(self._device, non_blocking=True).to(dtype)
+        self._stream.synchronize()
+        return copy
+
+    def received(self, tensor: Tensor) -> None:
+        """It is used on the caller's stream from now on: no copy may take its memory before that is done with it."""
+        if self._stream is not None:
+            unwrap(tensor).record_stream(torch.cuda.current_stream(self._device))
 
 
 def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:

@@ -21,6 +21,7 @@ from ..recipe import Operand, Recipe, Work
 from ..table import composite, run_rule
 from .pad import shape_from_torch
 from .pool import NARROW, Pool, average_windows, is_cut, max_windows, pool_recipe
+from .scan import cut_points
 
 
 def out_sizes(input: Tensor, spatial: int, output_size: Any) -> tuple[int, ...]:
@@ -132,12 +133,12 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
         """Where a cut dim shrinks to size one, each tile takes its own maximum before anything moves."""
         sizes = out_sizes(input, spatial, output_size)
         dims = range(input.ndim - len(sizes), input.ndim)
-        if not any(m == 1 and has_several_a_tile(input, d) for d, m in zip(dims, sizes, strict=True)):
+        if all(points_to_reduce(input, d, m) is None for d, m in zip(dims, sizes, strict=True)):
             return run_rule(function, describe, (input, sizes), {})
         x = input
         for d, m in reversed(list(zip(dims, sizes, strict=True))):
-            if m == 1 and has_several_a_tile(x, d):
-                x = run_rule(function, _tile_maximum, (x, d, tile_points(x, d)), {})
+            if (points := points_to_reduce(x, d, m)) is not None:
+                x = run_rule(function, _tile_maximum, (x, d, points), {})
             if x.shape[d] != m:
                 x = function(x, [m if other == d else x.shape[other] for other in dims])
         return x
@@ -145,14 +146,13 @@ def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
     return run
 
 
-def tile_points(input: Any, dim: int) -> tuple[int, ...]:
-    """The cut points, without those of tiles that hold nothing."""
-    return tuple(sorted(set(input.sharding.cuts[dim].partition.points)))
+def points_to_reduce(input: Tensor, dim: int, size: int) -> tuple[int, ...] | None:
+    """The cut points of a dim that becomes ``size`` 1, if tiles have several elements there; else None.
 
-
-def has_several_a_tile(input: Tensor, dim: int) -> bool:
-    """Cut, with more than one element a tile: a maximum within the tile comes before any movement."""
-    return is_cut(input, dim) and len(tile_points(input, dim)) <= input.shape[dim]
+    A maximum within each tile then comes before any movement.
+    """
+    points = cut_points(input, dim) if size == 1 else None
+    return points if points is not None and len(points) <= input.shape[dim] else None
 
 
 def _tile_maximum(input: Operand, dim: int, points: tuple[int, ...]) -> Recipe:

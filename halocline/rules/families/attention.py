@@ -20,12 +20,11 @@ from torch import Tensor
 from ..._torch_private import nested_tensor_from_mask
 from ...geometry import Interval
 from ...random.mode import WHERE_DRAWN
-from ..recipe import WHOLE, Operand, Output, Read, Recipe, RingSteps, Work
+from ..recipe import WHOLE, Operand, Output, Read, Recipe, RingSteps, Work, stretched
 from ..table import composite, refuse, run_rule
 from .blockwise_attention import BlockwiseAttention
-from .dropout import dropped
+from .random import dropped
 from .view import shape
-from .whole_axis import stretched
 
 
 @composite(F.scaled_dot_product_attention)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...geometry import Window
 from ...tensor import ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, follow, read_whole
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, follow, read_whole, stretched
 from ..table import run_rule
 from .masks import put
 from .pointwise import broadcast_shape
@@ -50,18 +50,9 @@ def _lookup_rule(input: Operand, indices: tuple[Operand | None, ...]) -> Recipe:
     def local(work: Work, tile: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
         return tile[tuple(slice(None) if index is None else index for index in indices)]
 
-    return Recipe(
-        space=tuple(space),
-        reads=(Read(input, links), *(Read(index, _stretched(index.shape, chosen, first)) for index in given)),
-        local=local,
-        runs_empty=True,
-    )
-
-
-def _stretched(shape: Sequence[int], common: Sequence[int], first: int) -> tuple[Link, ...]:
-    """Dims aligned from the right with those at ``first``; one that is stretched is read whole."""
-    lead = len(common) - len(shape)
-    return tuple(Link(first + lead + d) if size == common[lead + d] else WHOLE for d, size in enumerate(shape))
+    ends = first + len(chosen)
+    positions = [Read(index, stretched(index.shape, space[:ends])) for index in given]
+    return Recipe(space=tuple(space), reads=(Read(input, links), *positions), local=local, runs_empty=True)
 
 
 @each("index_select")

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, per_tile, read_whole, whole_operands
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow, per_tile, stretched, whole_operands
 from ..table import refuse, rule, run_for
 from .view import as_called, each, made_of, made_of_each, normal, shape, with_torch_names
-from .whole_axis import reduced_shape, reduction, stretched
+from .whole_axis import reduced_shape, reduction
 
 
 def _all_rule(function: Any, input: Operand) -> Recipe:
     """A number that no part of the tensor tells: every rank reads all of it."""
-    return Recipe(space=(), reads=(read_whole(input),), local=as_called(function))
+    return Recipe(space=(), reads=tuple(whole_operands(input)), local=as_called(function))
 
 
 def _along_rule(function: Any, input: Operand, *args: Any) -> Recipe:
@@ -105,7 +105,7 @@ def aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> 
 @each("bucketize")
 def bucketize(function: Any, input: Operand, boundaries: Operand, **options: Any) -> Recipe:
     """Each value's place among whole boundaries."""
-    return per_tile(input, as_called(function), read_whole(boundaries), outputs=_constant(input))
+    return per_tile(input, as_called(function), *whole_operands(boundaries), outputs=_constant(input))
 
 
 @each("isin")
@@ -140,8 +140,8 @@ def cdist(function: Any, input: Operand, other: Operand, *args: Any, **kwargs: A
     """Every row of one with every row of the other: both may be cut, each along an axis of its own."""
     space = shape(torch.cdist, input, other)
     batch, rows = space[:-2], len(space) - 2
-    down = Read(input, (*stretched(input.shape[:-2], batch), Link(rows), WHOLE))
-    across = Read(other, (*stretched(other.shape[:-2], batch), Link(rows + 1), WHOLE))
+    down = Read(input, (*stretched(input.shape[:-2], batch), Link(rows), Link(None)))
+    across = Read(other, (*stretched(other.shape[:-2], batch), Link(rows + 1), Link(None)))
     return Recipe(space=space, reads=(down, across), local=as_called(function))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ShardingError
 from ...tensor import ShardedTensor, here, unwrap, wrap
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, as_called, follow, per_tile
+from ..recipe import Operand, Read, Recipe, as_called, follow, per_tile, stretched
 from ..table import composite, direct, refuse, rule
 
 _NAMES = """
@@ -77,12 +77,6 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
         ) from error
 
 
-def _links(shape: tuple[int, ...], space: tuple[int, ...]) -> tuple[Link, ...]:
-    """Dims aligned from the right; a dim of size one that is stretched is needed whole."""
-    first = len(space) - len(shape)
-    return tuple(WHOLE if size == 1 and space[first + d] != 1 else Link(first + d) for d, size in enumerate(shape))
-
-
 def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inplace: bool) -> Recipe:
     """A recipe in which every dim of every operand follows one of the result, or is stretched."""
     if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
@@ -96,7 +90,7 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         raise ShardingError(f"in place, {operands[0].shape} cannot hold a result of shape {space} (in {here()})")
     return Recipe(
         space=space,
-        reads=tuple(Read(operand, _links(operand.shape, space)) for operand in operands),
+        reads=tuple(Read(operand, stretched(operand.shape, space)) for operand in operands),
         local=as_called(function),
         inplace=inplace,
         runs_empty=True,

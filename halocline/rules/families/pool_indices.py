@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import Access, Adaptive, Interval, Same, Transposed, whole
+from ...geometry import Access, Adaptive, Interval, Same, Transposed, Window, whole
 from ...geometry.access import Everything, Pieces
 from ...tensor import ShardedTensor
 from ..recipe import Link, Operand, Output, Read, Recipe, Work, per_tile
 from ..table import composite, run_rule
-from .adaptive_pool import has_several_a_tile, out_sizes, side_by_side, tile_points
+from .adaptive_pool import out_sizes, points_to_reduce, side_by_side
 from .pad import shape_from_torch
 from .pool import check_not_empty, is_cut, max_pool, own_windows, padded_call, windows_of
 from .view import shape
@@ -99,8 +101,8 @@ def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
         both: Any = (input, None)
         todo = [(d, m) for d, m in zip(dims, sizes, strict=True) if input.shape[d] != m]
         for d, m in reversed(todo or [(input.ndim - 1, sizes[-1])]):
-            if m == 1 and has_several_a_tile(both[0], d):
-                both = _along(function, both, d, Pieces(tile_points(both[0], d)), given)
+            if (points := points_to_reduce(both[0], d, m)) is not None:
+                both = _along(function, both, d, Pieces(points), given)
             both = _along(function, both, d, Adaptive(both[0].shape[d], m), given)
         return both
 
@@ -184,13 +186,12 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         output_size: Any = None,
     ) -> Tensor:
         size = None if output_size is None else tuple(output_size)
-        given = (kernel_size, stride, padding, size)
-        dims = range(input.ndim - spatial, input.ndim)
-        cut = [d for d in dims if is_cut(input, d) or is_cut(indices, d)]
+        windows = tuple(windows_of(spatial, kernel_size, stride, padding))
+        call = Unpool(function, tuple(input.shape), windows, size)
+        cut = tuple(d for d in range(call.lead, input.ndim) if is_cut(input, d) or is_cut(indices, d))
         # One small sum over the ranks, instead of gathering the input.
-        near = not cut or _near(indices, tuple(cut), (spatial, function, tuple(input.shape), *given))
-        dtype = _widened(input)
-        return run_rule(function, _describe_unpool, (input, indices, *given, spatial, function, near, dtype), {})
+        near = not cut or _near(indices, cut, call)
+        return run_rule(function, _unpool_rule, (input, indices, call, near, _widened(input)), {})
 
     return run
 
@@ -201,19 +202,44 @@ def _widened(input: Tensor) -> torch.dtype:
     return torch.float32 if narrow and input.device.type == "cpu" and torch.is_autocast_enabled("cpu") else input.dtype
 
 
+@dataclass(frozen=True)
 class Unpool:
-    """One call: its windows (an input's value goes to a place in its window, if a pool made the indices) and sizes."""
+    """One call of ``max_unpool*d``, by which plans are kept: an input of shape ``given``, and the pool to undo.
 
-    def __init__(
-        self, spatial: int, function: Any, given: tuple[int, ...], kernel: Any, stride: Any, padding: Any, size: Any
-    ) -> None:
-        windows = windows_of(spatial, kernel, stride, padding)
-        self.function, self.lead = function, len(given) - spatial
-        self.accesses = [Transposed(w.kernel, w.stride, 1, w.padding) for w in windows]
-        self.kernel, self.stride = [w.kernel for w in windows], [w.stride for w in windows]
-        values, places = Operand(0, given, torch.float32, frozenset()), Operand(1, given, torch.int64, frozenset())
-        self.made = shape(function, values, places, kernel, stride, padding, size)
-        self.sizes = self.made[self.lead :]
+    If a pool made the indices, a value of the input goes to a place in its own window.
+    """
+
+    function: Any
+    given: tuple[int, ...]
+    windows: tuple[Window, ...]
+    size: tuple[int, ...] | None  # of the result, where the user gives it
+
+    @property
+    def lead(self) -> int:
+        """How many dims stand before the spatial ones."""
+        return len(self.given) - len(self.windows)
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """The shape of the result, asked of torch."""
+        values = Operand(0, self.given, torch.float32, frozenset())
+        places = Operand(1, self.given, torch.int64, frozenset())
+        return shape(self.run, values, places, [w.padding for w in self.windows], self.size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The spatial sizes of the result."""
+        return self.made[self.lead :]
+
+    @cached_property
+    def accesses(self) -> list[Transposed]:
+        """Which inputs can reach an output, for each spatial dim."""
+        return [Transposed(w.kernel, w.stride, 1, w.padding) for w in self.windows]
+
+    def run(self, values: Tensor, places: Tensor, padding: list[int], size: Sequence[int] | None) -> Tensor:
+        """torch's own function."""
+        windows = self.windows
+        return self.function(values, places, [w.kernel for w in windows], [w.stride for w in windows], padding, size)
 
     def along(self, flat: Tensor, dim: int) -> Tensor:
         """The coordinate along one dim of positions in the result."""
@@ -226,15 +252,13 @@ class Unpool:
         native = [work.native(input, self.lead + i) for i in range(len(needs))]
         if 0 in tile.shape:  # outputs that no window reaches
             return tile.new_zeros([interval.size for interval in work.box]) + tile.sum() * 0
-        reached = [
-            whole(size) if uncut else Interval(s * need.lo - a.padding, s * (need.hi - 1) - a.padding + k)
-            for uncut, need, a, k, s, size in zip(
-                native, needs, self.accesses, self.kernel, self.stride, self.sizes, strict=True
-            )
-        ]
-        padding = [a.padding if uncut else 0 for a, uncut in zip(self.accesses, native, strict=True)]
+        reached = []
+        for uncut, need, w, size in zip(native, needs, self.windows, self.sizes, strict=True):
+            first = w.stride * need.lo - w.padding
+            reached.append(whole(size) if uncut else Interval(first, first + w.stride * (need.size - 1) + w.kernel))
+        padding = [w.padding if uncut else 0 for w, uncut in zip(self.windows, native, strict=True)]
         flat = _moved(flat, self.sizes, reached)
-        full = self.function(tile, flat, self.kernel, self.stride, padding, [interval.size for interval in reached])
+        full = self.run(tile, flat, padding, [interval.size for interval in reached])
         wanted = work.box[self.lead :]
         return _trim(full, [(w.lo - r.lo, r.hi - w.hi) for w, r in zip(wanted, reached, strict=True)])
 
@@ -245,19 +269,19 @@ def _moved(flat: Tensor, sizes: Sequence[int], reached: Sequence[Interval]) -> T
     return _recounted(flat, sizes, origin, [interval.size for interval in reached])
 
 
-def _near(indices: Tensor, dims: tuple[int, ...], call: tuple[Any, ...]) -> bool:
+def _near(indices: Tensor, dims: tuple[int, ...], call: Unpool) -> bool:
     """Does every value go to its own window? The ranks agree on it, for each sees its own indices only."""
     if not isinstance(indices, ShardedTensor):
         box = [whole(size) for size in indices.shape]
-        return indices.is_meta or not _strays(indices, box, dims, Unpool(*call)).any()
+        return indices.is_meta or not _strays(indices, box, dims, call).any()
     total = run_rule("max_unpool reach", _strays_rule, (indices, dims, call), {})
     return total.is_meta or not total.item()  # without values, as a pool would have made them
 
 
-def _strays_rule(indices: Operand, dims: tuple[int, ...], call: tuple[Any, ...]) -> Recipe:
+def _strays_rule(indices: Operand, dims: tuple[int, ...], call: Unpool) -> Recipe:
     """How many indices leave their window, over all ranks."""
     output = Output((1,), (None,), constant=True, dtype=torch.int64)
-    local = lambda work, tile, *_: _strays(tile, work.box, dims, Unpool(*call)).sum().reshape(1)  # noqa: E731
+    local = lambda work, tile, *_: _strays(tile, work.box, dims, call).sum().reshape(1)  # noqa: E731
     return per_tile(indices, local, outputs=(output,), combine="sum")
 
 
@@ -273,38 +297,22 @@ def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Un
     return strays
 
 
-def _describe_unpool(
-    input: Operand,
-    indices: Operand,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    size: Any,
-    spatial: int,
-    function: Any,
-    near: bool,
-    dtype: torch.dtype,
-) -> Recipe:
+def _unpool_rule(input: Operand, indices: Operand, call: Unpool, near: bool, dtype: torch.dtype) -> Recipe:
     """Each output reads the windows that can reach it (``near``), or all of the input."""
-    call = Unpool(spatial, function, input.shape, kernel, stride, padding, size)
     anywhere = [Everything(n) for n in input.shape[call.lead :]]
     links = _links(input.ndim, call.accesses if near else anywhere)
 
     def local(work: Work, tile: Tensor, flat: Tensor, *_: Any) -> Tensor:
         if near:
             return call.local(work, input, tile, flat).to(dtype)
-        full = function(tile, flat, kernel, stride, padding, size)
+        full = call.run(tile, flat, [w.padding for w in call.windows], call.size)
         for dim, interval in enumerate(work.box[call.lead :], call.lead):
             full = full.narrow(dim, interval.lo, interval.size)
         return full
 
-    return Recipe(
-        space=call.made,
-        reads=(Read(input, links), Read(indices, links)),
-        outputs=(Output(call.made, tuple(range(input.ndim)), dtype=dtype),),
-        local=local,
-        positions=True,
-    )
+    output = Output(call.made, tuple(range(input.ndim)), dtype=dtype)
+    reads = (Read(input, links), Read(indices, links))
+    return Recipe(space=call.made, reads=reads, outputs=(output,), local=local, positions=True)
 
 
 for _spatial in (1, 2, 3):

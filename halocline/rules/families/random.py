@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...random.functions import KERNELS, Kernel
 from ...random.generator import GlobalBox
 from ...random.mode import WRITTEN_OUT
+from ...tensor import ShardedTensor
 from ..recipe import Recipe, Work
 from ..table import composite, refuse, rule
 from .pointwise import elementwise
@@ -48,3 +50,13 @@ for _function, _written in WRITTEN_OUT.items():
 def refused(*args: Any, **kwargs: Any) -> Recipe:
     """The recipe of a function whose numbers would differ between ranks."""
     raise refuse("poisson or binomial", "their numbers take an unknown count of draws", "hc.gather first")
+
+
+def dropped(input: Tensor, p: float) -> Tensor:
+    """Dropout inside composites (attention, recurrent networks), where torch's kernel would draw by itself.
+
+    A whole tensor on its way through cut work is as large on one rank, and loses the same elements there.
+    """
+    if p == 0 or isinstance(input, ShardedTensor):
+        return F.dropout(input, p) if p else input
+    return KERNELS[F.dropout].run(GlobalBox.all_of(tuple(input.shape)), input, p)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...tensor import ShardedTensor
 from ..recipe import Operand, Output, Recipe, Work, as_called, follow, read_whole, whole_operands
 from ..table import composite, refuse, rule, run_for
-from .dropout import dropped
+from .random import dropped
 
 
 def _network_rule(

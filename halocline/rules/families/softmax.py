@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recipe import Operand, Output, Read, Recipe
+from ..recipe import Operand, Output, Read, Recipe, stretched
 from ..table import run_for, run_rule
 from .pointwise import broadcast_shape
 from .reduce import NARROW, extreme_value
 from .scan import cut_points
 from .view import as_called, flat_ints, made_of, made_of_each, normal, shape
-from .whole_axis import along, stretched
+from .whole_axis import along
 
 
 def _rule(function: Any, input: Operand, dim: int, alone: bool) -> Recipe:

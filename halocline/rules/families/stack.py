@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import WHOLE, Operand, Output, Read, Recipe
+from ..recipe import WHOLE, Operand, Output, Read, Recipe, stretched
 from ..table import composite, refuse, run_rule
 from .pointwise import broadcast_shape
 from .view import as_called, bound, operands, shapes, with_torch_names
-from .whole_axis import stretched
 
 
 def _matrices(function: Any, *args: Any, **kwargs: Any) -> Recipe:

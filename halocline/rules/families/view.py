@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...geometry import Window, shape_of
 from ...tensor import ShardedTensor, plain, same_memory
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, per_tile
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, per_tile, stretched
 from ..recipe import as_called as as_called  # the view rules' tools in one place
 from ..table import composite, rule, run_rule
 
@@ -196,8 +196,7 @@ def expand(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     """A dim of size one is stretched; it was never cut."""
     input = next(operands((args, kwargs)))
     space = shape(function, *args, **kwargs)
-    new = len(space) - input.ndim
-    links = [Link(new + d) if size == space[new + d] else WHOLE for d, size in enumerate(input.shape)]
+    links = stretched(input.shape, space)
     return viewing(input, space, links, on_tile(lambda work, tile: tile.expand(local_shape(work))))
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, follow, per_tile
+from ..recipe import Operand, Output, Read, Recipe, follow, per_tile
 from ..table import refuse, rule, run_for
 from .view import as_called, each, made_of, made_of_each, normal, shapes, with_torch_names
 
@@ -67,12 +67,6 @@ def local_response_norm(function: Any, input: Operand, size: int, *args: Any, **
     if not input.dtype.is_floating_point:
         raise refuse(function, "torch gives integers another dtype where a tile is empty", "call .float() on its input")
     return along(function, input, 1, size)
-
-
-def stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
-    """Dims aligned from the right; one of size one that is stretched is read whole."""
-    first = len(space) - len(shape)
-    return tuple(Link(first + d) if size == space[first + d] else WHOLE for d, size in enumerate(shape))
 
 
 def _named_dim(function: Any, input: Operand, *args: Any, dim: int, **kwargs: Any) -> Recipe:
