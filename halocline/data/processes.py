@@ -149,6 +149,7 @@ def _read(stream: IO[bytes] | None) -> bytes:
 def serve() -> None:
     """What such a process does: its standard output is for answers, and whatever others print goes to the errors."""
     answers = os.fdopen(os.dup(1), "wb")
+    # A library that prints must not write into the stream of answers.
     os.dup2(2, 1)
     while True:
         try:

@@ -102,6 +102,7 @@ def _sampled_dims(name: str, ndim: int) -> int:
     """How many leading dims count the channels of the samples: without a batch it is the first alone."""
     if name == "dropout1d" and ndim not in (2, 3):
         raise RuntimeError(f"dropout1d: Expected 2D or 3D input, but received a {ndim}D input")
+    # torch guesses a missing batch for these two only.
     unbatched = {"dropout1d": 2, "dropout3d": 4}.get(name)
     if ndim < 2:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")

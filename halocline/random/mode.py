@@ -31,6 +31,7 @@ def reproducible(seed: int | None = None) -> Iterator[None]:
     Numbers begin at ``seed`` and the state before returns at the end; without a seed they go on from where they are.
     Keep forward and backward inside together: recomputation draws too. A torch.Generator of one's own stays in use.
     """
+    # The numbers of this seed, and afterwards those that would have come without this block.
     old = current() if seed is None else swap(State(seed))
     try:
         with _Replaced():

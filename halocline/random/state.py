@@ -122,6 +122,7 @@ class State:
 
 def _pass_moment() -> int:
     """Move torch's CPU generator on by one draw; return a hash of the state that it had."""
+    # 5 kB of state as one number.
     moment = hash(torch.get_rng_state().numpy().tobytes())
     # With a generator named, the draw is torch's own even where :func:`reproducible` stands for it.
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)

@@ -54,6 +54,7 @@ def settled(
 def _computed(plan: CallPlan, operand: Tensor, tile: Tensor, result: Tensor) -> tuple[Tensor, CopyOf | None, Any]:
     """A function that makes new memory, unless it gives its operand back (``x.float()`` of float32)."""
     shares = bool(result.numel()) and same_memory(tile, result)
+    # The rule gave its operand back where torch always makes new memory.
     if shares and plan.recipe.fresh:
         return result.clone(), None, None
     if not shares or not isinstance(operand, ShardedTensor):
@@ -96,6 +97,7 @@ def _ask(
     """torch's answers for these strides of the operand, from the plan's cache if the question was asked before."""
     operand = tensors[index]
     strides = one_rank_strides(operand) if isinstance(operand, ShardedTensor) else tuple(plain(operand).stride())
+    # The answer depends on strides, which are no part of the plan's key.
     if strides not in plan.answers:
         plan.answers[strides] = _answers(function, args, kwargs, tensors, index)
     return plan.answers[strides] or [None] * len(plan.recipe.outputs)

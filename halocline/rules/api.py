@@ -61,6 +61,7 @@ def shard(
     check_same(tensor, sharding, check)
     if not (tensor.requires_grad and torch.is_grad_enabled() and sharding.axes):
         return cut_like(tensor, sharding)
+    # An input that wants a gradient gets it whole, as it was given.
     whole = Sharding(mesh, tensor.shape, (None,) * tensor.ndim)
     return wrap(CutInput.apply(tensor, sharding, recut(whole, sharding), recut(sharding, whole)), sharding)
 
@@ -81,6 +82,7 @@ def shard_inputs(
     batch = {dim: axis for dim, axis in dims.items() if dim >= 0}
     if any(dim > 0 for dim in batch):
         raise ShardingError(f"count spatial dims from the end (width is -1), the batch as 0; got {dict(dims)}")
+    # All spatial dims of the first tensor, those that are not cut included.
     trailing = tuple(first.shape[min([*space, 2 - first.ndim]) :]) if space else ()
 
     def place(tensor: Tensor) -> Tensor:
@@ -150,6 +152,7 @@ def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Shard
     everyone = tuple(range(mesh.size))
     sizes = torch.zeros(mesh.size, tile.ndim, dtype=torch.int64, device="cpu")
     sizes[mesh.rank] = torch.tensor(tile.shape, device="cpu")
+    # Each rank fills its own row: the sum is the table of all.
     sizes = mesh.world.sum(sizes, everyone, Label("from_tile", here()))
     named = make_sharding(mesh, tile.shape, dims).dims_by_axis()
     shape = list(tile.shape)
@@ -169,6 +172,7 @@ def _check_agreement(
 ) -> None:
     """Raise unless every rank's tile has the size that its place in the mesh requires."""
     for rank in range(mesh.size):
+        # The coordinates of any rank follow from its number.
         rest, where = rank, {}
         for name in reversed(mesh.names):
             rest, where[name] = divmod(rest, mesh.sizes[name])

@@ -72,6 +72,7 @@ class _Recording(_HaloTape):
         """Start the exchange in the world; its messages are kept when somebody waits for them."""
         with self._outside() as world:
             exchange = world.begin(sends, receives, like, ranks, label, path)
+        # Its place in the order is that of its beginning, not of its wait.
         self.kept.append(None)
         return _Recorded(exchange, self.kept, len(self.kept) - 1, label)
 

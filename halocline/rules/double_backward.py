@@ -62,6 +62,7 @@ def differentiated(
     Computed from aliases: the operands' own history, and hooks on them, belong to the backward that is under way.
     """
     with torch.enable_grad(), autocast.again():
+        # Not the operands themselves: the backward under way would meet its own graph.
         aliases = [None if operand is None else operand.view_as(operand) for operand in operands]
         wanted = [alias for alias, flag in zip(aliases, needed, strict=True) if flag and alias is not None]
         gradients = iter(torch.autograd.grad(compute(*aliases), wanted, gradient, create_graph=True))

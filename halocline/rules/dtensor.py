@@ -27,6 +27,7 @@ def from_dtensor(tensor: DTensor, mesh: Mesh) -> Tensor:
     cuts: list[Cut | None] = [None] * tensor.ndim
     placements: tuple[Any, ...] = tensor.placements
     for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), placements, strict=True):
+        # Partial sums and strided shards have no like here.
         if placement.is_replicate() or mesh.sizes[axis] == 1:
             continue
         if type(placement).__name__ != "Shard" or cuts[placement.dim] is not None:
@@ -55,6 +56,7 @@ def to_dtensor(tensor: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor
     _check_same_ranks(target, mesh)
     cuts = [c and Cut(c.axis, _chunks(size, mesh.sizes[c.axis])) for c, size in zip(old.cuts, old.shape, strict=True)]
     new = Sharding(mesh, old.shape, cuts)
+    # Most tensors are cut as DTensor cuts: nothing moves.
     tile = unwrap(tensor if new is old else cut_like(tensor, new))
     placements = [Shard(where[name]) if name in where else Replicate() for name in target.mesh_dim_names or ()]
     stride = torch.empty(old.shape, device="meta").stride()

@@ -121,6 +121,7 @@ def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) 
         if at is None or dim not in output.dims:
             continue
         place = output.dims.index(dim)
+        # A dim that the call has resized is cut evenly.
         same = before.partition.size == output.shape[place]
         cuts[at] = None
         cuts[place] = before if same else Cut(axis, Partition.even(output.shape[place], before.partition.parts))

@@ -59,6 +59,7 @@ class Ring:
     def arrived(self, exchange: Any, like: Sequence[Tensor], step: int) -> list[Tensor]:
         """Wait for the pieces of ``step``; views of the one message."""
         (flat,) = exchange.wait()
+        # Pieces may differ in length: the dim need not be cut evenly.
         shapes = [(*p.shape[: self.dim], self.held(step).size, *p.shape[self.dim :][1:]) for p in like]
         return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]
 
@@ -134,6 +135,7 @@ def _gathered_backward(ring: Ring, label: Label, operands: list[Tensor], gradien
 
 def in_ring(ring: Ring, route: Route, *operands: Tensor) -> Tensor:
     """Run the work on this rank's operands, those that stay first. Waits for the other ranks of the ring."""
+    # Counted like gathers and shuffles.
     route.world.redistributed("ring", route.label)
     result: Tensor = quick_apply(RoundTheRing, ring, route, *in_autocast_dtype(*operands))
     return result

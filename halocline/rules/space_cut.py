@@ -81,6 +81,7 @@ def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict
         for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
             if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
                 continue
+            # Where the operand's tiles come to lie in the output.
             points = link.access.propagate_cut(cut.partition.points, recipe.space[link.dim])
             cuts[link.dim] = Cut(cut.axis, Partition(points))
             taken.add(cut.axis)

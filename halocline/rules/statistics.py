@@ -24,6 +24,7 @@ def _total(values: Tensor, route: Route | None) -> Tensor:
 def _of_all_ranks(own: Moments, route: Route, few: int) -> Moments:
     """Among few ranks one sum brings each rank's own in a row of its own; else a second sum is smaller."""
     ranks = len(route.ranks)
+    # Each rank's moments in a row of its own, so that one sum brings all of them.
     if ranks <= few:
         rows = own.mean.new_zeros(ranks, 3, *own.mean.shape)
         rows[route.ranks.index(route.world.rank)] = torch.stack(own)

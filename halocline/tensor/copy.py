@@ -93,6 +93,7 @@ class CopyOf:
 
     def written(self) -> None:
         """After a write to a copy whose base may or may not show it: nothing on the base's memory is used again."""
+        # Whoever shares memory with the base can no longer be trusted.
         for tensor in self._family or ():
             tensor._copy_of = Uncertain()  # type: ignore[attr-defined]
         if self._parent is not None:

@@ -78,6 +78,7 @@ class Fetch:
         return self.mesh.ranks_along(self.axes)
 
     def __call__(self, tile: Tensor, label: Label) -> Tensor:
+        # Data move: the movement carries law 3's factor itself.
         if self.communicates:
             route = Route(self.mesh.world, self.ranks, label)
             return quick_apply(MoveBoxes, tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)

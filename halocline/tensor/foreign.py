@@ -139,6 +139,7 @@ def trust(function: Function) -> Function:
     Its forward and backward must be written with torch functions: these run by their rules, so that ``backward`` sees
     the true gradient, cut as the output is. For each input it must give a gradient cut as that input is.
     """
+    # The class itself is changed, so that calls by its name are trusted too.
     apply_it, differentiate = function.apply, function.backward
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -174,6 +174,7 @@ def unwrap(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     node, requires_grad = autograd_state(tensor)
+    # Somebody else's autograd Function has made this shell.
     if node is not None and not isinstance(node, _ALIAS_NODES):
         _rejoin(tensor, node)
     if node is not None and not torch.is_grad_enabled():

@@ -22,6 +22,7 @@ def dense_strides(shape: tuple[int, ...], like: Tensor) -> Strides:
     >>> dense_strides((2, 3, 8), torch.zeros(2, 4, 3).transpose(1, 2))
     (24, 1, 3)
     """
+    # Dims of size one have any stride: the memory format decides.
     form = memory_format_of(like)
     if form is not torch.contiguous_format or like.is_contiguous():
         form = channels_last_of(like) if suggests_channels_last(like) else form

@@ -1,4 +1,4 @@
-"""Every movement is a linear map with its adjoint: ``<F x, y> == <x, F* y>``, tested by inner products."""
+"""Proves that the backward of a movement is its adjoint: ``<F x, y> == <x, F* y>``, by inner products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare a cut run with one rank, value and gradient: the proof that comes with every rule."""
+"""Compares a cut call with the same call on one rank, value and gradient: the proof that comes with every rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ Cuts = Sequence[Mapping[int, str] | None]
 
 
 def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
-    """``max|a-b| / max(max|b|, 1e-6 G)``, G the largest entry of the network's gradients (many true ones are zero)."""
+    """``max|a-b| / max(max|b|, 1e-6 G)``: how far a tensor is from the true one; infinite for another shape or
+    dtype.
+
+    ``scale`` is G, the largest entry of all of a network's gradients: many true gradients are zero, and what rounding
+    leaves of them must not count. Integers must be equal.
+    """
     if found.shape != true.shape or found.dtype != true.dtype:
         return float("inf")
     if true.numel() == 0:
@@ -63,8 +68,12 @@ def check_rule(
 ) -> Comparison:
     """Run ``function(*inputs)`` whole and cut over ranks in one process; compare every output and every gradient.
 
+        x, w = torch.randn(1, 2, 9, 9, dtype=torch.float64), torch.randn(4, 2, 3, 3, dtype=torch.float64)
+        assert check_rule(F.conv2d, x, w, cuts=[{2: "rows"}, None], mesh={"rows": 3}).verdict == "exact"
+
     ``cuts[i]`` says how input i is cut (None: left whole). Inputs that are not tensors pass through. With
-    ``second_order`` a gradient penalty on the first cut input is differentiated again.
+    ``second_order`` a gradient penalty on the first cut input is differentiated again. Ranks are threads: no process is
+    started.
     """
     subject = next((index for index, cut in enumerate(cuts) if cut), 0)
     try:

@@ -1,6 +1,7 @@
 """Ranks of a pool that mpiexec has started, and that talk over MPI.
 
-They are no children of this process: each calls back through a socket file, and is watched by its number. Linux only.
+They are not children of this process: each calls back through a socket file, and is watched by its process number.
+Linux only.
 """
 
 from __future__ import annotations

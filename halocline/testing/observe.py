@@ -1,4 +1,4 @@
-"""Run a network once to measure, once to compare, then to train: the same lines on one rank and on many."""
+"""Runs a network once to measure memory, once to compare, then to train: the same lines on one rank and on many."""
 
 from __future__ import annotations
 

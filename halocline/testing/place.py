@@ -1,4 +1,4 @@
-"""Where the ranks of a pool run: this machine over loopback, or wherever a subclass takes them."""
+"""Where the ranks of a pool run: on this machine over loopback, or wherever a subclass starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests that every store passes: a new kind of store inherits them, and is proven."""
+"""The tests that every store passes. A new kind of store inherits them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ _SHAPES = {"NCDHW": (3, 2, 5, 7, 6), "NHWC": (2, 9, 8, 3), "NW": (4, 11)}
 
 
 class StoreTests(ABC):
-    """For pytest: a subclass whose name begins with ``Test`` says how its store is made, and inherits the tests.
+    """Tests for any store. A subclass whose name begins with ``Test`` says how its store is made, and inherits the
+    tests.
 
-    ``make`` is given an array with the samples along its first dim, ``dims`` that name all its dims ("NCDHW"), and an
-    empty folder. It writes the array in whatever way is to be tested, and returns a store of it.
+        class TestMyStore(StoreTests):
+            def make(self, array, dims, folder):
+                np.save(folder / "x.npy", array)
+                return MyStore(folder / "x.npy", dims)
+
+    ``make`` gets an array with the samples along its first dim, ``dims`` that name all its dims ("NCDHW"), and an empty
+    folder. It writes the array in whatever way is to be tested, and returns a store of it.
     """
 
     #: A store that cannot hold some of these names those that it can.

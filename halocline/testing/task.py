@@ -1,4 +1,4 @@
-"""What ``halocline check`` is asked to do: which network, on which inputs, cut how. Everything a rank must know."""
+"""What ``halocline check`` is asked to do: which network, on which inputs, cut how. All that a rank must know."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class BadUsage(HaloclineError, ValueError):
 
 @dataclass(frozen=True)
 class NetworkTask:
-    """The same on every rank. The first input is the volume."""
+    """One check, the same on every rank: the network by name, its inputs by shape, and the cut. The first input is
+    the volume.
+    """
 
     target: str
     arguments: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The tests that every world passes: a new transport inherits them, and is proven."""
+"""The tests that every world passes. A new transport inherits them (``docs/adding-a-world.md``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ T = TypeVar("T")
 
 
 class WorldTests(ABC):
-    """For pytest: a subclass whose name begins with ``Test`` says how its ranks run, and inherits the tests."""
+    """Tests for any world. A subclass whose name begins with ``Test`` says how its ranks run, and inherits the
+    tests.
+
+    Tests that need a capability which the world does not claim are skipped; :class:`Capabilities` says what there is to
+    claim.
+    """
 
     #: Where tensors lie: "cpu", "cuda", or "meta" for a world that moves nothing.
     device = "cpu"

@@ -1,4 +1,8 @@
-"""What the ranks of :class:`WorldTests` run. Each body returns complaints; none means that the world kept its word."""
+"""What the ranks run in :class:`WorldTests`. Each body returns complaints; an empty list means that the world kept
+its word.
+
+Bodies are plain functions of a module, so that worlds whose ranks are processes can pickle them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole zoo through the check, one network after another on the same ranks."""
+"""Checks a whole zoo, one network after another on the same rank processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class ZooReport:
-    """What was found of each network, by name."""
+    """The reports of all networks of a zoo, by name."""
 
     zoo: str
     ranks: int

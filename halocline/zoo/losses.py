@@ -1,8 +1,10 @@
 """Losses and metrics: torch's own, those of segmentation (:mod:`.segmentation`), and those of MONAI 1.6.1.
 
-What is cut is the prediction, and the target with it. A metric has no gradient; its prediction is handed on beside it,
-so that there is one to compare. Left out of MONAI's: what needs weights to download (PerceptualLoss), other packages
-(MetricsReloaded), boxes or features in place of volumes.
+The prediction is cut, and the target with it. A metric has no gradient, so that its prediction is returned beside it,
+and there is a gradient to compare.
+
+Left out of MONAI's: what needs weights to download (PerceptualLoss) or other packages (MetricsReloaded), and what takes
+boxes or features in place of volumes.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ CLASSES = _drawn(torch.randint, 0, 3, (2, *SPACE))
 LABELS = CLASSES.unsqueeze(1)
 # A tenth of the voxels does not count.
 WITH_IGNORED = CLASSES.masked_fill(_drawn(torch.rand, (2, *SPACE)) < 0.1, IGNORED)
+# Targets of regression, and of probabilities.
 VALUES, SHARES = _drawn(torch.randn, LOGITS), _drawn(torch.rand, LOGITS)
 SIGNS = _drawn(torch.randint, 0, 2, LOGITS) * 2 - 1
 # A field of displacements has a component for each dim.
 ONE_CHANNEL, FIELD = (2, 1, *SPACE), (2, 3, *SPACE)
 HOT: dict[str, Any] = {"to_onehot_y": True, "softmax": True}
+# Of the classes.
 WEIGHTS = torch.tensor([0.2, 0.3, 0.5])
 
 

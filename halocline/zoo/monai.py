@@ -1,9 +1,11 @@
-"""Networks of MONAI 1.6.1: 49 of its 3D segmenters, transformers, generators, classifiers and registration nets.
+"""Networks of MONAI 1.6.1: 49 of its 3D segmenters, transformers, generators, classifiers and registration
+networks.
 
-Volumes are the smallest at which a network still does all it does; many are longer in depth than across, which is cheap
-and tells the dims apart. Networks with batch norm at the bottom keep several voxels there: over two, rounding alone
-would spoil any comparison. Left out: HyenaNDUNETR and DAF3D (their packages do not install), Generator (no volume goes
-in), NaViT (a list goes in).
+Volumes are the smallest at which a network still does all it does. Many are longer in depth than across, which is cheap
+and tells the dims apart. Networks with batch norm at the bottom keep several voxels there: over two voxels, rounding
+alone would spoil any comparison.
+
+Left out: HyenaNDUNETR and DAF3D (their packages do not install), Generator (no volume goes in), NaViT (a list goes in).
 """
 
 from __future__ import annotations

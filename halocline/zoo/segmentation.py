@@ -1,6 +1,7 @@
 """Losses of segmentation, written with torch functions as the libraries of that field write them.
 
-Predictions are logits [N, C, ...], targets are class numbers [N, ...]; voxels of ``ignore_index`` do not count.
+Predictions are logits [N, C, ...], targets are class numbers [N, ...]; voxels of ``ignore_index`` do not count. They
+are here to be checked, not to be used: each stands for a way to write such a loss.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class OverlapLoss(nn.Module):
         if self.ignore_index is not None:
             mask = target != self.ignore_index
             probability = probability * mask.unsqueeze(1)
+            # Ignored voxels become class 0, and are masked out again.
             one_hot = F.one_hot((target * mask).to(torch.long), classes).permute(0, 2, 1) * mask.unsqueeze(1)
         else:
             one_hot = F.one_hot(target, classes).permute(0, 2, 1)
@@ -123,6 +125,7 @@ class SoftCrossEntropy(nn.Module):
         """The mean over all voxels, ignored ones included."""
         log_probability, target = F.log_softmax(prediction, 1), target.unsqueeze(1)
         ignored = target.eq(self.ignore_index)
+        # ``gather`` needs valid class numbers everywhere.
         likelihood = -log_probability.gather(1, target.masked_fill(ignored, 0))
         likelihood = likelihood.masked_fill(ignored, 0.0)
         rest = -log_probability.sum(1, keepdim=True).masked_fill(ignored, 0.0)
@@ -131,7 +134,7 @@ class SoftCrossEntropy(nn.Module):
 
 
 class CorrelationLoss(nn.Module):
-    """One minus Matthews' correlation coefficient of a binary prediction."""
+    """One minus Matthews' correlation coefficient of a binary prediction: four sums over the whole batch."""
 
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
         """From the four sums of the confusion matrix."""
@@ -142,7 +145,7 @@ class CorrelationLoss(nn.Module):
 
 
 class ConfusionScores(nn.Module):
-    """IoU, Dice and accuracy by classes from a confusion matrix, as metrics count it: ``bincount`` of pairs."""
+    """IoU, Dice and accuracy by classes from a confusion matrix, counted as metrics count it: ``bincount`` of pairs."""
 
     def forward(self, prediction: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Scores by class, and the prediction, whose gradient can be compared."""

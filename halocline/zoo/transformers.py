@@ -1,7 +1,7 @@
 """Networks on images from Hugging Face transformers 5.22.2, built from small configurations: nothing is downloaded.
 
-Widths and depths are small, kernels, strides and heads as published. What would let a narrow network forget its input
-is changed: weights that start too small for it (``LOUD``), layer scales of a millionth, a dropout of 0.999.
+Widths and depths are small; kernels, strides and heads are as published. What would let a narrow network forget its
+input is changed: weights that start too small for it (``LOUD``), layer scales of a millionth, a dropout of 0.999.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PYRAMID = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attenti
 
 
 def network(family: str, head: str = CLASSES, /, **options: Any) -> Callable[[Any], nn.Module]:
-    """``FamilyHead`` of ``FamilyConfig(**options)``."""
+    """A builder of ``FamilyHead(FamilyConfig(**options))``."""
     return lambda t: getattr(t, family + head)(getattr(t, f"{family}Config")(**options))
 
 
 def on_backbone(family: str, backbone: str, settings: dict[str, Any], **options: Any) -> Callable[[Any], nn.Module]:
-    """A segmenter on the features of another family."""
+    """A builder of a segmenter that works on the features of another family."""
     return lambda t: getattr(t, family + PIXELS)(
         getattr(t, f"{family}Config")(backbone_config=getattr(t, f"{backbone}Config")(**settings), **options)
     )

@@ -28,6 +28,7 @@ class Dice:
     def below(self, count: int) -> int:
         """0 to ``count - 1``; each as likely, to one part in 2^64."""
         self._thrown += 1
+        # The upper half of a 128-bit product: uniform, without a division.
         return keys(self._key, self._sample, self._thrown)[1] * count >> 64
 
     def chance(self, probability: float) -> bool:

@@ -45,6 +45,7 @@ class Memory:
             self.descriptor = os.memfd_create("halocline-batch")
             os.ftruncate(self.descriptor, size)
             self.bytes: Array = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+            # The mapping stays valid without the descriptor; readers open it by its path before that.
             weakref.finalize(self, os.close, self.descriptor)
         elif pinned:
             self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
@@ -135,6 +136,7 @@ class Pool:
 
     def take(self) -> Buffer:
         """A free buffer: waits for one where all that may be made are in use."""
+        # Short waits: the maker may end without a buffer for us.
         while self._maker.is_alive():
             with suppress(queue.Empty):
                 return self._free.get(timeout=0.05)

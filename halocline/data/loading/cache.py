@@ -50,6 +50,7 @@ class SampleCache:
             batch = places[start : start + order.batch]
             for group, piece in enumerate(Partition.even(len(batch), self._groups).pieces()):
                 for sample in batch[slice(*piece)]:
+                    # In the order of epoch 0: what comes first stays, and what comes later is read each time.
                     if room[group] >= cost:
                         room[group] -= cost
                         homes[sample] = group
@@ -128,5 +129,6 @@ class SampleCache:
         """The ranks of a group among which a field is cut, and that stand as this one on all other axes."""
         axes = self._grid.axes(each.dims)
         for places in product(*(range(self._mesh.sizes[axis]) for axis in axes)):
+            # Ranks that hold the same part on other axes each serve their own peers.
             where = {**self._me, **dict(zip(axes, places, strict=True))}
             yield {**where, self._axis: group} if self._axis else where

@@ -36,6 +36,7 @@ class SampleExchange:
         batch = self._layout.batch(len(self._step.samples))
         mine = self._layout.group(self._mesh.coordinates)
         for position in self._positions:
+            # The group of ranks that works on this sample in this step.
             needing = next(g for g, piece in enumerate(batch.pieces()) if piece.lo <= position < piece.hi)
             home = self._cache.home(self._step.samples[position])
             for name in self._layout.fields:

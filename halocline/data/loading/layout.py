@@ -1,4 +1,8 @@
-"""Who reads what: which samples of a batch, and which box of each, fall to the rank at given coordinates."""
+"""Which samples of a batch, and which box of each, belong to the rank at given coordinates.
+
+Everything here follows from the arguments of the loader, so that any rank can work out any other rank's part: exchanges
+need no requests.
+"""
 
 from __future__ import annotations
 

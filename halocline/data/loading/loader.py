@@ -127,6 +127,7 @@ class Loader:
         pinned = device is not None and torch.device(device).type == "cuda" and not shared
         self._pool = Pool(prefetch + 2, self._largest(), shared=shared, pinned=pinned)
         self._cache = self._make_cache(memory) if memory else None
+        # The prefetchers of all ranks talk beside the training step, and must not mix with its messages.
         self._world = mesh.world.duplicate() if mesh.size > 1 else mesh.world
         self._pipeline = Pipeline(
             self.layout, self.order, self._pool, self._readers, self._cache, self._world, on_bad_sample, self._copier
@@ -196,6 +197,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """The next epoch; after ``load_state_dict`` the rest of the one that was left."""
         if not self._resumed:
+            # An epoch that was left early is not finished: the next one begins.
             self._go_to(-(-self._tick // self.order.steps) * self.order.steps)
         self._resumed = False
         end = (self.epoch + 1) * self.order.steps
@@ -213,6 +215,7 @@ class Loader:
             raise DataError("this loader was closed; make another one")
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._pipeline, self._tick, self._prefetch, self._last)
+            # A loader that nobody closes still ends its thread.
             self._forgotten = weakref.finalize(self, self._prefetcher.end)
             self._agreed = False
         try:

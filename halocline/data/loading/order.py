@@ -1,4 +1,4 @@
-"""Which samples make up each batch: from seed and epoch alone, so that it is the same for every mesh."""
+"""Which samples make up each batch. Depends on seed and epoch alone, so that it is the same for every mesh."""
 
 from __future__ import annotations
 

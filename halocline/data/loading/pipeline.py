@@ -149,6 +149,7 @@ class Pipeline:
             at = self._layout.at(name, sample, step.epoch, box)
             fill = each.fill if views[name].fills(box) else None
             job = TileJob(each.source, sample, target, parts_of(views[name], box, target), at, fill, values=each.values)
+            # Without augmentation every epoch reads the same numbers: one look is enough.
             job.check = self._layout.augmented or (name, sample) not in self._checked
             started.looked_at.append((name, sample))
             self._submit(started, position, job, started.lease.buffer.memory)
@@ -191,6 +192,7 @@ class Pipeline:
             future.cancel()
         if self._cache is not None:
             self._cache.forget(started.fresh)
+        # A reader that hangs may still write: its buffer must not be used again.
         if wait(reads, _LAST_READS).not_done:
             started.lease.lose()
         else:
@@ -202,6 +204,7 @@ class Pipeline:
         """
         step = started.step
         errors = _errors(started.reads, self._world.deadline or ALONE)
+        # Whether any rank reads is known to all, so that all take part in the agreement or none does.
         if started.from_disk:
             self._judge(started, errors)
             self._checked.update(started.looked_at)  # what lies on disk does not change
@@ -257,6 +260,7 @@ class Pipeline:
         """The good samples of a step as tensors; each group of ranks may have lost a different number of samples."""
         step = started.step
         pieces = self._layout.batch(len(step.samples)).pieces()
+        # Each group of ranks may have lost a different number of samples.
         kept = [sum(piece.lo <= position < piece.hi for position in good) for piece in pieces]
         mine = self._layout.positions(len(step.samples), self._me)
         rows = [position - mine.lo for position in good if mine.lo <= position < mine.hi]

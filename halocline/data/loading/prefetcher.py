@@ -1,4 +1,8 @@
-"""A thread that prepares batches ahead of the step that needs them."""
+"""A thread that prepares batches ahead of the step that needs them.
+
+It owns the pipeline: only this thread calls it. The training thread asks for steps and receives batches, or the error
+that ended the preparation.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +102,7 @@ class Prefetcher:
         """
         try:
             while self._wait():
+                # All steps that may be begun are begun, so that their reads overlap.
                 while self._next < self._limit:
                     self._begun.append(self._pipeline.start(self._next))
                     self._next += 1

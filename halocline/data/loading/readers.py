@@ -1,6 +1,7 @@
 """Who reads: threads of this process, or processes that write into shared memory.
 
-HDF5 lets one thread of a process read at a time. Several readers of it are therefore processes; of all else, threads.
+HDF5 lets one thread of a process read at a time, so that several readers of HDF5 are processes; of all other formats,
+threads.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class ProcessReaders:
 
     def submit(self, job: TileJob, memory: Memory) -> Future[None]:
         """In one of the processes, which maps the memory by its path in ``/proc``."""
+        # The number tells memories apart whose descriptors were reused.
         place = f"/proc/{os.getpid()}/fd/{memory.descriptor}", memory.bytes.nbytes, memory.number
         return self._helpers.threads.submit(self._fill, memory, place, job)
 

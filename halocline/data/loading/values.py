@@ -1,7 +1,7 @@
-"""Transforms of values: element by element, on each rank's own tile, in place where it can be.
+"""Transforms of values: element by element, on each rank's own tile, in place where possible.
 
-A transform is called with the tile of one sample (a torch tensor, never cut further) and :class:`At`, which says what
-the tile is of the whole. It must do the same to an element whatever tile it lies in.
+A transform is called with the tile of one sample (a torch tensor that is not cut further) and :class:`At`, which says
+what the tile is of the whole. It must do the same to an element whatever tile the element lies in.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Consensus:
 
     def hear(self, row: Sequence[int], error: str | None = None) -> Table:
         """Everybody's row, by seat. Where some rank has an error, all raise that of the first."""
+        # The last column says who has failed; the text follows from the first of them.
         mine = [*row, int(error is not None)]
         table = self.gathered(torch.tensor(mine, dtype=torch.int64)).numpy()
         failed = np.flatnonzero(table[:, -1])
@@ -86,6 +87,7 @@ def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
     """The ranks that work, one a node, and the number of this rank's node among them."""
     here = node_info_of(os.environ)
     host = zlib.crc32(socket.gethostname().encode())
+    # Hosts by a hash of their names, since tables hold numbers.
     table = consensus.hear([1 + here.local_rank, host, here.node])
     workers = tuple(int(rank) for rank in np.flatnonzero(table[:, 0] == 1))
     if not workers:

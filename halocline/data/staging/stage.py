@@ -117,6 +117,7 @@ def stage(
     _check(readers, count, retries, timeout)
     begun = time.monotonic()
     world = mesh.world if isinstance(mesh, Mesh) else mesh or this_world()
+    # Staging may run beside a training step of the same ranks.
     own = world.duplicate()
     try:
         staging = Staging(Consensus(own, timeout), Path(destination), Effort(readers, retries, timeout))
@@ -185,6 +186,7 @@ class Staging:
     def _take_stock(self, verify: bool) -> Marks:
         """Which node holds which files; leftovers are removed, and there is room for the rest."""
         own = self.consensus.together(partial(self._look, verify) if self.works else None, self.name)
+        # One bit a file: a million files are 125 kB a node.
         row = np.packbits(own if own is not None else np.zeros(len(self.sizes), dtype=np.bool_))
         table = self.consensus.gathered(torch.from_numpy(row)).numpy()
         return np.unpackbits(table, axis=1, count=len(self.sizes)).astype(np.bool_)

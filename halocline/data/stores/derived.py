@@ -1,4 +1,7 @@
-"""Stores made from another store: some of its samples or channels, a channel dim added, labels read as integers."""
+"""Stores made from another store: some of its samples or channels, a channel dim added, labels read as integers.
+
+They read through the store below, which converts dtypes and checks boxes; nothing is copied in between.
+"""
 
 from __future__ import annotations
 

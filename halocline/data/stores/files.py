@@ -165,6 +165,7 @@ class FileStore(Store):
             if opened is None:
                 opened = self._opened(file)
             self._open[file] = opened
+            # The least recently used.
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
             return opened

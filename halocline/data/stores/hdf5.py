@@ -53,6 +53,7 @@ class OpenedHDF5:
             self._data = _dataset(self._file, dataset)
             _refuse_what_is_not_there(self._data, complete)
             cache = _cache_size(self._data)
+            # The size of the chunk cache can be given only when a file is opened.
             if cache > _SMALLEST_CACHE:
                 self._file.close()
                 self._file = h5py.File(path, "r", rdcc_nbytes=cache)
@@ -144,6 +145,7 @@ def _look_at_sources(data: Any, complete: bool) -> None:
     mapped = 0
     for source in data.virtual_sources():
         mapped += source.vspace.get_select_npoints()
+        # HDF5 looks beside the file first, then at the path as it is written.
         places = [own] if source.file_name == "." else [own.parent / source.file_name, Path(source.file_name)]
         present = next((place for place in places if place.exists()), None)
         if present is None:

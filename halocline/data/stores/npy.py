@@ -12,9 +12,10 @@ from .store import Array
 
 
 class Npy(FileStore):
-    """A file that shrinks while it is read ends the process (SIGBUS), as with every mapped file: write anew and rename.
+    """npy files, mapped into memory. The format has no checksum: bytes that change on the disk go unnoticed.
 
-    It has no checksum: bytes that change on the disk go unnoticed.
+    A file that shrinks while it is read ends the process (SIGBUS), as with every mapped file: write a new file and
+    rename it.
     """
 
     suffixes = (".npy",)

@@ -129,6 +129,7 @@ class OpenedZarr:
         size = 16 * prod(counts)
         with file.open("rb") as opened:
             if codec.index_location.value == "end":
+                # The index ends with its checksum of four bytes.
                 opened.seek(max(0, file.stat().st_size - size - 4))
             read = opened.read(size)
         return np.frombuffer(read, "<u8").reshape(*counts, 2) if len(read) == size else None

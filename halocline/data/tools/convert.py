@@ -1,7 +1,7 @@
-"""From one kind of file to another, in portions: no array is ever held whole.
+"""Converts from one kind of file to another, in portions: no array is ever held whole.
 
-What is written has a checksum for every chunk (but for npy, which has none), is read back and compared, and gets its
-name only then: whoever is killed on the way leaves nothing under it.
+What is written has a checksum for every chunk (except npy, which has none), is read back and compared, and gets its
+name only then: a process that is killed on the way leaves nothing under that name.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Arr
     writer = writer_of(target)
     if not 0 <= wish.level <= 9:
         raise DataError(f"compression={wish.level}: give a level from 0 (none) to 9")
+    # A single sample from a file without N stays without N.
     one = samples is None or (samples == 1 and getattr(source, "_at", -1) < 0)
     dims = wish.dims or (source.dims if one else SAMPLES + source.dims)
     if sorted(dims.replace(SAMPLES, "", 1)) != sorted(source.dims) or (SAMPLES in dims and samples is None):

@@ -1,4 +1,4 @@
-"""Counts, means and squares of many numbers, put together from parts without losing digits (Chan's formulas)."""
+"""Counts, means and squared deviations of many numbers, merged from parts without losing digits (Chan's formulas)."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def merged(first: Array, second: Array) -> Array:
     count = first[:, COUNT] + second[:, COUNT]
     share = second[:, COUNT] / np.maximum(count, 1)
     table[:, ORIGIN] = origin = np.where(first[:, COUNT] > 0, first[:, ORIGIN], second[:, ORIGIN])
+    # The distance of the means, from two differences that are each exact enough.
     apart = (second[:, ORIGIN] - origin) + (second[:, OFFSET] - first[:, OFFSET])
     table[:, COUNT] = count
     table[:, OFFSET] = first[:, OFFSET] + apart * share

@@ -1,7 +1,8 @@
-"""What is in a store, channel by channel: means, spreads, extremes, and how often each class occurs.
+"""Statistics of a store, channel by channel: means, deviations, extremes, and how often each class occurs.
 
-Kept as JSON beside the data: ``universe.h5`` has ``universe.h5.stats.json``, ``x.zarr`` has ``x.zarr.stats.json``, and
-a folder or list of files has ``<folder>/<dataset or kind>.stats.json``. One such file holds a record for each dataset.
+They are kept as JSON beside the data: ``universe.h5`` has ``universe.h5.stats.json``, ``x.zarr`` has
+``x.zarr.stats.json``, and a folder or list of files has ``<folder>/<dataset or kind>.stats.json``. One such file holds
+a record for each dataset.
 """
 
 from __future__ import annotations
@@ -261,6 +262,7 @@ def _over_ranks(
     for error in agreed(world, errors, 1).values():
         raise error
     tables = world.sum(torch.from_numpy(tables), everyone, _LABEL).numpy()  # a group is some rank's, and zero elsewhere
+    # Pairs of value and count, in rows of each rank's own.
     rows = torch.zeros(world.size, MOST_CLASSES, 2, dtype=torch.int64)
     for place, pair in enumerate(sorted(counts.items())):
         rows[world.rank, place] = torch.tensor(pair)

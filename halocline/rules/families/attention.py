@@ -87,6 +87,7 @@ def _ring(
     query: Operand, key: Operand, value: Operand, rows: int, is_causal: bool, scale: float | None
 ) -> RingSteps | None:
     """Keys and values may go round, or heads be cut instead of tokens, where all operands have the same heads."""
+    # Heads that are shared or stretched cannot travel in equal pieces.
     if rows < 1 or not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
         return None
     factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
@@ -178,6 +179,7 @@ def multi_head_attention_forward(
     mask = None if plainly_causal else _merged(attn_mask, key_padding_mask, num_heads, extra, query.dtype)
     lost = dropout_p if training else 0.0
     seen: Tensor | None = None
+    # The weights are asked for: the fused kernel does not return them.
     if need_weights:
         seen = dropped(_masked(_scores(heads[0], heads[1]), mask).softmax(-1), lost)
         mixed = seen @ heads[2]

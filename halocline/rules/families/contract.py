@@ -115,6 +115,7 @@ def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None 
 def matmul(function: Any, input: Operand, other: Operand) -> Recipe:
     """Rows and columns keep their cuts; a cut shared dim is summed over the ranks."""
     shape(function, input, other)
+    # Labels: numbers for dims of the batch, m rows, n columns, k the shared dim.
     batch = max(input.ndim, other.ndim, 2) - 2
     left = (*range(batch + 2 - input.ndim, batch), "m", "k") if input.ndim > 1 else ("k",)
     right = (*range(batch + 2 - other.ndim, batch), "k", "n") if other.ndim > 1 else ("k",)
@@ -197,6 +198,7 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
     """Products summed over the dims that are named."""
     left, right = _contracted(a, b, dims)
+    # A letter for each dim; contracted dims of both share one.
     letters = [chr(ord("a") + i) for i in range(a.ndim + b.ndim)]
     first, second = letters[: a.ndim], letters[a.ndim :]
     for one, other in zip(left, right, strict=True):

@@ -31,6 +31,7 @@ def alike(own: Sharding, shape: tuple[int, ...]) -> Sharding | None:
     """
     if shape == own.shape:
         return own
+    # The last dims decide: a mask without channels is cut as its volume is.
     spatial = own.shape[2:]
     first = len(shape) - len(spatial)
     if not spatial or first < 0 or shape[first:] != spatial:

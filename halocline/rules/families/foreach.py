@@ -1,6 +1,6 @@
-"""torch's functions of lists of tensors, as optimizers with ``foreach=True`` and gradient clipping call them.
+"""torch's functions of lists of tensors, which optimizers with ``foreach=True`` and gradient clipping call.
 
-Each is the function of one tensor, applied to one after another: lists may mix cut and plain tensors.
+Each becomes the function of one tensor, applied to one after another, so that a list may mix cut and plain tensors.
 """
 
 from __future__ import annotations

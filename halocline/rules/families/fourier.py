@@ -76,6 +76,7 @@ def _together(function: Any, input: Tensor, asked: dict[int, int | None], norm: 
     if function is torch.fft.irfftn and [*asked.values()][-1] is None:
         sizes[-1] = 2 * (sizes[-1] - 1)
     call = (input, tuple(sizes), tuple(asked), norm)
+    # An earlier step may have made it whole.
     if getattr(input, "sharding", None) is None:
         return function(*call)
     return run_for(function, _transform, *call)
@@ -180,6 +181,7 @@ def stft(
     if return_complex is None and not input.is_complex():
         raise RuntimeError("stft requires the return_complex parameter be given for real inputs")
     length, hop = win_length or n_fft, hop_length or n_fft // 4
+    # F.pad reflects tensors of three dims and more only.
     if center:
         wide = F.pad(input.reshape([1] * (3 - input.ndim) + list(input.shape)), (n_fft // 2, n_fft // 2), pad_mode)
         input = wide.reshape([*input.shape[:-1], wide.shape[-1]])

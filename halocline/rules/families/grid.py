@@ -46,6 +46,7 @@ def _quick(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _at_least_one(tensor: Tensor, first: int) -> Tensor:
+    # torch's kernels refuse empty tensors: one made-up element takes their place.
     missing = [int(size == 0) for size in tensor.shape[first:]]
     return F.pad(tensor, [side for m in reversed(missing) for side in (0, m)]) if any(missing) else tensor
 

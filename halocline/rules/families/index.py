@@ -1,8 +1,8 @@
-"""Parts of a tensor by position: slices stay on their owners, a single index is sent to all, a flip comes from afar.
+"""Parts of a tensor by position: slices, single indices, flips and rolls, and differences made of them.
 
-A slice is a window with a stride: the result is cut where its elements lie, and nothing moves. A number takes its index
-from the owner to all ranks. Positions held in tensors go to ``lookup.py``, masks to ``masks.py``. All results are views
-on one rank: where data had to move they are copies that are written back (``tensor/copy.py``).
+A slice is a window with a stride: the result is cut where its elements lie, and nothing moves. A single index goes from
+its owner to all ranks. Positions held in tensors go to ``lookup.py``, masks to ``masks.py``. On one rank all these are
+views; where data had to move, the result is a copy that is written back (``tensor/copy.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""Joining and splitting: cat, stack, repeat; split, chunk, unbind, made of slices.
+"""Joining and splitting: cat, stack, repeat; split, chunk and unbind, made of slices.
 
 Along a dim that is not cut, a join is local. Along a cut one the result is cut evenly, since the tiles of the operands
-do not lie side by side in it, and each rank fetches its part of every operand. Splits are slices.
+do not lie side by side in it, and each rank fetches its part of every operand. Splits are slices, which stay on their
+owners.
+
+    torch.cat([a, b], 1)   # channels are not cut: each rank joins its own tiles
+    torch.cat([a, b], 2)   # depth is cut over 2 ranks: rank 0 gets the first half of [a, b], mostly from a
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     space = shape(function, *args, **kwargs)
     new = len(space) - input.ndim
     old = (*(1,) * new, *input.shape)
+    # How often each dim is repeated follows from both shapes.
     counts = [made // size if size else 1 for made, size in zip(space, old, strict=True)]
     links = [
         Link(new + d) if counts[new + d] == 1 else Link(new + d, Wrapped(size)) for d, size in enumerate(input.shape)

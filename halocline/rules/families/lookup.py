@@ -1,7 +1,9 @@
-"""Elements by positions held in a tensor. Any position may be asked for: the dims they point into are read whole.
+"""Elements by positions held in a tensor.
 
-Which rank holds what is asked for depends on values, so the dim that positions point into is read whole; all other
-dims, and those of the positions themselves, keep their cuts.
+Which rank holds what is asked for depends on values. The dim that positions point into is therefore read whole; all
+other dims, and those of the positions themselves, keep their cuts.
+
+    table[tokens]   # the table is whole on every rank, tokens are cut: each rank looks up its own tokens
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Losses: the loss of each voxel is local, the average is over the whole sample and batch.
+"""Losses: the loss of each voxel is local, the average runs over the whole sample and batch.
 
-torch's own loss with ``reduction="none"`` runs on the tiles, so that values are torch's to the bit; the reduction is a
-sum over all ranks and a division by a global count, or by the global sum of weights. Classes of a voxel are read whole.
+torch's own loss with ``reduction="none"`` runs on the tiles, so that the values are torch's to the bit. The reduction
+is a sum over all ranks and a division by a global count, or by the global sum of weights. The classes of a voxel are
+read whole.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ def _variance(input: Tensor, var: Any) -> Tensor:
     given, wanted = list(var.shape), list(input.shape)
     if given == wanted[:-1]:
         return var.unsqueeze(-1)
+    # torch allows one dim of size one in place of the input's.
     different = [size for size, other in zip(given, wanted, strict=False) if size != other]
     if len(given) != len(wanted) or different not in ([], [1]):
         raise ValueError("var is of incorrect size")
@@ -62,6 +63,7 @@ def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> 
 def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
     """Angles of pairs that belong together or apart; vectors may be cut."""
     tiny = 1e-12
+    # torch adds this to the squares, not to the lengths.
     lengths = ((input1 * input1).sum(-1) + tiny) * ((input2 * input2).sum(-1) + tiny)
     cosine = (input1 * input2).sum(-1) / lengths.sqrt()
     zero = torch.zeros((), dtype=cosine.dtype, device=cosine.device)

@@ -1,7 +1,8 @@
-"""Elements that a cut mask takes: ``x[mask]``, and values written where it is true.
+"""Elements that a cut mask takes: ``x[mask]``, and values written where a mask is true.
 
-Under one dim for all that it covers, in the order of all elements, a mask is cut along one axis, so that what each rank
-takes is one run of the result. How many elements that is depends on values: a sum over the ranks tells each of them.
+How many elements a rank takes depends on values, so the ranks first sum their counts. Each rank then knows which run of
+the result its own elements are. This needs a mask that is cut along one axis once the dims that it covers are
+flattened; other masks are gathered.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triangles and diagonals: which elements of a matrix, by their place in the whole.
 
-Which side of a diagonal an element lies on follows from its global place: each rank asks torch for the same triangle of
+On which side of a diagonal an element lies follows from its global place. Each rank asks torch for the same triangle of
 its tile, with the diagonal shifted by where the tile begins.
 """
 
@@ -57,6 +57,7 @@ def _embed_rule(input: Operand, offset: int) -> Recipe:
         box = work.box[rows]
         if work.native(input, rows):
             return tile.diag_embed(offset)
+        # Rows before the first element of the vector are zero.
         before = min(max(0, first - box.lo), box.size)
         wide = F.pad(tile, (before, box.size - before - tile.shape[-1])).unsqueeze(-1)
         row, column = (torch.arange(n, device=tile.device) for n in (box.size, size))

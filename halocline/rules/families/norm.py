@@ -1,9 +1,11 @@
-"""Batch, instance, group, layer and RMS norm: which elements share statistics, and over which axes they lie.
+"""Batch, instance, group, layer and RMS norm: which elements share statistics, and along which axes they lie.
 
 A rule says over which dims statistics run and hands the executor a :class:`Reduced`; ``normalize.py`` has the local
-computation. Channels are read whole: where they are cut, the cut moves to a spatial dim for the call. With given
-statistics (evaluation) a norm is an affine map of each channel, and nothing moves. Running statistics are the same on
-every rank: those of the global batch or, with replica statistics, those of the first replica.
+computation. A norm takes one sum over ranks in each direction (in forward two, among many ranks).
+
+Channels are read whole: where they are cut, the cut moves to a spatial dim for the call. With given statistics
+(evaluation) a norm is an affine map of each channel, and nothing moves. Running statistics are the same on every rank:
+those of the global batch or, with replica statistics, those of the first replica.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Order and place: medians, quantiles, buckets; distances between all pairs.
 
-Functions of sorted values need their dim whole. Functions that compare each element with a table, or each row with each
-other row, read the table or the rows whole and keep all other cuts.
+Functions of sorted values need their dim whole: it is gathered, or the cut moves to another dim for the call. Functions
+that compare each element with a table, or each row with each other row, read the table or the rows whole and keep all
+other cuts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Padding and cropping. Tiles stay where they are; only a wrap, or a reflection wider than its tile, moves anything.
+"""Padding and cropping. Tiles stay where they are; only a wrap, or a reflection wider than its tile, moves data.
 
 The output is cut where the input's tiles come to lie, so that a constant padding is local: the outer tiles grow. A
-reflection reads what lies near the edge, which the outer tile mostly has; a wrap reads the opposite edge.
+reflection reads what lies near the edge, which the outer tile usually has; a wrap reads the opposite edge.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         raise refuse(function, "a numpy array is not cut as the tensor is", "use torch.from_numpy: a whole operand")
     operands = [v for v in leaves if isinstance(v, Operand)]
     space = broadcast_shape(*(operand.shape for operand in operands))
+    # torch's own error would be about tiles.
     if inplace and space != operands[0].shape:
         raise ShardingError(f"in place, {operands[0].shape} cannot hold a result of shape {space} (in {here()})")
     return Recipe(

@@ -30,6 +30,7 @@ NARROW = (torch.half, torch.bfloat16)
 def windows_of(spatial: int, kernel: Any, stride: Any, padding: Any = 0, dilation: Any = 1) -> list[Window]:
     """One window for each spatial dim, from arguments as torch takes them; without a stride, the kernel's size."""
     sizes = pair(kernel, spatial)
+    # torch passes an empty list for a stride that was left out.
     given = stride is not None and not (isinstance(stride, Sequence) and len(stride) == 0)
     strides = pair(stride, spatial) if given else sizes
     return [Window(*w) for w in zip(sizes, strides, pair(dilation, spatial), pair(padding, spatial), strict=True)]
@@ -143,6 +144,7 @@ def is_cut(input: Tensor, dim: int) -> bool:
 def _global(input: Tensor, windows: list[Window]) -> bool:
     """One window over all of a sample that is cut: reduce it where it lies, rather than bring it to one rank."""
     dims = range(input.ndim - len(windows), input.ndim)
+    # One window, without padding or dilation, that covers the dim.
     covered = all(w == Window(input.shape[d], w.stride) for d, w in zip(dims, windows, strict=True))
     return covered and any(is_cut(input, d) and input.shape[d] > 1 for d in dims)
 

@@ -145,6 +145,7 @@ def _stage(values: Operand, places: Operand | None, dim: int, access: Any, given
         reads=tuple(Read(operand, links) for operand in (values, places) if operand is not None),
         outputs=_both(made, values.dtype),
         local=local,
+        # One output cannot be cut: the ranks' maxima are brought together.
         uncut=frozenset({dim} if out == 1 and values.shape[dim] > 1 else ()),
     )
 
@@ -165,6 +166,7 @@ def _max_along(tile: Tensor, known: Tensor, dim: int, windows: list[Interval]) -
     """Maxima of windows along one dim, and the known places of the elements that they chose."""
     flat, width = side_by_side(tile, dim, windows)
     values, chosen = F.max_pool2d(flat, (width, 1), return_indices=True)
+    # Positions in the flattened view: rows are indices along the pooled dim.
     rows = chosen // flat.shape[2]
     places = side_by_side(known, dim, windows)[0].gather(1, rows)
     made = (*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])

@@ -102,6 +102,7 @@ def _picks(style: Style, size: int, out: int, scale: float | None, beside: tuple
         y = _through(style, line, out, scale, beside)
         (counts,) = torch.autograd.grad(y.sum(), line)
     each = (counts[0] / math.prod(beside)).round().long().cpu()
+    # Positions are in order, so that counts determine them.
     gradient = torch.arange(size).repeat_interleave(each)
     if len(gradient) != y.shape[-1]:
         raise _unclear(style, size, out)

@@ -1,7 +1,10 @@
-"""Reductions: each rank reduces its tile, the executor adds the parts up; the rest is composed from sums.
+"""Reductions: each rank reduces its tile, and the executor combines the parts.
 
-Sums and extremes are rules with a ``combine``; means, variances, norms and the like are written with them. Parts of
-half precision are added up in float32 and rounded once, as torch does on one device.
+Sums and extremes are rules with a ``combine``; means, variances, norms and the like are written with them, so that each
+costs one or two small sums over the ranks that cut the reduced dims. Parts of half precision are added up in float32
+and rounded once, as torch does on one device.
+
+    x.mean((2, 3, 4))   # per rank: the sum of its tile; then one sum over ranks; then a division by the global count
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ def _as_byte(input: Tensor, answer: Tensor) -> Tensor:
 
 def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, float, bool]:
     """torch's two signatures: (dim, unbiased, keepdim) and (dim, *, correction, keepdim); or (unbiased) alone."""
+    # By place, as torch's older signature has them.
     values = dict(zip(("dim", "unbiased", "keepdim"), args, strict=False))
     if isinstance(values.get("dim"), bool):
         values = {"unbiased": values["dim"]}

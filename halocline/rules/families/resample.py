@@ -152,6 +152,7 @@ class Nearest:
 
     def accesses(self) -> list[Access]:
         """Room for what any memory format reads, for the ranks must agree."""
+        # A rank cannot know how another rank's tile lies.
         styles = [replace(self.style, last=last) for last in ((False, True) if self.several else (False,))]
         answers = [picks_of(style, self.input.shape[2:], self.shape[2:], self.scales) for style in styles]
         accesses: list[Access] = []
@@ -239,6 +240,7 @@ class Blend:
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         """One dim after another, with torch's own weights."""
+        # Plans hold index tensors: made once for each share of the work and device.
         native, steps = self._native(work), self.plan(work, tile.device)
         if not steps and not any(native):
             return tile.clone()  # all sizes stay, and still the result is no view

@@ -1,7 +1,9 @@
 """Scattering: values sent to positions held in a tensor, and counts of them.
 
-A cut target keeps its cut: each rank takes what points into its tile. Into a whole target cut values are added tile by
-tile, and the sums are added up over the ranks: nothing is gathered.
+A cut target keeps its cut: each rank takes what points into its tile. Into a whole target, cut values are added tile by
+tile, and the sums are added up over the ranks; nothing is gathered.
+
+    histogram = torch.zeros(10).scatter_add(0, labels, weights)   # labels are cut: one sum of 10 numbers over ranks
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand)
     The scattered dim of the source is one dim more of the space, which the result has not.
     """
     row, rows = len(shape), index.shape[dim if index.ndim == src.ndim else 0] if index.ndim else 1
+    # An index for each element (scatter), or one for each slice (index_add).
     spread = index.ndim == src.ndim > 1 or len(shape) == 1
 
     def follow(operand: Operand) -> tuple[Link, ...]:

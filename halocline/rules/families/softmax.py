@@ -1,7 +1,7 @@
-"""Softmax and its kin: over a cut dim by a maximum and a sum over the ranks, nothing gathered.
+"""Softmax and its kin, over a cut dim by a maximum and a sum over the ranks; nothing is gathered.
 
-Where one tile has all of the dim, torch's own function runs. Else the maximum keeps the powers in range, and the sum
-divides them; in half precision both run in float32, rounded once.
+Where one tile has all of the dim, torch's own function runs. Otherwise the maximum over all ranks keeps the powers in
+range, and the sum over all ranks divides them. In half precision both run in float32 and are rounded once.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ def items_of(index: Any, ndim: int) -> list[Any]:
     rest = [slice(None)] * (ndim - named)
     if not any(item is Ellipsis for item in given):
         return given + rest
+    # As in torch, the first ellipsis takes the rest; further ones take one dim each.
     place = next(place for place, item in enumerate(given) if item is Ellipsis)
     after = [slice(None) if item is Ellipsis else item for item in given[place + 1 :]]
     spare = sum(item is Ellipsis for item in given[place + 1 :])

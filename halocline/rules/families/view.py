@@ -27,6 +27,7 @@ Describe = Callable[..., Recipe]
 
 def forms(names: str) -> tuple[Any, ...]:
     """Every function torch has under these names: ``torch.f``, ``Tensor.f``, ``F.f``; of a property, its getter."""
+    # Not every function exists in every release of torch.
     functions = [getattr(home, name) for name in names.split() for home in _HOMES if hasattr(home, name)]
     return tuple(dict.fromkeys(f if callable(f) else f.__get__ for f in functions))
 

@@ -141,6 +141,7 @@ def _ask_torch(name: str, function: Callable[..., Tensor], input: Operand, weigh
 def _channels(name: str, input: Operand, weight: Operand, rest: Sequence[Any]) -> str:
     """Of an input with other channels than the layer takes, which torch says in few words."""
     spatial = len(weight.shape) - 2
+    # Channels stand just before the spatial dims, with or without a batch.
     there = input.shape[len(input.shape) - spatial - 1] if len(input.shape) > spatial else 0
     groups = 1 if "transpose" in name else next((each for each in rest[3:4] if isinstance(each, int)), 1)
     wanted = weight.shape[0] if "transpose" in name else weight.shape[1] * groups
