@@ -50,7 +50,11 @@ __all__ = ["BadUsage", "NetworkReport", "check_network"]
 
 @dataclass
 class NetworkReport:
-    """What was found. Errors are relative; bytes and messages are the worst rank's in one forward and backward."""
+    """The result of a check. Errors are relative; bytes and messages are the worst rank's in one forward and
+    backward.
+
+    ``verdict`` is exact, gathered (exact, but gathers use up the memory that the cut saves), wrong or refused.
+    """
 
     target: str
     verdict: str
@@ -151,7 +155,7 @@ def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: flo
 
 @dataclass
 class RankResult:
-    """What one rank reports."""
+    """What one rank reports: its errors against one rank, the peak of its memory, and its traffic in one step."""
 
     errors: Errors
     peak: int

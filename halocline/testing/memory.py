@@ -47,10 +47,12 @@ class PeakMemory:
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
-    """Run `function()` and say what tensor memory it took.
+    """Run `function()` and say what tensor memory it took, on top of what was live before.
 
     >>> peak_bytes(lambda: torch.zeros(1000).exp())  # zeros and exp are live together; exp is returned
     PeakMemory(peak=8000, end=4000)
+
+    Other threads should be idle meanwhile, as their allocations count too.
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -28,7 +28,7 @@ _SHORT = 5.0  # seconds for what the system does at once
 
 
 class MpiPlace(RankPlace):
-    """This machine, by the ``mpiexec`` that stands beside this Python, or else the first on the path."""
+    """Ranks on this machine, started by the ``mpiexec`` beside this Python, or else by the first on the path."""
 
     parent = 0
 

@@ -57,7 +57,7 @@ class Side:
 
 
 class CutSide(Side):
-    """One rank of many: each input's tile is the leaf."""
+    """One rank of many. Each input's tile is a leaf, so that its gradient can be compared."""
 
     def __init__(self, task: NetworkTask, mesh: Mesh) -> None:
         super().__init__(task)
@@ -87,7 +87,7 @@ class CutSide(Side):
 
 @dataclass
 class Observation:
-    """What a network gave in whole tensors, and what one forward and backward took."""
+    """What a network gave, in whole tensors, and what one forward and backward took in memory and traffic."""
 
     tensors: Tensors
     peak: int

@@ -64,7 +64,10 @@ class Outcome:
 
 
 class RankError(HaloclineError):
-    """A call failed on some rank. `rank` is the one to look at first, `outcomes` what every rank did."""
+    """A call failed on some rank. `rank` is the one to look at first, `outcomes` what every rank did.
+
+    The text has the traceback of that rank, and one line for each of the others.
+    """
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         super().__init__(outcomes)
@@ -179,7 +182,7 @@ class RankPool:
 
 
 class _Ranks:
-    """One generation of processes. It is used until something goes wrong, then killed; it is never mended."""
+    """One generation of processes. It is used until something goes wrong, then killed; it is never repaired."""
 
     def __init__(self, size: int, timeout: float, place: RankPlace) -> None:
         self.place = place

@@ -37,8 +37,8 @@ class NotInstalled(HaloclineError, ImportError):
 class ZooEntry:
     """A network (or a loss, a metric) and what goes into it.
 
-    ``build`` takes the zoo's package. An input is a shape, for normal numbers, or a tensor; the first is the volume to
-    cut. ``dtype`` is float32 for what fails in float64 even uncut.
+    ``build`` gets the zoo's package and returns the network. An input is a shape, for normal numbers, or a tensor; the
+    first input is the volume to cut. ``dtype`` is float32 for what fails in float64 even uncut.
     """
 
     name: str
@@ -98,7 +98,10 @@ class Zoo:
 
 
 def find_zoo(name: str) -> Zoo:
-    """One that comes with the library, or your own: ``package.module:zoo``."""
+    """A zoo of the library by its name, or a user's own by ``package.module:zoo``.
+
+    Raises NoSuchNetwork where there is none, or where what is there is not a Zoo.
+    """
     try:
         zoo = load(ZOOS.get(name, name))
     except (ImportError, AttributeError, ValueError) as error:
@@ -109,7 +112,10 @@ def find_zoo(name: str) -> Zoo:
 
 
 def load(place: str) -> Any:
-    """What ``package.module:name`` names, as seen from the current folder."""
+    """The object that ``package.module:name`` names, as seen from the current folder.
+
+    Raises ImportError, AttributeError or ValueError where it is not there.
+    """
     module, _, attribute = place.partition(":")
     folder = str(Path.cwd())
     # As ``python -m`` does, so that a user's own module is found.
@@ -136,7 +142,9 @@ def draw(inputs: Sequence[Input], generator: torch.Generator) -> list[Tensor]:
 
 
 def prepare(network: nn.Module) -> nn.Module:
-    """Small noise for parameters that start at zero: behind them gradients vanish, and any two runs would agree."""
+    """Put small noise into parameters that start at zero: behind them gradients vanish, and any two runs would
+    agree.
+    """
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.numel() and not parameter.any():

@@ -49,7 +49,7 @@ WEIGHTS = torch.tensor([0.2, 0.3, 0.5])
 
 
 class Activated(nn.Module):
-    """A loss that wants probabilities, or their logarithms, after what makes them of logits."""
+    """A loss that takes probabilities, or their logarithms, together with what makes them of logits."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor], loss: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Activated(nn.Module):
 
 
 class Metric(nn.Module):
-    """A metric of MONAI's: its values by sample and class, which it gathers over all ranks itself to aggregate them."""
+    """A metric of MONAI: its values by sample and class. To aggregate them, MONAI gathers over all ranks by itself."""
 
     def __init__(self, metric: Any, read: Callable[[Tensor], Tensor] = lambda prediction: prediction) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Metric(nn.Module):
 
 
 class ClassMetric(Metric):
-    """On one-hot predictions and targets, as MONAI's ``AsDiscrete`` makes them."""
+    """A metric of one-hot predictions and targets, as MONAI's ``AsDiscrete`` makes them."""
 
     def __init__(self, metric: Any) -> None:
         super().__init__(metric, lambda prediction: self.one_hot(prediction.argmax(1)))

@@ -1,4 +1,8 @@
-"""Bad samples: all ranks learn in the same step which there are, and why."""
+"""Bad samples: all ranks learn in the same step which samples are bad, and why.
+
+A rank that raised alone would leave the others waiting; a rank that skipped a sample alone would train on another
+batch.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ Sizes = Mapping[str, int]
 
 
 class Dice:
-    """Numbers for one sample of one epoch."""
+    """Random numbers for one sample of one epoch. The same on every rank, so that all ranks see the same
+    augmentation.
+    """
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
         self._key, self._sample, self._thrown = keys(seed, epoch, GEOMETRY_STREAM)[0], sample, 0
@@ -37,7 +39,10 @@ class Dice:
 
 
 class ViewChange(NamedTuple):
-    """One change of view, of dims by their letters."""
+    """One change of view: a method of :class:`SampleView` by name, the dims by their letters, and its numbers.
+
+    Fields that have none of the dims ignore it.
+    """
 
     what: str
     letters: str

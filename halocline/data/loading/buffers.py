@@ -35,7 +35,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class Memory:
-    """A run of bytes: pinned where there is a GPU, shared where reader processes write into it."""
+    """A run of bytes: pinned where batches go to a GPU, shared where reader processes write into it."""
 
     def __init__(self, size: int, *, shared: bool = False, pinned: bool = False) -> None:
         size = max(size, 1)
@@ -60,7 +60,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Target:
-    """An array on a memory, as another process can find it."""
+    """An array on a shared memory, described by numbers so that another process can find it."""
 
     offset: int
     shape: tuple[int, ...]

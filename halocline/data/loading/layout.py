@@ -40,6 +40,7 @@ class BatchLayout:
         _check_planes(fields, augment)
         shared = {*cut, *(letter for each in augment for letter in each.letters())} - {SAMPLES}
         self._frame = frame_of(fields, "".join(sorted(shared)))
+        # The sizes after augmentation, from the first sample; all others must agree.
         self._sizes = drawn_moves(self._augment, self._frame, Dice(seed, 0, 0))[1]
         spatial = {letter: axis for letter, axis in cut.items() if letter != SAMPLES}
         self.grid = Grid.of(mesh, spatial, self._sizes, multiple, points)
@@ -50,6 +51,7 @@ class BatchLayout:
             mesh.check_axis(axis)
         self.batch_axis = axis if axis is not None and mesh.sizes[axis] > 1 else None
         self.groups = mesh.sizes[axis] if axis is not None else 1
+        # Asked for several times in a step: for the reads, the exchange and the values.
         self._views = lru_cache(maxsize=1024)(self._new_views)
         self._shapes = {name: self.views(0, 0)[name].shape for name in fields}
 

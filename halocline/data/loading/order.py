@@ -59,5 +59,6 @@ class Order:
 
 @lru_cache(maxsize=4)
 def _permutation(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
+    # The order of random words: a permutation that any machine computes alike.
     words = bits((samples,), (whole(samples),), keys(seed, epoch, ORDER_STREAM), torch.device("cpu"))
     return tuple(words.argsort(stable=True).tolist())

@@ -66,7 +66,7 @@ class Counts:
 
 @dataclass
 class Started:
-    """A step whose reads are under way."""
+    """A step whose reads are under way: its buffer, the arrays to fill, and the reads to wait for."""
 
     tick: int
     step: Step
@@ -80,7 +80,11 @@ class Started:
 
 
 class Pipeline:
-    """Makes batches: ``start`` begins the reads of a step, ``finish`` gives its batch. Only one thread uses it."""
+    """Makes batches: ``start`` begins the reads of a step, ``finish`` waits for them and gives the batch.
+
+    Only the prefetcher's thread uses it. ``finish`` communicates, so that all ranks must finish the same steps in the
+    same order.
+    """
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class At:
         dim = self.dims.index(letter)
         if len(numbers) not in (1, self.shape[dim]):
             raise DataError(f"{len(numbers)} numbers were given, and {letter} has size {self.shape[dim]}")
+        # This tile's part of them.
         own = numbers if len(numbers) == 1 else numbers[slice(*self.box[dim])]
         return torch.tensor(own, dtype=like.dtype).reshape(-1, *(1,) * (len(self.dims) - dim - 1))
 
@@ -99,7 +100,9 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal noise of that standard deviation, by global index. Give several different ``number``s."""
+    """Normal noise of that standard deviation, drawn by global index. Several in one field need different
+    ``number``s.
+    """
 
     sigma: float
     number: int = 0
@@ -111,7 +114,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Recode:
-    """Classes by other numbers: ``Recode({4: 3})``; what is not named stays."""
+    """Gives classes other numbers: ``Recode({4: 3})``; classes that are not named stay."""
 
     codes: Mapping[int, int]
 

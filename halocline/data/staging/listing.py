@@ -80,6 +80,7 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: 
         entries = [entry for entry in scan if not entry.name.startswith(PREFIX)]
     if not entries and prefix and wanted(prefix[:-1]):
         yield File(prefix[:-1], -1, 0)
+    # By device and inode: a link may lead back to a folder above under another name.
     here = _identity(folder)
     if here in above:
         raise StageError(f"{folder!a} is a link to a folder above it; remove the link or exclude it by a pattern")

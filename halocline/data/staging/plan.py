@@ -53,7 +53,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """By node: the files to read from the source, and the jobs to give, those held already first."""
+    """For each node: the files that it reads from the source, and the jobs that it gives, files that it holds
+    already first.
+    """
 
     reads: list[list[int]]
     jobs: list[list[RelayJob]]

@@ -228,7 +228,11 @@ class Staging:
 
 
 class Worker:
-    """A node at work: threads read and write, while rounds of blocks go between nodes."""
+    """A node at work: threads read and write files, while rounds of blocks travel between nodes.
+
+    The main thread agrees with the other nodes before each round; whatever the threads report goes through the
+    progress.
+    """
 
     def __init__(self, staging: Staging, held: Marks, plan: StagingPlan) -> None:
         self.consensus, self.staging, node = staging.consensus, staging, staging.node

@@ -43,6 +43,7 @@ class Watched(Generic[T]):
     def wait(self, seconds: float) -> bool:
         """Is it done, or given up for stalled?"""
         done = bool(wait([self._future], seconds).done)
+        # The thread cannot be stopped: it is left behind, and its next tick raises inside it.
         if not done and time.monotonic() - self._last > self.patience:
             self._abandoned = True
         return done or self._abandoned

@@ -139,6 +139,7 @@ def _in_zarr(path: Path) -> Iterator[Contents]:
 def _zarr_array(name: str, data: Any) -> Contents:
     """One Zarr array; its names of dims come from version 3 metadata or from xarray's attribute."""
     codecs = [type(codec).__name__.removesuffix("Codec").lower() for codec in data.compressors]
+    # xarray writes its own attribute in version 2 of the format.
     named = getattr(data.metadata, "dimension_names", None) or data.attrs.get("_ARRAY_DIMENSIONS") or []
     return Contents(
         name,

@@ -1,4 +1,4 @@
-"""HDF5 by h5py: one file a sample, or many samples in a dataset; chunked, compressed, in any order of dims."""
+"""HDF5 by h5py: one sample a file, or many samples in a dataset; chunked, compressed, with dims in any order."""
 
 from __future__ import annotations
 

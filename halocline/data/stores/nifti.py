@@ -1,4 +1,8 @@
-"""NIfTI volumes, read with nibabel. A compressed file has no chunks: each rank decompresses up to its own box."""
+"""NIfTI volumes, read with nibabel.
+
+A compressed file has no chunks: each rank decompresses it up to the end of its own box. Convert such files with
+``halocline data convert`` where reading limits a run.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,7 @@ class OpenedNifti:
             raise DataError(f"{path}: NIfTI is read by nibabel; pip install nibabel") from error
         image: Any = nibabel.load(path, keep_file_open=True)  # reading on in a compressed file is cheap; anew is not
         self._data, self.header = image.dataobj, image.header
+        # nibabel applies the header's scale when a slice is read.
         scaled = (self._data.slope, self._data.inter) != (1, 0)
         self.dtype = np.dtype("float64") if scaled else self._data.dtype
         if self._data.dtype.kind not in "biuf":

@@ -31,6 +31,7 @@ class OpenedNpy:
     chunks = None
 
     def __init__(self, path: Path) -> None:
+        # Nothing is read yet but the header.
         data = np.lib.format.open_memmap(path, mode="r")
         if data.dtype.kind not in "biufc":
             raise DataError(f"{path} holds {data.dtype}, and not numbers")

@@ -50,7 +50,11 @@ class Zarr(FileStore):
 
 
 class OpenedZarr:
-    """An array of an open group, checked for shards and chunks that are missing."""
+    """An array of an open group.
+
+    Zarr reads missing chunks as fill values. Where all chunks should be there, the files are looked at before each
+    read.
+    """
 
     def __init__(self, path: Path, name: str, complete: bool | None) -> None:
         import zarr

@@ -185,6 +185,7 @@ def _copied(
     sample, box = part
     own = plan.dims.replace(SAMPLES, "")
     numbers = np.empty(shape_of(box), plan.dtype)
+    # The source fills the array in its own order of dims.
     turned = [own.index(letter) for letter in source.dims]
     source.read(samples[sample], tuple(box[dim] for dim in turned), numbers.transpose(turned))
     _refuse_lost_digits(source, samples[sample], numbers)

@@ -100,6 +100,7 @@ def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
         input = _as_autocast_would(function, input)
         sizes = out_sizes(input, spatial, output_size)
         dims = range(input.ndim - len(sizes), input.ndim)
+        # Dims of which only the mean is left.
         ones = [d for d, m in zip(dims, sizes, strict=True) if m == 1 and input.shape[d] > 1]
         if any(is_cut(input, d) for d in ones):  # a sum over ranks, not a journey of the sample to one of them
             return function(input.mean(ones, keepdim=True), sizes)

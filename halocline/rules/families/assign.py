@@ -24,7 +24,7 @@ from .lookup import chosen_place
 from .masks import put
 from .pointwise import broadcast_shape
 from .subscript import Item, is_mask, items_of, located
-from .view import made_of, meta, normal, whole_on_every_rank
+from .view import made_of, made_of_each, meta, normal, whole_on_every_rank
 
 
 @composite(Tensor.__setitem__, family="index")
@@ -247,32 +247,25 @@ def _along(input: Tensor, dim: int, index: Any) -> tuple[Any, ...]:
     return (*[slice(None)] * normal(dim, input.ndim), index)
 
 
-@made_of("index_fill_")
-def index_fill_(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """One value at positions of a dim, in place."""
-    input[_along(input, dim, index)] = value
-    return input
+@made_of_each("index_fill index_fill_")
+def index_fill(function: Any, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """One value at positions of a dim, into a copy or in place."""
+    return _set(function, input, _along(input, dim, index), value)
 
 
-@made_of("index_copy_")
-def index_copy_(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Slices at positions of a dim, in place."""
+@made_of_each("index_copy index_copy_")
+def index_copy(function: Any, input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Slices at positions of a dim, into a copy or in place."""
     meta(input).index_copy_(dim, meta(index), meta(source))  # torch's own error for shapes that do not fit
-    input[_along(input, dim, index)] = source
+    return _set(function, input, _along(input, dim, index), source)
+
+
+def _set(function: Any, input: Tensor, index: tuple[Any, ...], value: Any) -> Tensor:
+    """``input[index] = value``, in place where the name of ``function`` says so."""
+    if not function.__name__.endswith("_"):
+        return _written(input, index, value)
+    input[index] = value
     return input
-
-
-@made_of("index_fill")
-def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """One value at positions of a dim, into a copy."""
-    return _written(input, _along(input, dim, index), value)
-
-
-@made_of("index_copy")
-def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Slices at positions of a dim, into a copy."""
-    meta(input).index_copy_(dim, meta(index), meta(source))
-    return _written(input, _along(input, dim, index), source)
 
 
 @made_of("select_scatter")

@@ -113,6 +113,7 @@ def _dropped(
     """Written out, so that what is dropped is drawn by global index."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    # torch's own error, which the written-out form would not raise.
     if is_causal and mask is not None:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
     scores = _scores(query, key, scale)

@@ -82,6 +82,7 @@ class BlockwiseAttention:
         q, dy = state.query, state.gradient
         k, v = keys.to(q.dtype), values.to(q.dtype)
         weights = (self._scores(q, k, columns) - state.level).exp()
+        # The softmax's derivative; the share is the same for all blocks.
         slope = weights * (dy @ v.transpose(-2, -1) - state.share) * self.scale
         gradients = [slope.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ dy]
         return state._replace(of_query=state.of_query + slope @ k), gradients

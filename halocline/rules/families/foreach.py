@@ -30,6 +30,7 @@ def _register(name: str, function: Any) -> None:
         return
 
     def each(*args: Any, **kwargs: Any) -> list[Any] | None:
+        # Scalars and lists of scalars may stand beside the tensors.
         count = next(len(value) for value in args if isinstance(value, _LISTS))
         results = [_one(single, name, *(_nth(i, value) for value in args), **_named(i, kwargs)) for i in range(count)]
         return None if name.endswith("_") else results

@@ -1,8 +1,9 @@
-"""Fourier transforms: a transformed dim is needed whole. Of several, those that are cut are transformed one by one.
+"""Fourier transforms: a transformed dim is needed whole. Of several dims, those that are cut are transformed one by
+one.
 
-A transform over several dims is a product of transforms over one, in any order: dims that are not cut go together, in
-one call of torch; each cut dim goes by itself, brought together by a gather or, mostly, by moving the cut to a dim that
-is not being transformed. A transform from real numbers halves its last dim first, one to real numbers fills it last.
+A transform over several dims is a product of transforms over one, in any order. Dims that are not cut go together, in
+one call of torch. Each cut dim goes by itself; it is gathered or, usually, its cut moves to a dim that is not being
+transformed. A transform from real numbers halves its last dim first, one to real numbers fills it last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling at positions held in a tensor. Any output may look anywhere, so that the sample is brought whole.
+"""Sampling at positions held in a tensor. Any output may read anywhere, so the sampled tensor is brought whole.
 
 The result is cut as the positions are. An affine grid is cut by the batch alone: within a grid nothing is.
 """

@@ -193,6 +193,7 @@ def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: in
 def _slope(input: Tensor, dim: int, step: Any, edge_order: int) -> Tensor:
     """Central differences along one dim, with one-sided differences of the given order at both ends."""
     length = input.shape[dim]
+    # torch's own conditions, nearly in its words.
     if edge_order not in (1, 2) or length < edge_order + 1:
         raise RuntimeError("torch.gradient: each dim needs edge_order + 1 elements, and edge_order is 1 or 2")
     take = lambda start, count=1: input.narrow(dim, start, count)  # noqa: E731

@@ -86,6 +86,7 @@ def column_stack(tensors: Sequence[Tensor]) -> Tensor:
 def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
     """Each line stretched over the grid; a cut line cuts the grid along its own dim."""
     given = list(operands(tensors, Tensor))
+    # The first two lines exchange their places in the grid.
     if indexing == "xy" and len(given) > 1:
         second, first, *rest = meshgrid(given[1], given[0], *given[2:])
         return first, second, *rest

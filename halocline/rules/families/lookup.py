@@ -20,7 +20,7 @@ from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, follow, read_whol
 from ..table import run_rule
 from .masks import put
 from .pointwise import broadcast_shape
-from .view import as_called, each, made_of, normal, shape
+from .view import as_called, each, made_of, made_of_each, normal, shape
 
 
 def looked_up(input: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
@@ -102,14 +102,10 @@ def masked_select(input: Tensor, mask: Tensor) -> Tensor:
     return input[mask]
 
 
-@made_of("masked_scatter")
-def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Values in order where a mask is true."""
+@made_of_each("masked_scatter masked_scatter_")
+def masked_scatter(function: Any, input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Values in order where a mask is true, into a copy or in place."""
+    if function is Tensor.masked_scatter_:
+        return input.copy_(put(input, mask.expand(input.shape), source))
     input, mask = torch.broadcast_tensors(input, mask)
     return put(input, mask, source)
-
-
-@made_of("masked_scatter_")
-def masked_scatter_(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The same, in place."""
-    return input.copy_(put(input, mask.expand(input.shape), source))

@@ -92,6 +92,7 @@ def _binary(function: Callable[..., Tensor]) -> None:
 
     def values_of(input: Tensor, target: Tensor, **weights: Tensor | None) -> Tensor:
         _same_shape(function.__name__, input, target)
+        # None would be an operand of the rule.
         given = {name: weight for name, weight in weights.items() if weight is not None}
         return run_for(function, _elementwise, input, target, reduction="none", **given)
 
@@ -113,6 +114,7 @@ def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
 
 def _voxels(input: Operand) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Link, ...]]:
     """Scores as voxels, each with its classes: the space of voxels, its dims, and how the scores follow them."""
+    # A single sample without a batch has its classes first.
     classes = 0 if input.ndim == 1 else 1
     space = tuple(n for d, n in enumerate(input.shape) if d != classes)
     places = iter(range(len(space)))

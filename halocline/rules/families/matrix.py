@@ -141,7 +141,4 @@ def linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -
     return torch.diagonal(A, offset, dim1, dim2)
 
 
-@composite(torch.linalg.matmul, family="matrix")
-def linalg_matmul(input: Tensor, other: Tensor) -> Tensor:
-    """As torch.matmul."""
-    return torch.matmul(input, other)
+composite(torch.linalg.matmul, family="matrix")(torch.matmul)

@@ -268,21 +268,23 @@ def rms_norm(
     return (y if weight is None else y * weight).to(input.dtype)
 
 
-@composite(torch.batch_norm)
-def torch_batch_norm(
-    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
-) -> Tensor:
-    """torch's own names its parameters before its statistics."""
-    return batch_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
+def _parameters_first(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's own functions take weight and bias before the statistics, and a flag for cuDNN."""
+
+    def call(
+        input: Tensor,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        *options: Any,
+        cudnn_enabled: bool = True,
+        **named: Any,
+    ) -> Tensor:
+        return run(input, running_mean, running_var, weight, bias, *options, **named)
+
+    return call
 
 
-@composite(torch.instance_norm)
-def torch_instance_norm(
-    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
-) -> Tensor:
-    """torch's own names its parameters before its statistics."""
-    return instance_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
-
-
-def _without_cudnn(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name != "cudnn_enabled"}
+composite(torch.batch_norm, family="norm")(_parameters_first(batch_norm))
+composite(torch.instance_norm, family="norm")(_parameters_first(instance_norm))

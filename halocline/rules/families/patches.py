@@ -94,5 +94,6 @@ def fold(
     size, *options = (pair(value, 2) for value in (output_size, kernel_size, dilation, padding, stride))
     shape(F.fold, input, size, *options)  # torch's own error for sizes that do not fit
     counts = _counts(size, *options)
+    # Rows and columns of patches apart, so that each can be cut.
     split = input.unflatten(2, counts).unflatten(1, (-1, prod(options[0])))
     return run_rule(F.fold, _fold_rule, (split, size, *options), {})

@@ -1,7 +1,7 @@
 """Random functions: each tile draws the numbers of its own box of the whole, so that every cut draws the same.
 
-The numbers of an element follow from seed, call and global place (``halocline/random``), so nothing has to agree but
-the count of calls, which is that of the program.
+The numbers of an element follow from seed, call and global place (``halocline/random``). The ranks need to agree on
+nothing but the count of calls, which is that of the program.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _register(function: Any, kernel: Kernel) -> None:
             # The numbers of this box, as a draw of the whole tensor would have them.
             return kernel.run(GlobalBox(recipe.space, work.box), *tiles, **named)
 
+        # New tensors have no gradient, on idle ranks too.
         outputs = tuple(replace(output, constant=kernel.new) for output in recipe.outputs)
         return replace(recipe, local=local, outputs=outputs)
 

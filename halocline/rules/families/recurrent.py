@@ -1,7 +1,7 @@
 """Recurrent networks: time runs on whole, the batch keeps its cut.
 
-A sequence that is cut in time comes together first: the next step needs the last one, wherever it lies. Layers run one
-by one where something is dropped between them, so that it is drawn by global index.
+A sequence that is cut in time is brought together first, since each step needs the one before it, wherever it lies.
+Layers run one by one where something is dropped between them, so that it is drawn by global index.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def _network_rule(
     if input.ndim != 3:
         raise refuse(function, "a sequence without a batch has nothing to be cut", "call x.unsqueeze(batch dim)")
     batch = 0 if batch_first else 1
+    # Both ways side by side.
     made = (*input.shape[:2], hx[0].shape[2] * (1 + bidirectional))
     of_input = tuple(0 if d == batch else None for d in range(3))
     of_state = (None, 0, None)

@@ -106,6 +106,7 @@ def _accesses(input: Operand, part: Regroup) -> Iterator[tuple[int, Access]]:
 
 def _ones(input: Operand, space: Sequence[int]) -> Iterator[tuple[int, int]]:
     """A dim of size one may be cut too: one rank has it all. Any other of size one can take its place."""
+    # Cut dims first: they find a place before the others.
     old = sorted((d for d, size in enumerate(input.shape) if size == 1), key=lambda d: d not in input.cut_dims)
     new = (d for d, size in enumerate(space) if size == 1)
     return zip(old, new, strict=False)
@@ -149,6 +150,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     """Channels become pixels inside each pixel: rows and columns lead the merge, and keep their cuts."""
     r, meta = upscale_factor, torch.empty(input.shape, device="meta")
     *lead, channels, height, width = torch.pixel_shuffle(meta, r).shape
+    # Channels as (channel, row in the pixel, column in the pixel).
     split = input.reshape(*lead, channels, r, r, height // r, width // r)
     return split.permute(*_placed(len(lead), 0, 3, 1, 4, 2)).reshape(*lead, channels, height, width)
 

@@ -108,20 +108,14 @@ def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, a
     return per_tile(input, local, read_whole(index), rest, inplace=True)
 
 
-@made_of("index_add_")
-def index_add_(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    """Slices added at positions, in place."""
+@made_of_each("index_add index_add_")
+def index_add(function: Any, input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    """Slices added at positions, into a copy or in place."""
+    inplace = function is Tensor.index_add_
     if not isinstance(input, ShardedTensor):
-        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=True)
-    return run_rule(Tensor.index_add_, _index_add_rule, (input, dim, index, source, alpha), {})
-
-
-@made_of("index_add")
-def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    """Slices added at positions, into a copy."""
-    if not isinstance(input, ShardedTensor):
-        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=False)
-    return input.clone().index_add_(dim, index, source, alpha=alpha)
+        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace)
+    target = input if inplace else input.clone()
+    return run_rule(Tensor.index_add_, _index_add_rule, (target, dim, index, source, alpha), {})
 
 
 @made_of("bincount")

@@ -67,6 +67,7 @@ def _normalize_rule(input: Operand, p: float, dim: Any, eps: float) -> Recipe:
 def normalize(input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Tensor:
     """Divided by a vector norm, over the ranks where its dim is cut."""
     dims = [normal(d, input.ndim) for d in flat_ints((dim,))]
+    # torch's own kernel, bit for bit.
     if all(cut_points(input, d) is None for d in dims):
         return run_rule(F.normalize, _normalize_rule, (input, p, dim, eps), {})
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps).expand_as(input)

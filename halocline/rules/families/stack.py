@@ -62,6 +62,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """Vectors and matrices are told apart by global shapes: a tile's would be ambiguous."""
     if B.ndim == 1 or tuple(B.shape) == tuple(A.shape[:-1]):
         return solve(A, B.unsqueeze(-1), left=left).squeeze(-1)
+    # A matrix for all of the stack.
     if B.ndim < A.ndim:
         B = B.expand(*A.shape[:-2], *B.shape[-2:])
     return run_rule(torch.linalg.solve, _solve_rule, (A, B, left), {})

@@ -1,7 +1,10 @@
-"""Views that only rename, reorder or stretch dims: every cut goes along. Also the tools that the view rules share.
+"""Views that only rename, reorder or stretch dims: every cut goes along. Also the tools that families share.
 
 A rule for a view says which dim of the space each dim of the operand is; torch itself is asked for shapes on tensors
 without data. Whether the result shares memory with its operand, and how it lies, is settled by ``rules/aliasing.py``.
+
+The tools: ``each`` and ``made_of`` (and ``made_of_each``) register a rule or a composite for all forms of a function;
+``shape`` and ``meta`` ask torch without data; ``viewing``, ``on_tile`` and ``local_shape`` build recipes.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ def each(names: str) -> Callable[[Describe], Describe]:
 
 
 def made_of(names: str, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a composite for every form of these functions. With ``fresh`` torch's result is always new memory."""
+    """Register a composite for every form of these functions. With ``fresh`` torch's result is always new memory.
+
+    The composite is called with torch's own argument names; numpy's (``axis``, ``x``) are translated first.
+    """
 
     def keep(run: Callable[..., Any]) -> Callable[..., Any]:
         whole = new_memory(run) if fresh else run

@@ -45,6 +45,7 @@ def reduction(
     """
     kept = tuple(None if d in dims else d for d in range(input.ndim) if keepdim or d not in dims)
     shape = reduced_shape(input.shape, dims, keepdim)
+    # An idle rank must make results of the same dtypes.
     outputs = (Output(shape, kept), Output(shape, kept, constant=True, dtype=torch.long))
     return per_tile(input, local, *others, outputs=outputs[:results], **options)
 
