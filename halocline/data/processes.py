@@ -35,7 +35,7 @@ class Helper:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, "-c", _SERVE]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        # subprocess keeps a child that nobody waited for, and its pipes, so that it would wait for ever.
+        # subprocess keeps a child that was not waited for, and its pipes, so that the child would wait for ever.
         self._forgotten = weakref.finalize(self, _end, self._process, 0.0)
 
     @property
@@ -119,7 +119,7 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: in
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
     """Close the process's input, wait for it to end, and kill it after ``patience`` seconds."""
-    with suppress(OSError):  # one that died has nobody to take the last words
+    with suppress(OSError):  # a dead process has closed its end
         process.stdin.close()  # type: ignore[union-attr]  # a pipe
     try:
         process.wait(patience)
@@ -147,7 +147,7 @@ def _read(stream: IO[bytes] | None) -> bytes:
 
 
 def serve() -> None:
-    """What such a process does: its standard output is for answers, and whatever others print goes to the errors."""
+    """The main loop of a helper process. Its standard output carries answers; prints of libraries go to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     # A library that prints must not write into the stream of answers.
     os.dup2(2, 1)

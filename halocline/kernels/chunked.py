@@ -33,7 +33,7 @@ def chunked(elements: int | None) -> Iterator[None]:
     """Inside, kernels get at most about ``elements`` elements at a time, on the CPU too; with None nothing is cut.
 
     Results and gradients are the same to rounding. For tests, measurements and cards with less memory: the sizes
-    that suit the card are found by themselves. It holds for the whole process, since backward has threads of its own.
+    that suit the card are chosen automatically. It holds for the whole process, since backward has threads of its own.
     """
     if elements is not None and elements < 1:
         raise HaloclineError(f"hc.chunked({elements}): give a positive number of elements, or None")
@@ -65,7 +65,7 @@ def _matters(tensor: Tensor, least: int) -> bool:
 
 @constant_in_graphs
 def _while_compiling() -> None:
-    """Runs when a model is compiled, and is no part of what is compiled. Nobody can look through that: be prepared."""
+    """Runs while a model is compiled, outside the compiled graph, which cannot be watched: installs the kernels now."""
     keep_fast()
 
 

@@ -32,7 +32,7 @@ def _few_channels(x: Tensor, *rest: Any) -> bool:
 
 @kernel("native_batch_norm", _few_channels)
 def native_batch_norm(original: Original, x: Tensor, *rest: Any) -> Any:
-    """Channels by themselves, each reduced by the whole card."""
+    """Each channel is reduced by the whole card."""
     y, *statistics = original(_spread(x), *rest)
     return _gathered(y, x), *statistics
 

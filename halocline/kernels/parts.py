@@ -141,7 +141,7 @@ def _natively(chunk: Interval, out: int, size: int, window: Window) -> bool:
 
 
 def _edges_apart(chunk: Box, native: list[bool], windows: list[Window], spatial: Sequence[int]) -> Iterator[Box]:
-    """Outputs that reach into the padding by themselves, where torch does not pad."""
+    """The chunk split so that outputs which reach into the padding are boxes of their own, where torch does not pad."""
     dims = [[chunk[0]]]
     for interval, natively, window, size in zip(chunk[1:], native, windows, spatial, strict=True):
         # The first output, and the one after the last, whose window lies inside the sample.

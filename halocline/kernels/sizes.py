@@ -40,7 +40,7 @@ DEFAULTS = {
 NEVER = Sizes(sys.maxsize, sys.maxsize)
 
 _lock = threading.Lock()
-_forced: list[Sizes] = []  # by whoever asks; the last holds
+_forced: list[Sizes] = []  # a stack; the last entry holds
 
 
 def sizes(device: torch.device, family: str) -> Sizes:
@@ -82,10 +82,10 @@ def describe(device: torch.device) -> str:
 
 @cache
 def measured(device: torch.device) -> Mapping[str, Sizes]:
-    """What was measured on this card; nothing where nobody did, or the file is unreadable."""
+    """What was measured on this card; empty if nothing was measured or the file is unreadable."""
     try:
         return read_table(table_path()).get(describe(device), {})
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no home directory
         return {}
 
 

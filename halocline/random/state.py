@@ -31,7 +31,7 @@ Drawn = TypeVar("Drawn")
 
 
 class DrawWatch:
-    """Notices draws from torch's generators that nobody has explained."""
+    """Notices draws from torch's generators other than the library's own."""
 
     def __init__(self) -> None:
         self.start = self._known = _generators()
@@ -179,7 +179,7 @@ def set_state(state: tuple[int, int]) -> None:
 
 
 def same_state(world: World) -> None:
-    """Give every rank the state of rank 0. Where nobody has chosen a seed, it begins with that of rank 0's torch."""
+    """Give every rank the state of rank 0. Without a chosen seed, it begins with that of rank 0's torch."""
     mine = get_state() if current().asked else (torch.initial_seed(), 0)
     words = torch.tensor([*map(signed, mine)], dtype=torch.int64, device="cpu")
     agreed, counter = world.broadcast(words, tuple(range(world.size)), Label("random state", "distribute")).tolist()

@@ -69,7 +69,7 @@ def shard(
 def shard_inputs(
     inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: int = 1, check: bool | None = None
 ) -> Any:
-    """Cut whatever a model takes: the first tensor as ``dims`` says, others of its spatial size alike, the rest whole.
+    """Cut the inputs of a model: the first tensor as ``dims`` says, others of its spatial size alike, the rest whole.
 
     Space is counted from the end (``{0: "data", -3: "depth"}``), so that a target without channels is cut as its volume
     is. A tensor is cut along ``data`` if its first dim is the batch. ``check`` as in :func:`shard`.

@@ -69,7 +69,7 @@ class _Recording(_HaloTape):
         label: Label,
         path: int | None = None,
     ) -> PendingExchange:
-        """Start the exchange in the world; its messages are kept when somebody waits for them."""
+        """Start the exchange in the world; its messages are kept by the first wait."""
         with self._outside() as world:
             exchange = world.begin(sends, receives, like, ranks, label, path)
         # Its place in the order is that of its beginning, not of its wait.
@@ -150,7 +150,7 @@ class _Replaying(_HaloTape):
         return self.sum(tensor, ranks, label)
 
     def _again(self, sizes: list[int], like: Tensor, label: Label) -> list[Tensor]:
-        """The next of what came, copied: it may be asked for once more, and whoever gets it may write into it."""
+        """Copies of the next kept messages: callers may write into them, and another recomputation may need them."""
         event = self.kept[self._next] if self._next < len(self.kept) else None
         self._next += 1
         same = event is not None and event[0] == label.operation and [m.numel() for m in event[1]] == sizes

@@ -128,7 +128,7 @@ def result_type(*args: Any) -> torch.dtype:
 
 @direct(Tensor.requires_grad_, setter("requires_grad"))
 def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    """The tile is the leaf. The shell becomes an alias of it, so that whoever takes the shell's node finds the leaf.
+    """The tile is the leaf. The shell becomes an alias of it, so that the shell's node leads to the leaf.
 
     On axes on which the tensor is whole, its gradient is the mean of what the ranks hold: taken as it arrives.
     """

@@ -23,7 +23,7 @@ _WORTH_ADVICE = 1 << 20
 
 
 def check_whole_operands(plan: CallPlan, tiles: list[Tensor]) -> None:
-    """Make sure that somebody averages the gradients of whole operands that enter cut work."""
+    """Raise unless the gradients of whole operands that enter cut work are averaged."""
     for _, places in plan.factors:
         for place in places:
             tile = tiles[place]
@@ -70,7 +70,7 @@ def bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Te
         brought[place] = moved
     for place in plan.touched:
         fetch = plan.fetches[place]
-        # A whole operand that enters cut work: its gradient must be averaged by somebody.
+        # A whole operand that enters cut work: its gradient must be averaged.
         if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
             check_entering(tiles[place], plan.mesh, fetch.work_axes - fetch.axes, label)  # type: ignore[union-attr]
         if place not in together:

@@ -77,7 +77,7 @@ class ReduceStatistics(MovementFunction):
         """Local slopes, one sum over the ranks, then the local gradients."""
         *operands, mean, variance = ctx.saved_tensors
         work, route, needed = ctx.work, ctx.route, ctx.needs_input_grad[5:]
-        # Somebody differentiates this backward: build it from pieces that autograd knows.
+        # This backward is differentiated again: build it from pieces that autograd knows.
         if torch.is_grad_enabled():
             composed = partial(work.composed, partial(_whole_to_cut, route=route))
             gradients = differentiated(composed, operands, needed, gradient, Autocast.now(gradient.device).off)

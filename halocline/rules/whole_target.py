@@ -33,7 +33,7 @@ def _made_here(tensor: Tensor) -> bool:
     """No other tensor or array shares its memory, and no running module keeps it: it is a local of a forward."""
     if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference() or tensor.layout != torch.strided:
         return False
-    # Somebody else could see the tensor change its shape.
+    # Another holder of this memory would see the tensor change its shape.
     if sharers(tensor) > 1 or not tensor.untyped_storage().resizable():  # memory of numpy and of others is not
         return False
     modules = list(running_modules())

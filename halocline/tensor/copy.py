@@ -93,7 +93,7 @@ class CopyOf:
 
     def written(self) -> None:
         """After a write to a copy whose base may or may not show it: nothing on the base's memory is used again."""
-        # Whoever shares memory with the base can no longer be trusted.
+        # Tensors that share memory with the base may or may not show the write.
         for tensor in self._family or ():
             tensor._copy_of = Uncertain()  # type: ignore[attr-defined]
         if self._parent is not None:
@@ -104,7 +104,7 @@ class CopyOf:
         return self._memory.expired() and (self._parent is None or self._parent._alone())
 
     def can_write_back(self) -> bool:
-        """Is there a base to write to, or nobody left to see the difference?"""
+        """Is there a base to write to, or no tensor left that could show the difference?"""
         if self._alone():
             return True
         above = self._parent is None or self._parent.can_write_back()
@@ -150,7 +150,7 @@ class WithoutBase(CopyOf):
 
 
 class Uncertain(WithoutBase):
-    """The mark of a tensor of which nobody knows whether it shows a write to something made of it."""
+    """The mark of a tensor that may or may not show a write to something made of it."""
 
     def __init__(self) -> None:
         pass

@@ -85,7 +85,7 @@ class AutogradBridge:
         return tuple(None if g is None else self._tile(index, g) for index, g in enumerate(gradients))
 
     def _tile(self, index: int, gradient: Tensor) -> Tensor:
-        """A gradient that backward gave, as a tile; refused where it is cut otherwise than its input."""
+        """A gradient that backward gave, as a tile; refused where its cut differs from that of its input."""
         lies = getattr(gradient, "sharding", None)
         wanted = self.inputs.get(index) if self.inputs is not None else lies
         if lies is not wanted:

@@ -1,4 +1,4 @@
-"""Finds the module that is running, from the call stack. It costs nothing until somebody asks."""
+"""Finds the module that is running, from the call stack. It costs nothing until it is asked."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
 
 
 def _detached(shell: ShardedTensor) -> ShardedTensor:
-    """The same tile without a node; torch may give it one afterwards, which is looked for when somebody uses it."""
+    """The same tile without a node; torch may give it one afterwards, which is looked up at its first use."""
     detached = wrap(shell._tile.detach(), shell.sharding)
     detached._copy_of = Loose(shell._copy_of)
     return detached
@@ -169,12 +169,12 @@ def _detached(shell: ShardedTensor) -> ShardedTensor:
 def unwrap(tensor: Tensor) -> Tensor:
     """The plain tile; a plain tensor is its own.
 
-    A shell that somebody else's autograd Function made has lost touch with its tile: they are joined, or it is refused.
+    A shell that a user's autograd Function made is detached from its tile: the two are joined, or the use is refused.
     """
     if not isinstance(tensor, ShardedTensor):
         return tensor
     node, requires_grad = autograd_state(tensor)
-    # Somebody else's autograd Function has made this shell.
+    # A user's autograd Function has made this shell.
     if node is not None and not isinstance(node, _ALIAS_NODES):
         _rejoin(tensor, node)
     if node is not None and not torch.is_grad_enabled():

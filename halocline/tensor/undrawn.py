@@ -25,7 +25,7 @@ class Undrawn(Tensor):
     _sharding: Sharding
     #: Functions that draw into their first argument.
     drawing: frozenset[Any] = frozenset()
-    #: How to call them, so that nobody takes it for a draw in which ranks may differ.
+    #: How to call them, so that the draw is not taken for one in which ranks may differ.
     explained: Callable[[Callable[[], Any]], Any] = staticmethod(lambda draw: draw())
 
     @classmethod

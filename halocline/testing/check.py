@@ -111,7 +111,7 @@ def check_network(
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
     ``deadline`` is in seconds and for the cut run; by default it is many times what one rank took.
     """
-    count_every_thread()  # from here on: a tensor from before would count as freed by nobody
+    count_every_thread()  # first: tensors made before it are not counted when they are freed
     return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed), deadline, pool, say)
 
 
@@ -164,7 +164,7 @@ class RankResult:
 
 def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
     """In a rank process: run the network cut, and compare with the tensors saved at ``path``."""
-    count_every_thread()  # first: whatever is taken before it is not counted when it goes
+    count_every_thread()  # first: tensors made before it are not counted when they are freed
     init(deadline)
     with _quiet():
         answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)

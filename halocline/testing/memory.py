@@ -32,7 +32,7 @@ from halocline.errors import HaloclineError
 PROBE = 12_347  # bytes of the allocations that mark start and end, and prove that all is being counted
 FREED = "halocline: freed bytes "
 CPU = 0  # the device type in the trace
-SETTLE = 0.01  # seconds for torch's own threads to let go of what they have just finished with
+SETTLE = 0.01  # seconds for torch's own threads to free what they have just finished with
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
         totals = pool.run(train_one_epoch, "config.json")  # one result per rank
 
 The parent owns the store the ranks met at and one pipe per rank; a rank that dies takes neither with it.
-No wait is without a deadline. After a failure nobody knows which messages are still under way between the
+No wait is without a deadline. After a failure it is unknown which messages are still under way between the
 ranks, so the processes are killed, and the next call starts fresh ones. To expect an error cheaply, catch it
 inside the function and return it.
 """
@@ -133,7 +133,7 @@ class RankPool:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """What each rank made of the call, whatever that was; `grace` shortens the wait after the first failure."""
+        """The outcome of the call on each rank, errors included; `grace` shortens the wait after the first failure."""
         own = per_rank if per_rank is not None else [()] * self.size
         if len(own) != self.size:
             raise HaloclineError(f"per_rank has {len(own)} entries for {self.size} ranks; give one tuple per rank")

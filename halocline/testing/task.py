@@ -105,7 +105,7 @@ def _text(*shapes: Sequence[int]) -> str:
 
 
 def _cut(volume: Sequence[int], ranks: int | None, cut: Mapping[str, int] | None) -> dict[str, int]:
-    """The cut as asked for, or the volume's first spatial dim over all ranks (two, if nobody says)."""
+    """The cut as asked for, or the volume's first spatial dim over all ranks (two by default)."""
     allowed = axes_of(volume)
     plan = dict(cut) if cut else {allowed[min(1, len(allowed) - 1)]: 2 if ranks is None else ranks}
     unknown = [axis for axis in plan if axis not in allowed]

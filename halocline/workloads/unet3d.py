@@ -78,7 +78,7 @@ def loss(output: Tensor, batch: Batch) -> Tensor:
 
 
 def _dice_loss(shares: Tensor, truth: Tensor) -> Tensor:
-    """From sums over the whole batch; the ones keep a class that nobody has from dividing by zero."""
+    """From sums over the whole batch; the ones keep an absent class from dividing by zero."""
     total = torch.zeros((), dtype=shares.dtype, device=shares.device)
     for number in range(shares.shape[1]):
         share, there = shares[:, number], (truth == number).to(shares.dtype)

@@ -94,7 +94,7 @@ class Buffer:
 
 
 class Arena:
-    """Memory that grows in blocks and is let go of as a whole."""
+    """Memory that grows in blocks and is freed as a whole."""
 
     def __init__(self, **kind: bool) -> None:
         self._kind, self._blocks, self._used = kind, list[Memory](), 0
@@ -175,7 +175,7 @@ class BufferLease:
         self._counted = _Counted(pool, self.buffer)
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Room in the buffer, for whoever fills it."""
+        """An array in the buffer, to be filled by readers."""
         self.arrays[name] = self.buffer.array(name, shape, dtype)
         return self.arrays[name]
 
@@ -191,7 +191,7 @@ class BufferLease:
         self._counted.release(0)
 
     def lose(self) -> None:
-        """Somebody who hangs may still write into it: it is not used again."""
+        """Never reuse the buffer: a reader that hangs may still write into it."""
         self._pool.made -= 1
 
 

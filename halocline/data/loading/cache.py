@@ -2,7 +2,7 @@
 
 Every sample has a *home*: the ranks that need it in epoch 0. Each of them holds its own part of the sample, as it lies
 on disk. The home ranks read the sample when it is first needed and keep it, as far as the budget allows. From then on
-they send boxes of it to whoever needs them, and the disk is idle.
+they send boxes of it to the ranks that need them, and the disk is idle.
 
 Who holds what follows from the order of epoch 0 and from the budget, so that every rank knows it without asking.
 """
@@ -109,11 +109,11 @@ class SampleCache:
         return box, self._tiles[sample, name], memory
 
     def forget(self, samples: Iterable[int]) -> None:
-        """They were not read after all, or nobody knows whether: the next batch that needs them reads them."""
+        """Mark samples as not read: the next batch that needs them reads them again."""
         self._loaded.difference_update(samples)
 
     def drop(self, sample: int) -> None:
-        """Let go of a bad sample's tiles; nobody will ask for them."""
+        """Free the tiles of a bad sample; no rank asks for them any more."""
         for name in self._fields:
             self._tiles.pop((sample, name), None)
 

@@ -215,7 +215,7 @@ class Loader:
             raise DataError("this loader was closed; make another one")
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._pipeline, self._tick, self._prefetch, self._last)
-            # A loader that nobody closes still ends its thread.
+            # A loader that is dropped without close() still ends its thread.
             self._forgotten = weakref.finalize(self, self._prefetcher.end)
             self._agreed = False
         try:
@@ -250,7 +250,7 @@ class Loader:
             prefetcher.stop(self._world.deadline or ALONE)
 
     def close(self) -> None:
-        """End the readers and let go of all memory. All ranks together, at the same step."""
+        """End the readers and free all memory. All ranks call it at the same step."""
         if self._closed:
             return
         self._closed = True
@@ -303,7 +303,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader stood, on whatever mesh that was."""
+        """Resume where another loader stopped, on any mesh."""
         for name in ("seed", "samples", "batch", "shuffle", "drop_last"):
             if state[name] != getattr(self.order, name):
                 raise DataError(

@@ -190,7 +190,7 @@ class Pipeline:
         return batch
 
     def abandon(self, started: Started) -> None:
-        """As if it had never begun: it failed, or comes after one that did. Nobody writes into its memory any more."""
+        """Undo a step that failed, or that comes after one that did. Afterwards no reader writes into its memory."""
         reads = [future for _, future in started.reads]
         for future in reads:
             future.cancel()
@@ -215,14 +215,11 @@ class Pipeline:
         late: dict[int, BaseException] = {}
         if self._cache is not None and any(self._cache.keeps(sample) for sample in step.samples):
             late = self._fetch(started, self._good(step))
-        if not started.from_disk or (self._cache is not None and self._transforms):
+        transforms = any(each.values for each in self._layout.fields.values())
+        if not started.from_disk or (self._cache is not None and transforms):
             self._judge(started, late)
         good = self._good(step)
         return self._batch(started, good) if good else None
-
-    @property
-    def _transforms(self) -> bool:
-        return any(each.values for each in self._layout.fields.values())
 
     def _good(self, step: Step) -> list[int]:
         return [position for position, sample in enumerate(step.samples) if sample not in self.bad]
@@ -314,7 +311,7 @@ class DeviceCopier:
 
 
 def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:
-    """All are waited for, so that nobody writes into the buffer any more."""
+    """Wait for all reads, so that none writes into the buffer any more; their errors by position."""
     errors: dict[int, BaseException] = {}
     end = time.monotonic() + deadline
     for position, future in reads:

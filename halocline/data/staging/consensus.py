@@ -23,7 +23,7 @@ T = TypeVar("T")
 Table = NDArray[np.int64]
 
 LABEL = Label("stage", "agreement")
-HEARTBEAT = 0.25  # seconds between agreements while somebody still works: far below any deadline
+HEARTBEAT = 0.25  # seconds between agreements while any rank still works: far below any deadline
 _TEXT = 4096  # bytes of an error that all ranks get to see
 
 

@@ -57,7 +57,7 @@ class NodeStore:
             raise
         self._journal = journal
         self._read_journal()
-        # Whatever a killed staging left: it has ended, since its lock is ours.
+        # Remains of a killed staging: it has ended, since this process holds its lock.
         shutil.rmtree(self.parts, ignore_errors=True)
         self.parts.mkdir(exist_ok=True)
 
@@ -166,7 +166,7 @@ class NodeStore:
 
 
 class PartialFile:
-    """A file on its way, under a name that nobody takes for it."""
+    """A file that is being written, under a temporary name."""
 
     def __init__(self, store: NodeStore, file: File, path: Path) -> None:
         self.store, self.file, self.path = store, file, path

@@ -59,7 +59,7 @@ class FileSender:
                 raise OSError("it is shorter than it was")
         except OSError as error:
             self.progress.give_up(f"its copy of {file} under {self.store.root} cannot be passed on: {reason(error)}")
-        # Of a file that nobody has a checksum of, the one that was just computed.
+        # Without a known checksum of the source, the one that was just computed.
         crc = self.store.checksums.get(file.path, self._crc)
         begin = max(0, segment.start - file.size)
         room[count:] = crc.to_bytes(TRAILER, "little")[begin : begin + segment.length - count]
@@ -230,7 +230,7 @@ class Relay:
         """Write what arrived, and keep what has to be sent on."""
         for segment, piece in zip(segments, message.split([segment.length for segment in segments]), strict=True):
             if segment.job.chain[-1] != self.progress.node:
-                # Sent on two steps later, while the writer has it too: nobody changes it.
+                # Sent on two steps later; the writing thread reads the same memory, and neither changes it.
                 self._carried[segment.job.file, segment.start] = piece
             self.arrivals.put(segment, _memory(piece))
 

@@ -290,7 +290,7 @@ class Worker:
             time.sleep(self.staging.effort.backoff(0))
 
     def _watch(self, table: Table, moving: bool) -> None:
-        """Every wait inside has its deadline; this one is for what nobody thought of."""
+        """Give up when nothing has moved for longer than all inner deadlines together: a last resort."""
         now, seen = time.monotonic(), table.tobytes()
         if moving or seen != self._last[0]:
             self._last = seen, now

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Abandoned(Exception):
-    """Raised inside work that nobody waits for any more."""
+    """Raised inside work that was given up."""
 
 
 class Watched(Generic[T]):

@@ -82,7 +82,7 @@ class FileStore(Store):
 
     @abstractmethod
     def open_file(self, path: Path) -> Opened:
-        """Open one file for reading; whatever it raises is told with the file's name."""
+        """Open one file for reading; its errors are reported with the file's name."""
 
     def dims_of_first(self, shape: tuple[int, ...]) -> str:
         """The dims where none are given, from the shape of the first file: a format may have a convention."""
@@ -125,7 +125,7 @@ class FileStore(Store):
         if not self.locks:
             self._checked(file).read(tuple(wanted), out)
             return
-        with self._lock:  # nobody closes the file meanwhile
+        with self._lock:  # no other thread closes the file meanwhile
             self._checked(file).read(tuple(wanted), out)
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ class Store(ABC):
         return self.name
 
     def close(self) -> None:  # noqa: B027  most have none
-        """Let go of open files; reading opens them again."""
+        """Close open files; reading opens them again."""
 
     def __repr__(self) -> str:
         """<HDF5 train.h5: 24 samples of C 1, D 16, H 16, W 16, float32>"""

@@ -81,7 +81,7 @@ def summary(table: Array) -> dict[str, tuple[Any, ...]]:
 
 
 def all_merged(tables: Iterable[Array], channels: int) -> Array:
-    """In the order given: the same bits whoever made the tables."""
+    """Merged in the order given, so that the bits do not depend on which process made a table."""
     result = no_moments(channels)
     for table in tables:
         result = merged(result, table)

@@ -233,7 +233,7 @@ def _records(path: Path) -> dict[str, Any]:
 
 
 def _surveyed(survey: Survey, jobs: int, world: World | None, progress: Progress | None) -> tuple[Array, Counter[int]]:
-    """This rank's groups, then those of all ranks: in the order of the groups, whoever did them."""
+    """This rank's groups, then those of all ranks: merged in the order of the groups, whichever rank did them."""
     groups = survey.groups.parts
     size, rank = (world.size, world.rank) if world is not None else (1, 0)
     tables, counts = np.zeros((groups, survey.channels, COLUMNS)), Counter[int]()

@@ -39,10 +39,22 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Gathered, by heads or in a ring, as the plan chooses; with dropout it is written out."""
-    call = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if dropout_p > 0:
-        return _dropped(*call, dropout_p)
-    return run_rule(F.scaled_dot_product_attention, _attention_rule, call, {})
+    if dropout_p <= 0:
+        call = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return run_rule(F.scaled_dot_product_attention, _attention_rule, call, {})
+    # Written out, so that what is dropped is drawn by global index.
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    # torch's own error, which the written-out form would not raise.
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+    scores = _scores(query, key, scale)
+    mask = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else attn_mask
+    scores = _masked(scores, mask)
+    weights = scores.softmax(-1)
+    if mask is not None:  # as in torch, a query that sees nothing gets zeros
+        weights = weights.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+    return dropped(weights, dropout_p) @ value
 
 
 def _attention_rule(
@@ -98,32 +110,6 @@ def _seen(rows: Interval, keys: int, device: torch.device) -> Tensor:
     """The causal mask of these rows: a query sees the keys up to its own place in the whole."""
     own = torch.arange(rows.lo, rows.hi, device=device)
     return torch.arange(keys, device=device) <= own.unsqueeze(1)
-
-
-def _dropped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    dropout_p: float,
-) -> Tensor:
-    """Written out, so that what is dropped is drawn by global index."""
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    # torch's own error, which the written-out form would not raise.
-    if is_causal and mask is not None:
-        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
-    scores = _scores(query, key, scale)
-    if is_causal:
-        mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    scores = _masked(scores, mask)
-    weights = scores.softmax(-1)
-    if mask is not None:  # as in torch, a query that sees nothing gets zeros
-        weights = weights.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
-    return dropped(weights, dropout_p) @ value
 
 
 def _scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:

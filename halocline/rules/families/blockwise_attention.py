@@ -70,7 +70,7 @@ class BlockwiseAttention:
         return (state.mixed / state.total).to(state.dtype), state.highest + state.total.log()
 
     def begin_backward(self, gradient: Tensor, result: Tensor, level: Tensor, query: Tensor) -> SoftmaxBackward:
-        """From that logarithm each block's weights can be computed again by themselves."""
+        """From that logarithm the weights of each block can be recomputed separately."""
         q, dy = query.to(level.dtype), gradient.to(level.dtype)
         share = (dy * result.to(level.dtype)).sum(-1, keepdim=True)
         return SoftmaxBackward(q, dy, level, share, torch.zeros_like(q))

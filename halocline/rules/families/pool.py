@@ -84,7 +84,7 @@ def max_windows(
 
 
 def own_windows(tensor: Tensor, box: tuple[Interval, ...]) -> Tensor:
-    """torch pads both sides alike, which can give windows past the box: they are another rank's, or no one's."""
+    """torch pads both sides alike, which can give windows past the box: they belong to another rank, or to none."""
     for dim, interval in enumerate(box, tensor.ndim - len(box)):
         if tensor.shape[dim] != interval.size:
             tensor = tensor.narrow(dim, 0, interval.size)

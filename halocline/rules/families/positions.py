@@ -50,7 +50,7 @@ class Style:
 
 @contextmanager
 def _plainly(device: str) -> Iterator[None]:
-    """Whatever mode the caller runs in, the question is an ordinary differentiable call, and no part of the program."""
+    """Inside, torch is asked by an ordinary differentiable call in any mode of the caller, outside the user's program."""
     with planned(), torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         yield
 
@@ -147,7 +147,7 @@ def taps_of(style: Style, sizes: Sequence[int], outs: Sequence[int], scales: Sca
 def _taps(style: Style, size: int, out: int, scale: float | None) -> Taps:
     """Combs of teeth so far apart that no output reads two: of ones for weights, of positions, and of infinities.
 
-    Where a tooth is infinite, whatever reads it is not finite, be its weight zero: as much is read here too.
+    An output that reads an infinite tooth is not finite, even with weight zero: such inputs count as read too.
     """
     # Teeth further apart than any output reaches: each response comes from one tooth.
     period = 2 * _reach(style, size, out, scale) + 1

@@ -6,7 +6,6 @@ Layers run one by one where something is dropped between them, so that it is dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -49,15 +48,6 @@ def _network_rule(
     )
 
 
-def _one_layer(
-    params: Sequence[Tensor], hx: Sequence[Tensor], layer: int, num_layers: int, ways: int
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """The parameters and initial states of one layer, of all those that torch passes in flat lists."""
-    each = len(params) // num_layers
-    own = list(params[layer * each : (layer + 1) * each])
-    return own, tuple(state[layer * ways : (layer + 1) * ways] for state in hx)
-
-
 def _register(function: Any) -> None:
     """Register a recurrent network as a composite over its rule."""
 
@@ -79,11 +69,12 @@ def _register(function: Any) -> None:
         call = (has_biases, bidirectional, batch_first)
         if not (train and dropout and num_layers > 1):
             return _run(function, input, states, list(params), num_layers, *call)
-        ends = []
+        ends, each, ways = [], len(params) // num_layers, 1 + bidirectional
         for layer in range(num_layers):
             # torch drops between layers, never before the first.
             input = dropped(input, dropout) if layer else input
-            own, start = _one_layer(params, states, layer, num_layers, 1 + bidirectional)
+            own = list(params[layer * each : (layer + 1) * each])
+            start = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
             input, *end = _run(function, input, start, own, 1, *call)
             ends.append(end)
         return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))

@@ -142,7 +142,7 @@ def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) ->
 class Nearest:
     """The call on a tile is torch's own where it reads what the whole call would; else one selection for each dim.
 
-    With ``several`` memory formats torch has several answers, and what was fetched may lie otherwise than the tile.
+    With ``several`` memory formats torch has several answers, and the fetched box may have another layout than the tile.
     """
 
     def __init__(self, input: Operand, shape: tuple[int, ...], style: Style, scales: Scales, several: bool) -> None:
