@@ -147,7 +147,7 @@ def _read(stream: IO[bytes] | None) -> bytes:
 
 
 def serve() -> None:
-    """The main loop of a helper process. Its standard output carries answers; prints of libraries go to standard error."""
+    """The main loop of a helper process. Its standard output carries answers; prints go to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     # A library that prints must not write into the stream of answers.
     os.dup2(2, 1)

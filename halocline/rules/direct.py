@@ -183,6 +183,7 @@ def retain_grad(self: ShardedTensor) -> None:
 def register_hook(self: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The hook sees the gradient as a sharded tensor, and may return one."""
     tile, sharding = unwrap(self), self.sharding
+    # The hook of a leaf sees a gradient that is averaged already.
     leaf = tile.is_leaf
 
     def on_tile(gradient: Tensor) -> Tensor | None:

@@ -48,9 +48,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Link:
-    """An operand's dim, and the dim of the space it follows (None: every rank reads the same, all of it or one part).
+    """Ties a dim of an operand to a dim of the space (None: every rank reads the same, all of it or one part).
 
-    ``fill`` says what stands outside the operand; without it the needed interval is clipped to the operand.
+    ``access`` says which interval of the operand an interval of the space needs. ``fill`` says what stands outside the
+    operand; without it the needed interval is clipped to the operand.
     """
 
     dim: int | None

@@ -53,7 +53,8 @@ def _has_turn(world: World, ranks: tuple[int, ...]) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """63 bits of shape, dtype and every element, wherever it lies: its bits are summed over all dims but each.
+    """63 bits that depend on shape, dtype and every element: for each dim, the elements' bits are summed over all
+    others.
 
     Whole numbers are added, so that the order of addition plays no part; a few numbers leave the device.
     """

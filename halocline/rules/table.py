@@ -19,7 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """What the table holds for one torch function."""
+    """What the table holds for one torch function: ``kind`` is rule, composite or direct, ``run`` the function that
+    was registered.
+
+    ``family`` is for documents; ``by_value`` says whether numbers among the arguments change the plan.
+    """
 
     kind: str
     run: Callable[..., Any]

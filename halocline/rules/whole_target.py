@@ -1,4 +1,4 @@
-"""Plain tensors that cut values are written into in place, as ``torch.zeros(shape).scatter_(1, labels, 1)`` does.
+"""In-place writes of cut values into plain tensors, as ``torch.zeros(shape).scatter_(1, labels, 1)`` does.
 
 The value is gathered, and the tensor stays plain. A large tensor that a running module has made for itself becomes a
 sharded one instead, cut as the value is: the same object, which holds this rank's tile from then on.

@@ -169,7 +169,10 @@ def _combination(outputs: list[Tensor]) -> Tensor | None:
 
 
 def _worst(results: list[Any], outputs: list[Tensor], gradients: list[Tensor | None]) -> float:
-    """The largest relative error over outputs on every rank, and over gradients averaged over the ranks (law 3)."""
+    """The largest relative error over outputs on every rank, and over gradients averaged over the ranks (law 3).
+
+    An output or gradient that is missing counts as infinitely wrong, unless the true one is zero.
+    """
     scale = max((g.abs().max().item() for g in gradients if g is not None and g.numel()), default=0.0)
     worst = 0.0
     for rank_outputs, rank_gradients, *_ in results:

@@ -49,7 +49,10 @@ WORN = 100  # threads of a rank: gloo keeps three for each process group, and ea
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank made of a call. `text` is the traceback, the manner of death, or where the rank was stuck."""
+    """What one rank made of a call. `text` is the traceback, how the process ended, or where the rank was stuck.
+
+    `kind` is value (it returned), error (it raised), died, or hung (no answer by the deadline).
+    """
 
     rank: int
     kind: Literal["value", "error", "died", "hung"]

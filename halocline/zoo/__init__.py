@@ -125,13 +125,17 @@ def load(place: str) -> Any:
 
 
 def split(target: str) -> tuple[str, str] | None:
-    """Zoo and network of ``zoo/network``; None if the target is no such thing."""
+    """Zoo and network of ``zoo/network``; None if the target is no such thing.
+
+    >>> split("monai/UNet"), split("unet3d")
+    (('monai', 'UNet'), None)
+    """
     zoo, slash, network = target.partition("/")
     return (zoo, network) if slash else None
 
 
 def entry_of(target: str) -> ZooEntry | None:
-    """The entry of ``zoo/network``."""
+    """The entry of ``zoo/network``; None for targets that are no such thing."""
     parts = split(target)
     return find_zoo(parts[0])[parts[1]] if parts else None
 

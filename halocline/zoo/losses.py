@@ -94,7 +94,7 @@ class ClassMetric(Metric):
 
 
 def own(name: str, loss: Callable[[], nn.Module], *targets: Tensor, prediction: tuple[int, ...] = LOGITS) -> ZooEntry:
-    """An entry for a loss that needs nothing of MONAI."""
+    """An entry for a loss that needs nothing of MONAI. ``targets`` are fixed tensors, the same on all ranks."""
     return ZooEntry(name, lambda monai: loss(), (prediction, *targets))
 
 

@@ -52,6 +52,7 @@ class SampleExchange:
         view = self._layout.views(self._step.epoch, sample)[name]
         box = self._layout.needed(name, self._mesh.coordinates)
         if view.fills(box):
+            # Before the parts are put: a shift leaves places that no part covers.
             target.fill(each.fill)
         for where in self._cache.ranks(each, home):
             holder = self._mesh.rank_at(where)

@@ -81,6 +81,7 @@ def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> StagingPlan:
     reading, giving = np.zeros(nodes), np.zeros(nodes)
     giver = np.full(len(sizes), -1)
     for file in sorted(np.flatnonzero(lacking.any(0)).tolist(), key=lambda file: -sizes[file]):
+        # Reading from the source and sending from memory are balanced separately.
         load, able = (giving, held[:, file]) if held[:, file].any() else (reading, wanted[:, file])
         candidates = np.flatnonzero(able)
         giver[file] = candidates[np.argmin(load[candidates])]

@@ -103,6 +103,7 @@ class ChannelSubset(DerivedStore):
         if "C" not in store.dims:
             raise DataError(f"{store.name}: channels were asked for, and its dims {store.dims} have no C")
         self._channels = tuple(channels)
+        # Consecutive channels become one read.
         self._view = SampleView.of(store.shape).take(store.dims.index("C"), self._channels)
         super().__init__(store, shape=self._view.shape)
 

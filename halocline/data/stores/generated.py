@@ -23,6 +23,7 @@ class Generated(Store):
         dtype: Any = "float32",
         order: str | None = None,
     ) -> None:
+        # Public: its name is the store's name.
         self.make, self._samples = make, samples
         super().__init__(dims, shape, dtype, order)
 

@@ -74,6 +74,7 @@ class HDF5Writer:
         self._path, self._plan = path, plan
         self._file = h5py.File(path, "w", libver=("v110", "v110"))  # since when the file's own tables have checksums
         compressed = {"compression": "gzip", "compression_opts": plan.level, "shuffle": True} if plan.level else {}
+        # Empty and scalar datasets cannot be chunked.
         options = {"chunks": plan.chunks, "fletcher32": True, **compressed} if prod(plan.shape) and plan.shape else {}
         self._data = self._file.create_dataset(plan.dataset, plan.shape, plan.dtype, **options)
         for dim, letter in zip(self._data.dims, plan.dims, strict=True):

@@ -238,6 +238,7 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
 
 def _spelled(text: str, ndim: int | None, dots: Sequence[Hashable] = ()) -> list[Hashable]:
     """A label for each dim: its letter, or its distance from the end of the ellipsis."""
+    # Dims of the ellipsis are counted from its end, as they are aligned.
     before, ellipsis, after = text.partition("...")
     if ellipsis and ndim is not None:
         dots = [-d for d in range(ndim - len(before) - len(after), 0, -1)]

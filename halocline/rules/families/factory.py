@@ -1,4 +1,4 @@
-"""Tensors that a model makes of another: as large as a cut activation, they are cut as it is; else they are whole.
+"""Tensors that a model makes from another one: cut as that one is where the shape allows it, else whole.
 
 Plain factories (``torch.zeros(x.shape)``, ``arange``, ``meshgrid``) see no sharded tensor. They give whole tensors,
 which are right wherever they are used, and take their whole size on every rank.

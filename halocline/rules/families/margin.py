@@ -21,6 +21,7 @@ from .loss import loss
 def gaussian_nll_loss(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6) -> Tensor:
     """A variance below zero on any rank is an error on all."""
     spread = _variance(input, var)
+    # Over all ranks, so that all raise together.
     negative = (spread < 0).any()
     if not negative.is_meta and bool(negative):
         raise ValueError("var has negative entry/entries")
@@ -76,6 +77,7 @@ def _triplet(anchor: Tensor, positive: Tensor, negative: Tensor, distance: Any, 
     if margin <= 0:
         raise ValueError(f"margin must be greater than 0, got {margin}")
     near, far = distance(anchor, positive), distance(anchor, negative)
+    # The nearer of both distances to the negative.
     far = torch.minimum(far, distance(positive, negative)) if swap else far
     return (margin + near - far).clamp_min(0)
 

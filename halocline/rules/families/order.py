@@ -99,6 +99,7 @@ def quantile(
 @made_of("aminmax")
 def aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """Both extremes."""
+    # Two reductions over the ranks, one for each extreme.
     dims = tuple(range(input.ndim)) if dim is None else dim
     return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
 
@@ -127,6 +128,7 @@ def searchsorted(sorted_sequence: Operand, input: Any, **options: Any) -> Recipe
     """Values follow their own cut; of a sequence for each row, the rows do."""
     if options.get("out") is not None or not isinstance(input, Operand):
         raise refuse(torch.searchsorted, "a number, or out=, among cut tensors", "give tensors and assign the result")
+    # A sequence for each row, or one for all values.
     rows = range(sorted_sequence.ndim - 1)
     tables = [table for table in (sorted_sequence, options.get("sorter")) if table is not None]
 

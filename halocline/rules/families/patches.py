@@ -1,6 +1,6 @@
-"""Patches laid out in a row, and put back: F.unfold and F.fold. Patches follow the pixels they begin at.
+"""Patches laid out in a row, and put back: F.unfold and F.fold. Patches follow the pixels at which they begin.
 
-The count of patches is one dim in torch's result, rows before columns. It is split into both for the work, and merged
+torch's result has one dim for all patches, rows before columns. For the work it is split into both, and merged again
 after it, so that rows and columns of patches can be cut as the pixels are.
 """
 

@@ -49,6 +49,7 @@ def interpolate(
 
 def _area(input: Tensor, *given: Any) -> Tensor:
     shape = shape_from_torch(F.interpolate, Operand(0, tuple(input.shape), input.dtype, frozenset()), *given)
+    # As torch does it.
     pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(shape) - 3]
     return pool(input, shape[2:])
 
@@ -142,7 +143,7 @@ def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) ->
 class Nearest:
     """The call on a tile is torch's own where it reads what the whole call would; else one selection for each dim.
 
-    With ``several`` memory formats torch has several answers, and the fetched box may have another layout than the tile.
+    With ``several`` memory formats torch has several answers, and the fetched box may be laid out differently.
     """
 
     def __init__(self, input: Operand, shape: tuple[int, ...], style: Style, scales: Scales, several: bool) -> None:

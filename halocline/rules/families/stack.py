@@ -1,6 +1,7 @@
-"""Stacks of matrices, each needed whole: inverses, factors, solutions. The dims before the last two keep their cuts.
+"""Stacks of matrices, each needed whole: inverses, decompositions, solutions. The dims before the last two keep
+their cuts.
 
-A decomposition needs all of a matrix at once; ranks share the work by the stack.
+A decomposition needs all of a matrix at once; the ranks share the work by the dims of the stack.
 """
 
 from __future__ import annotations

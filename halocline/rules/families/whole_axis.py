@@ -118,6 +118,7 @@ def embedding(
 @rule(F.one_hot)
 def one_hot(input: Operand, num_classes: int = -1) -> Recipe:
     """A new dim of classes, never cut."""
+    # The largest class on this rank may not be the largest of all.
     if num_classes < 0:
         raise refuse(F.one_hot, "the number of classes would be that of the values on this rank", "give num_classes")
     output = Output((*input.shape, num_classes), (*range(input.ndim), None))
