@@ -63,7 +63,7 @@ class Convolve:
         # All of batch and channels; outputs counted from the rank's box.
         where = (slice(None), slice(None), *(slice(i.lo, i.hi) for i in local))
         kept = [i for i in range(len(along)) if i != thin]
-        part = ConvolutionPart(
+        part = PartialConvolution(
             function=self.function if thin is None else _FLAT[self.function],
             stride=[self.stride[i] for i in kept],
             padding=[along[i].padding for i in kept],
@@ -146,7 +146,7 @@ class NoContribution:
 
 
 @dataclass(frozen=True)
-class ConvolutionPart:
+class PartialConvolution:
     """A convolution of one piece with some taps of the kernel, and its first derivative.
 
     ``pads`` are zeros that torch's call cannot add (negative: rows that it cannot leave out), as F.pad takes them:
