@@ -38,10 +38,10 @@ class WatchedDraws:
             return
         if state.watch is not None:  # that of a distributed model which this one is a part of
             return
-        cut = _first_cut((args, kwargs))
-        if cut is not None and not state.threaded:  # threads share one generator
+        cut = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ShardedTensor)]
+        if cut and not state.threaded:  # threads share one generator
             state.watch = DrawWatch()
-            self._began = cut.sharding, state, state.watch
+            self._began = cut[0].sharding, state, state.watch
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward: where the model drew from torch's generator, compare its start over the ranks that share a
@@ -89,10 +89,6 @@ def watch_draws(model: nn.Module, mesh: Mesh) -> None:
     watched = WatchedDraws(mesh)
     model.register_forward_pre_hook(watched.before, with_kwargs=True)
     model.register_forward_hook(watched.after, always_call=True)
-
-
-def _first_cut(value: Any) -> ShardedTensor | None:
-    return next((tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor)), None)
 
 
 for _hook in (WatchedDraws.before, WatchedDraws.after):

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._torch_private import no_torch_functions, transforming
 from ..errors import Refused
 from ..tensor import Sharding, here
-from ..world import Label, World
+from ..world import Label
 
 _FIRST = 64  # calls that are all checked
 _EVERY = 61  # of those after: no multiple of two, so that inputs and targets both have their turn
@@ -26,8 +26,11 @@ def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
     world = sharding.mesh.world
     if len(ranks) == 1 or check is False or transforming():
         return
-    if check is None and not _has_turn(world, ranks):
-        return
+    if check is None:
+        world.samples[ranks] += 1
+        count = world.samples[ranks]
+        if count > _FIRST and count % _EVERY:
+            return
     # A few numbers leave the device, whatever the size of the tensor.
     mine = fingerprint(tensor)
     # The most and the least, as one maximum: all ranks come to the same verdict.
@@ -44,12 +47,6 @@ def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
             "DataLoader(generator=torch.Generator().manual_seed(0)). If each rank has read its own part of one sample, "
             "use hc.from_tile. hc.shard(..., check=False) skips the comparison",
         )
-
-
-def _has_turn(world: World, ranks: tuple[int, ...]) -> bool:
-    world.samples[ranks] += 1
-    count = world.samples[ranks]
-    return count <= _FIRST or count % _EVERY == 0
 
 
 def fingerprint(tensor: Tensor) -> int:

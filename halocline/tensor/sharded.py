@@ -176,7 +176,9 @@ def unwrap(tensor: Tensor) -> Tensor:
     node, requires_grad = autograd_state(tensor)
     # A user's autograd Function has made this shell.
     if node is not None and not isinstance(node, _ALIAS_NODES):
-        _rejoin(tensor, node)
+        from .foreign import join  # which is made of what is here
+
+        join(tensor, node)
     if node is not None and not torch.is_grad_enabled():
         with no_torch_function():
             take_shells(tensor)
@@ -191,12 +193,6 @@ def unwrap(tensor: Tensor) -> Tensor:
             "requires_grad", here(), "the shell asks for a gradient and its tile does not", "use hc.from_tile"
         )
     return tile
-
-
-def _rejoin(shell: ShardedTensor, node: object) -> None:
-    from .foreign import join  # which is made of what is here
-
-    join(shell, node)
 
 
 def _fasten(shell: ShardedTensor, loose: Loose, requires_grad: bool) -> None:

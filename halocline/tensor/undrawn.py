@@ -35,13 +35,10 @@ class Undrawn(Tensor):
             return function(*plain_args, **plain_kwargs)
         # The draw itself may differ by rank; what counts is the broadcast after it.
         result = cls.explained(lambda: function(*plain_args, **plain_kwargs))
-        args[0]._agree(getattr(function, "__name__", str(function)))
+        plain, sharding = args[0]._plain, args[0]._sharding
+        label = Label(getattr(function, "__name__", str(function)), here())
+        plain.copy_(sharding.mesh.world.broadcast(plain, sharding.mesh.ranks_along(sharding.axes), label))
         return result
-
-    def _agree(self, name: str) -> None:
-        mesh = self._sharding.mesh
-        ranks = mesh.ranks_along(self._sharding.axes)
-        self._plain.copy_(mesh.world.broadcast(self._plain, ranks, Label(name, here())))
 
 
 def undrawn(tensor: Tensor, sharding: Sharding) -> Undrawn:

@@ -311,19 +311,19 @@ def _rounding(task: NetworkTask, tensors: Tensors) -> Errors:
         exact = one_rank(replace(task, dtype="float64")).tensors
     except BadUsage:
         return _errors(tensors, one_rank(task, nudged=True).tensors)
+    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     return _errors(
-        {kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in tensors.items()}, exact
+        {
+            kind: {name: tensor.to(wider.get(tensor.dtype, tensor.dtype)) for name, tensor in named.items()}
+            for kind, named in tensors.items()
+        },
+        exact,
     )
 
 
 def _bound(value: float, known: Mapping[str, float] | None = None) -> Mapping[str, float]:
     """A bound for every name: the one that is known, or else ``value``."""
     return defaultdict(lambda: value, known or {})
-
-
-def _as_float64(tensor: Tensor) -> Tensor:
-    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-    return tensor.to(wider.get(tensor.dtype, tensor.dtype))
 
 
 def _refused(task: NetworkTask, refusals: Sequence[Refused]) -> NetworkReport:

@@ -28,12 +28,9 @@ class LastPlaces(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not getattr(function, "is_view", False):
             for tensor in tensors_in(result):
-                self._nudge(tensor)
+                if is_real(tensor) and torch.finfo(tensor.dtype).eps > torch.finfo(torch.float64).eps:
+                    nudge(tensor, self._generator)
         return result
-
-    def _nudge(self, tensor: Tensor) -> None:
-        if is_real(tensor) and torch.finfo(tensor.dtype).eps > torch.finfo(torch.float64).eps:
-            nudge(tensor, self._generator)
 
 
 @torch.no_grad()

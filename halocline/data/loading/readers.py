@@ -92,13 +92,10 @@ def fill(place: Place, store: int, job: TileJob) -> None:
     """In a reader process: do the job on the memory of the process that asks. Files stay open from job to job."""
     torch.set_num_threads(1)
     if place not in _memories:
-        _memories[place] = _mapped(*place)
+        path, size, _ = place
+        with open(path, "r+b") as file:  # noqa: PTH123
+            _memories[place] = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     replace(job, store=_stores.setdefault(store, job.store)).received(_memories[place]).run()
-
-
-def _mapped(path: str, size: int, number: int) -> Array:
-    with open(path, "r+b") as file:  # noqa: PTH123
-        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
 
 
 def make_readers(count: int, stores: Sequence[Store], processes: bool | None) -> Readers:

@@ -223,15 +223,12 @@ def _merged(
         wide.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
     if padding is not None:
         wide.append((padding if padding.ndim == 2 else padding.unsqueeze(0)).unsqueeze(1).unsqueeze(1))
-    added = [_as_added(mask, dtype) for mask in wide]
+    added = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+        for mask in wide
+    ]
     added = [F.pad(mask, (0, extra)) for mask in added] if extra else added
     return reduce(torch.add, added) if added else None
-
-
-def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _nested(*args: Any, **kwargs: Any) -> bool:

@@ -24,7 +24,9 @@ Points = tuple[int, ...]
 
 def taken(input: Tensor, mask: Tensor, dim: int) -> Tensor:
     """What a mask over the dims from ``dim`` on takes of ``input``, under one dim in their place."""
-    _check_shape(input, mask, dim)
+    covered = tuple(input.shape[dim : dim + mask.ndim])
+    if tuple(mask.shape) != covered:
+        raise IndexError(f"The shape of the mask {list(mask.shape)} does not match that of the indexed dims {covered}")
     flat = input.flatten(dim, dim + mask.ndim - 1)
     # Flattened, the covered dims are one, cut along one axis or not at all.
     points = _points(flat, dim)
@@ -57,12 +59,6 @@ def put(input: Tensor, mask: Tensor, source: Tensor, *, exactly: bool = False) -
 
 def _behind(dim: int, mask: Tensor) -> tuple[Any, ...]:
     return (*[slice(None)] * dim, mask)
-
-
-def _check_shape(input: Tensor, mask: Tensor, dim: int) -> None:
-    covered = tuple(input.shape[dim : dim + mask.ndim])
-    if tuple(mask.shape) != covered:
-        raise IndexError(f"The shape of the mask {list(mask.shape)} does not match that of the indexed dims {covered}")
 
 
 def _points(tensor: Tensor, dim: int) -> Points | None:

@@ -245,8 +245,9 @@ class Blend:
         native, steps = self._native(work), self.plan(work, tile.device)
         if not steps and not any(native):
             return tile.clone()  # all sizes stay, and still the result is no view
-        for dim, rows in steps:
-            tile = _blended(tile, dim, rows)
+        for dim, taps in steps:  # weighted sums of rows; of narrow floats in float32, as the weights are
+            blended = reduce(torch.add, (tile.index_select(dim, rows) * weights for rows, weights in taps))
+            tile = blended.to(tile.dtype)
         return self._rest(tile, native) if any(native) else tile
 
     def _native(self, work: Work) -> list[bool]:
@@ -297,8 +298,3 @@ class Blend:
         )
         made = made.reshape(*moved.shape[: 2 + len(done)], *made.shape[made.ndim - len(left) :])
         return made if done == first else made.movedim(first, done).contiguous()
-
-
-def _blended(tile: Tensor, dim: int, steps: Steps) -> Tensor:
-    """A weighted sum of rows; of narrow floats in float32, as the weights are."""
-    return reduce(torch.add, (tile.index_select(dim, rows) * weights for rows, weights in steps)).to(tile.dtype)

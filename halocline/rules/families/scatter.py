@@ -33,8 +33,9 @@ def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any,
         own = work.box[place] if space else Interval(0, 1)
         if not space or own.size == space[place]:
             return function(input, dim, index, *rest, **named)
-        # One row more behind the tile takes what belongs to other ranks.
-        index = _or_behind(index, own, space[place])
+        # Positions counted from the tile's edge; one row more behind the tile takes what belongs to other ranks.
+        check_range(index, space[place], lowest=0)
+        index = torch.where((index >= own.lo) & (index < own.hi), index - own.lo, own.size)
         room = torch.cat([input, torch.zeros_like(input.sum(place, keepdim=True), dtype=input.dtype)], place)
         result = function(room, place, index, *rest, **named).narrow(place, 0, own.size)
         return input.copy_(result) if inplace else result
@@ -44,12 +45,6 @@ def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any,
         return Read(operand, tuple(WHOLE if d == place else Link(d, Window()) for d in range(operand.ndim)))
 
     return per_tile(input, local, *map(beside, others), inplace=inplace)
-
-
-def _or_behind(index: Tensor, own: Interval, size: int) -> Tensor:
-    """Positions in this rank's tile, counted from its edge; those in others point just behind it."""
-    check_range(index, size, lowest=0)
-    return torch.where((index >= own.lo) & (index < own.hi), index - own.lo, own.size)
 
 
 def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand) -> Recipe:
