@@ -108,7 +108,7 @@ class Work:
 
 
 class Local:
-    """Local work of which all that follows from this rank's share alone is found out once: ``bound(work)(*args)``."""
+    """Local work in two stages: ``bound(work)`` is called once for a rank's share, its result for every call."""
 
     def __init__(self, bound: Callable[[Work], Callable[..., Any]]) -> None:
         self.bound = bound

@@ -25,7 +25,7 @@ class Cut:
 class Sharding:
     """Immutable. ``cuts[dim]`` is None where every rank of every axis has the dim whole.
 
-    Equal shardings are one object, so that plans are found by it without comparing anything.
+    Equal shardings are one object, so that looking up a plan compares identities only.
     """
 
     _made: ClassVar[WeakValueDictionary[Any, Sharding]] = WeakValueDictionary()

@@ -338,26 +338,26 @@ def functions_without_rule(task: NetworkTask) -> list[str]:
 
     A run ends at the first of them; this finds the others, by watching the untouched network.
     """
-    inputs, names = make_inputs(task), _Names()
+    inputs, missing = make_inputs(task), _MissingRules()
     for tensor in inputs:
         setattr(tensor, MARK, True)
-    with names, torch.no_grad():
+    with missing, torch.no_grad():
         make_model(task)(*inputs, **make_keywords(task))
-    return list(names.found)
+    return list(missing.names)
 
 
-class _Names(TorchFunctionMode):
+class _MissingRules(TorchFunctionMode):
     """Collects the names of functions without a rule, following the tensors that are made of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known, self.found = entries(), dict[str, None]()
+        self.known, self.names = entries(), dict[str, None]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if any(hasattr(tensor, MARK) for _, tensor in named((args, kwargs or {}))):
             if function not in self.known:
-                self.found[name_of(function)] = None
+                self.names[name_of(function)] = None
             for _, tensor in named(result):
                 setattr(tensor, MARK, True)
         return result

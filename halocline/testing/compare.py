@@ -20,21 +20,21 @@ EXACT = 1e-8
 Cuts = Sequence[Mapping[int, str] | None]
 
 
-def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
+def relative_error(value: Tensor, true: Tensor, scale: float = 0.0) -> float:
     """``max|a-b| / max(max|b|, 1e-6 G)``: how far a tensor is from the true one; infinite for another shape or
     dtype.
 
     ``scale`` is G, the largest entry of all of a network's gradients: many true gradients are zero, and what rounding
     leaves of them must not count. Integers must be equal.
     """
-    if found.shape != true.shape or found.dtype != true.dtype:
+    if value.shape != true.shape or value.dtype != true.dtype:
         return float("inf")
     if true.numel() == 0:
         return 0.0
     if not true.dtype.is_floating_point and not true.dtype.is_complex:
-        return 0.0 if torch.equal(found, true) else float("inf")
-    same = (found == true) | (found.isnan() & true.isnan())
-    difference = torch.where(same, torch.zeros_like(true), found - true).abs().max().item()
+        return 0.0 if torch.equal(value, true) else float("inf")
+    same = (value == true) | (value.isnan() & true.isnan())
+    difference = torch.where(same, torch.zeros_like(true), value - true).abs().max().item()
     finite = torch.where(true.isfinite(), true.abs(), torch.zeros_like(true.abs()))
     if math.isnan(difference):  # compares as smaller than everything, and must not pass for it
         return float("inf")

@@ -156,10 +156,10 @@ class WorldTests(ABC):
 
     def test_it_waits_for_whichever_comes_first(self) -> None:
         """``wait_any`` returns the exchange that is done, and ``wake`` interrupts it."""
-        found = self.run(bodies.the_first_to_come, self.device)
-        if found[0] is None:
+        complaints = self.run(bodies.the_first_to_come, self.device)
+        if complaints[0] is None:
             raise SkipTest("the world cannot tell which exchange is done first")
-        assert not any(found), found
+        assert not any(complaints), complaints
 
     def test_ranks_are_processes_if_it_says_so(self) -> None:
         """The capabilities are the same on all ranks, and true."""
