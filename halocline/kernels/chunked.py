@@ -44,8 +44,8 @@ def chunked(elements: int | None) -> Iterator[None]:
 
 
 class InSight(TorchDispatchMode):
-    """A dispatch mode that sees every tensor of a forward before torch works on it, and installs the kernels in
-    time.
+    """A dispatch mode that sees every tensor of a forward before torch works on it,
+    and installs the kernels in time.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -44,8 +44,8 @@ class WatchedDraws:
             self._began = cut[0].sharding, state, state.watch
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After forward: where the model drew from torch's generator, compare its start over the ranks that share a
-        sample.
+        """After forward: where the model drew from torch's generator, compare its start
+        over the ranks that share a sample.
         """
         began, self._began = self._began, None
         if began is None or self._mesh is None:

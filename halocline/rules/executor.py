@@ -249,8 +249,9 @@ def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) 
 
 
 def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], label: Label) -> Tensor:
-    """Work that exchanges while it computes. Operands come in the order of the rule's reads; the Function applies law
-    3.
+    """Work that exchanges while it computes.
+
+    Operands come in the order of the rule's reads; the Function applies law 3.
     """
     operands = [tiles[read.operand.index] for read in plan.recipe.reads]
     if isinstance(work, Ring):
@@ -288,8 +289,8 @@ def _compute(
 def _compute_nothing(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """A rank with an empty share computes one made-up element and discards it, which keeps its graph like the
-    others'.
+    """A rank with an empty share computes one made-up element and discards it, which
+    keeps its graph like the others'.
     """
     outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
     if plan.recipe.inplace:
@@ -318,8 +319,9 @@ def _wrapped(plan: CallPlan, settled_results: list[Settled], tensors: list[Tenso
 
 
 def _handed_out(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
-    """One result for the user: a sharded tensor, or a plain one where no axis cuts it; with its copy mark, if it has
-    one.
+    """One result for the user: a sharded tensor, or a plain one where no axis cuts it.
+
+    With its copy mark, if it has one.
     """
     if mark is not None and mark.values is None:
         result = result if sharding.axes else counting_writes(result)

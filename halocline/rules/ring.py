@@ -79,8 +79,9 @@ class Ring:
 
 
 class RoundTheRing(MovementFunction):
-    """Saves this rank's operands, the result and what the work asks for. A backward that is itself differentiated
-    gathers.
+    """Saves this rank's operands, the result and what the work asks for.
+
+    A backward that is itself differentiated gathers.
     """
 
     @staticmethod

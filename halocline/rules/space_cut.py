@@ -72,8 +72,9 @@ def _choose_round(
 
 
 def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
-    """Cut the space as its operands are cut. The first operand that speaks for an axis or a dim decides (in place,
-    only the target speaks).
+    """Cut the space as its operands are cut.
+
+    The first operand that speaks for an axis or a dim decides (in place, only the target speaks).
     """
     cuts: dict[int, Cut] = {}
     taken: set[str] = set()

@@ -63,8 +63,8 @@ class AutogradBridge:
         return tuple(None if g is None else self._true(index, g) for index, g in enumerate(gradients))
 
     def _true(self, index: int, gradient: Tensor) -> Tensor:
-        """A gradient as the Function's backward expects it: sharded, and the mean over the axes on which it is
-        whole.
+        """A gradient as the Function's backward expects it: sharded, and the mean over
+        the axes on which it is whole.
         """
         sharding = self.outputs.get(index)
         gradient = unwrap(gradient)  # a reentrant checkpoint that follows hands out sharded ones

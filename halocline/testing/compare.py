@@ -84,8 +84,9 @@ def check_rule(
         return Comparison("invalid", why=str(error))
 
     def on_rank() -> tuple[list[Tensor], list[Tensor | None], int, int]:
-        """The call on this rank's cut inputs; its outputs, gradients, and the bytes that forward has moved and
-        gathered.
+        """The call on this rank's cut inputs.
+
+        Its outputs, gradients, and the bytes that forward has moved and gathered.
         """
         layout = Mesh(**dict(mesh))
 

@@ -29,8 +29,9 @@ class BadUsage(HaloclineError, ValueError):
 
 @dataclass(frozen=True)
 class NetworkTask:
-    """One check, the same on every rank: the network by name, its inputs by shape, and the cut. The first input is
-    the volume.
+    """One check, the same on every rank: the network by name, its inputs by shape, and the cut.
+
+    The first input is the volume.
     """
 
     target: str

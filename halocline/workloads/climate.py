@@ -241,8 +241,9 @@ class Weather:
 
 @dataclass(frozen=True)
 class WeatherChannels:
-    """The channels as a store reads them. A class, so that it can be pickled and its seed shows in the store's
-    identity.
+    """The channels as a store reads them.
+
+    A class, so that it can be pickled and its seed shows in the store's identity.
     """
 
     weather: Weather

@@ -104,8 +104,9 @@ class Halve(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The ResNet. Returns the last features, and the inner features of the last block in the first group, for the
-    skip.
+    """The ResNet.
+
+    Returns the last features, and the inner features of the last block in the first group, for the skip.
     """
 
     def __init__(self, make: Make, channels_in: int, width: int, blocks: Sequence[int]) -> None:

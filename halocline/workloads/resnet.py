@@ -119,8 +119,9 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Images:
-    """The images as a store reads them. A class, so that it can be pickled and its seed shows in the store's
-    identity.
+    """The images as a store reads them.
+
+    A class, so that it can be pickled and its seed shows in the store's identity.
     """
 
     stripes: Stripes

@@ -146,8 +146,8 @@ def draw(inputs: Sequence[Input], generator: torch.Generator) -> list[Tensor]:
 
 
 def prepare(network: nn.Module) -> nn.Module:
-    """Put small noise into parameters that start at zero: behind them gradients vanish, and any two runs would
-    agree.
+    """Put small noise into parameters that start at zero: behind them gradients
+    vanish, and any two runs would agree.
     """
     with torch.no_grad():
         for parameter in network.parameters():

@@ -56,8 +56,8 @@ class OverlapLoss(nn.Module):
 
 
 class FocalLoss(nn.Module):
-    """Focal loss class by class, of the voxels that count: a mask takes them out, so that the size depends on
-    values.
+    """Focal loss class by class, of the voxels that count: a mask takes them out, so
+    that the size depends on values.
     """
 
     def __init__(self, gamma: float = 2.0, alpha: float = 0.25, ignore_index: int = IGNORED) -> None:
@@ -113,8 +113,9 @@ class LovaszLoss(nn.Module):
 
 
 class SoftCrossEntropy(nn.Module):
-    """Cross entropy with smoothed labels; ignored voxels become class 0 for ``gather`` and are filled with zero
-    after it.
+    """Cross entropy with smoothed labels.
+
+    Ignored voxels become class 0 for ``gather`` and are filled with zero after it.
     """
 
     def __init__(self, smooth: float = 0.1, ignore_index: int = IGNORED) -> None:

@@ -20,8 +20,9 @@ Sizes = Mapping[str, int]
 
 
 class Dice:
-    """Random numbers for one sample of one epoch. The same on every rank, so that all ranks see the same
-    augmentation.
+    """Random numbers for one sample of one epoch.
+
+    The same on every rank, so that all ranks see the same augmentation.
     """
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:

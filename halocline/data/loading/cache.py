@@ -23,8 +23,9 @@ Coordinates = Mapping[str, int]
 
 
 class SampleCache:
-    """One rank's part of the cache. ``grid`` cuts samples as they lie on disk; ``budget`` is in bytes, for this
-    rank.
+    """One rank's part of the cache.
+
+    ``grid`` cuts samples as they lie on disk; ``budget`` is in bytes, for this rank.
     """
 
     def __init__(

@@ -20,8 +20,9 @@ Targets = Mapping[tuple[int, str], Array]
 
 
 class SampleExchange:
-    """One step's exchange. Both ends work out the same list of parts for each pair of ranks, so that no requests
-    are sent.
+    """One step's exchange.
+
+    Both ends work out the same list of parts for each pair of ranks, so that no requests are sent.
     """
 
     def __init__(self, cache: SampleCache, layout: BatchLayout, step: Step, positions: list[int]) -> None:

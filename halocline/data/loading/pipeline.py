@@ -203,8 +203,9 @@ class Pipeline:
             started.lease.close()
 
     def _finished(self, started: Started) -> Batch | None:
-        """Wait for the reads, agree on bad samples, fetch cached samples, and build the batch. All ranks take the
-        same path.
+        """Wait for the reads, agree on bad samples, fetch cached samples, and build the batch.
+
+        All ranks take the same path.
         """
         step = started.step
         errors = _errors(started.reads, self._world.deadline or ALONE)

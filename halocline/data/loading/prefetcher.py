@@ -97,8 +97,9 @@ class Prefetcher:
                 atexit.unregister(self._at_exit)
 
     def _feed(self) -> None:
-        """Start steps as far ahead as allowed, finish the oldest, and hand it out; an error is the last thing
-        handed out.
+        """Start steps as far ahead as allowed, finish the oldest, and hand it out.
+
+        An error is the last thing handed out.
         """
         try:
             while self._wait():

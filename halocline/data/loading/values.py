@@ -100,8 +100,9 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal noise of that standard deviation, drawn by global index. Several in one field need different
-    ``number``s.
+    """Normal noise of that standard deviation, drawn by global index.
+
+    Several in one field need different ``number``s.
     """
 
     sigma: float

@@ -53,8 +53,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """For each node: the files that it reads from the source, and the jobs that it gives, files that it holds
-    already first.
+    """For each node: the files that it reads from the source, and the jobs that it
+    gives, files that it holds already first.
     """
 
     reads: list[list[int]]

@@ -192,8 +192,9 @@ class Staging:
         return np.unpackbits(table, axis=1, count=len(self.sizes)).astype(np.bool_)
 
     def _look(self, verify: bool, tick: Tick) -> Marks:
-        """Open this node's storage and see what it holds. Raises where the destination lies in the source or is too
-        small.
+        """Open this node's storage and see what it holds.
+
+        Raises where the destination lies in the source or is too small.
         """
         here = self.store.root.resolve()
         if self.source.resolve() in (here, *here.parents, *(here / file.path for file in self.listing.files[:1])):
@@ -272,8 +273,8 @@ class Worker:
                 self.progress.news.clear()
 
     def _row(self) -> list[int]:
-        """What this node tells the others before a round: jobs that can go, files it lacks, a file to resend, bytes
-        it lacks.
+        """What this node tells the others before a round: jobs that can go, files it
+        lacks, a file to resend, bytes it lacks.
         """
         progress, jobs = self.progress, self.streams.jobs[self.staging.node]
         while self._ready < len(jobs) and jobs[self._ready].file in progress.landed:

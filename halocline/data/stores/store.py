@@ -142,8 +142,9 @@ class Store(ABC):
             )
 
     def _read(self, sample: int, box: Box, target: Array) -> None:
-        """Straight into the target where it has the store's dtype and is contiguous; else in portions through a
-        buffer.
+        """Straight into the target where it has the store's dtype and is contiguous.
+
+        Else in portions through a buffer.
         """
         if not target.size:
             return

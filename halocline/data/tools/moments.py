@@ -99,8 +99,9 @@ class PortionMoments(NamedTuple):
 
 @dataclass
 class Survey:
-    """A store cut into portions, and these into groups. Groups are the same for any number of processes, and so are
-    the sums.
+    """A store cut into portions, and these into groups.
+
+    Groups are the same for any number of processes, and so are the sums.
     """
 
     store: Store

@@ -92,8 +92,9 @@ class BlockwiseAttention:
         return [state.of_query]
 
     def _scores(self, query: Tensor, keys: Tensor, columns: Interval) -> Tensor:
-        """Scaled products of queries and keys; for causal attention, minus infinity where the key comes after the
-        query.
+        """Scaled products of queries and keys.
+
+        For causal attention, minus infinity where the key comes after the query.
         """
         scores = (query @ keys.transpose(-2, -1)) * self.scale
         if not self.causal:

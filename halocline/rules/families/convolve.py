@@ -37,8 +37,8 @@ class Along(NamedTuple):
 
 @dataclass(frozen=True)
 class Convolve:
-    """A batched convolution as a linear map, of which parts can be taken: the arguments of the call, also if
-    transposed.
+    """A batched convolution as a linear map, of which parts can be taken: the
+    arguments of the call, also if transposed.
     """
 
     function: Callable[..., Tensor]
@@ -109,8 +109,8 @@ class Convolve:
         return Along(out, taps, more=(before, after))
 
     def _transposed(self, i: int, out: Interval, piece: Interval, main: bool) -> Along:
-        """The same for a transposed convolution, where input ``i`` adds to outputs ``stride * i - padding + dilation *
-        tap``.
+        """The same for a transposed convolution, where input ``i`` adds to outputs
+        ``stride * i - padding + dilation * tap``.
         """
         k, s, d, pad = self.kernel[i], self.stride[i], self.dilation[i], self.padding[i]
         taps, reach = Interval(0, k), d * (k - 1)

@@ -60,8 +60,9 @@ def _recounted(flat: Tensor, held: Sequence[int], origin: Sequence[int], sizes: 
 
 
 def _max_rule(spatial: int, function: Any, shape_of: Any) -> Callable[..., Recipe]:
-    """The rule of ``max_pool*d`` with indices; ``shape_of`` is the function without, which torch answers on meta
-    tensors.
+    """The rule of ``max_pool*d`` with indices.
+
+    ``shape_of`` is the function without, which torch answers on meta tensors.
     """
 
     def describe(input: Operand, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Recipe:

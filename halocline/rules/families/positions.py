@@ -50,8 +50,8 @@ class Style:
 
 @contextmanager
 def _plainly(device: str) -> Iterator[None]:
-    """Inside, torch answers by an ordinary differentiable call, in any mode of the caller and outside the user's
-    program.
+    """Inside, torch answers by an ordinary differentiable call, in any mode of the
+    caller and outside the user's program.
     """
     with planned(), torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         yield
