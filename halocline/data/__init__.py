@@ -1,4 +1,8 @@
-"""Samples too large to be read whole: every rank reads its own boxes, once."""
+"""Data for cut samples: stores, loading, staging, and tools that convert and describe files.
+
+A :class:`Store` reads any box of a sample. A :class:`Loader` gives each rank of a mesh its own boxes of a batch, read
+ahead of the step. :func:`stage` copies files to the storage of each node. ``docs/data.md`` has examples.
+"""
 
 from .._deprecated import renamed
 from .loading.augment import Augmentation, Crop, Dice, Flip, Rotate90, Shift, ViewChange

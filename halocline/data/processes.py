@@ -1,6 +1,7 @@
-"""Processes of this machine that work for this one, and need nothing of the program that started them.
+"""Helper processes on this machine that run functions for this process, and need nothing of the user's program.
 
-They are started afresh and do not import the user's main module, so that no script needs a guard.
+They are started as new interpreters and do not import the user's main module, so that no script needs an ``if __name__
+== "__main__"`` guard. Functions and arguments are pickled, and errors come back as errors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Helper:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, "-c", _SERVE]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        # subprocess keeps a child that nobody waited for, and its pipes, so that it would wait for ever.
+        # subprocess keeps a child that was not waited for, and its pipes, so that the child would wait for ever.
         self._forgotten = weakref.finalize(self, _end, self._process, 0.0)
 
     @property
@@ -117,7 +118,8 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: in
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    with suppress(OSError):  # one that died has nobody to take the last words
+    """Close the process's input, wait for it to end, and kill it after ``patience`` seconds."""
+    with suppress(OSError):  # a dead process has closed its end
         process.stdin.close()  # type: ignore[union-attr]  # a pipe
     try:
         process.wait(patience)
@@ -133,6 +135,7 @@ def _write(stream: IO[bytes] | None, data: bytes) -> None:
 
 
 def _read(stream: IO[bytes] | None) -> bytes:
+    """One length-prefixed message; EOFError where the other end is gone."""
     head = stream.read(_HEADER.size)  # type: ignore[union-attr]  # a pipe
     if len(head) < _HEADER.size:
         raise EOFError("the other end has closed")
@@ -144,8 +147,9 @@ def _read(stream: IO[bytes] | None) -> bytes:
 
 
 def serve() -> None:
-    """What such a process does: its standard output is for answers, and whatever others print goes to the errors."""
+    """The main loop of a helper process. Its standard output carries answers; prints go to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
+    # A library that prints must not write into the stream of answers.
     os.dup2(2, 1)
     while True:
         try:
@@ -156,6 +160,7 @@ def serve() -> None:
 
 
 def _outcome(request: bytes) -> tuple[Any, Exception | None]:
+    """Run a request: its result, or the error to raise in the process that asked."""
     try:
         function, arguments = pickle.loads(request)
     except Exception as error:  # noqa: BLE001  told to the process that asked

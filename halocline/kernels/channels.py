@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import Refused
 from ..geometry import Interval, chunks_of, shape_of, whole
-from .layout import span
+from .layout import CHANNELS_LAST, span
 from .replace import Original, kernel
 from .sizes import LARGEST, sizes
 
@@ -42,6 +42,7 @@ class ByChannel:
     def _largest(self, args: Sequence[Any]) -> int:
         """The most elements of any operand or result."""
         operands = max(span(args[place]) for place in self.maps)
+        # Foreseeing the results takes longer than most small calls.
         if operands <= min(_SURELY, sizes(args[self.maps[0]].device, "channels").whole // 64):
             return operands
         return max(operands, *(result.numel() for result in self._foreseen(args)))
@@ -64,6 +65,7 @@ class ByChannel:
         for samples, some in boxes:
             result = original(*self._chosen(args, samples, some))
             parts = (result,) if isinstance(result, Tensor) else result
+            # The first chunk shows the dtype and the layout that torch gives a result.
             results = results or [
                 _room(foreseen, part) for foreseen, part in zip(self._foreseen(args), parts, strict=True)
             ]
@@ -72,6 +74,7 @@ class ByChannel:
         return tuple(results) if len(results) > 1 else results[0]
 
     def _chosen(self, args: Sequence[Any], samples: Interval, channels: Interval) -> Iterator[Any]:
+        """The arguments of one chunk: these samples and channels of each map, and sizes to match."""
         for place, value in enumerate(args):
             if place in self.maps:
                 yield _dense(value[samples.lo : samples.hi, channels.lo : channels.hi])
@@ -85,10 +88,12 @@ _SURELY = LARGEST // 64  # elements of an operand that no result outgrows by far
 
 
 def _outline(tensor: Tensor) -> Tensor:
+    """The same sizes and strides without data."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _too_large(name: str, plane: int) -> Refused:
+    """The error for a single channel that is too large by itself: no chunk can be smaller."""
     return Refused(
         name,
         "torch's kernel",
@@ -99,22 +104,18 @@ def _too_large(name: str, plane: int) -> Refused:
 
 def _dense(piece: Tensor) -> Tensor:
     """Some channels of a tensor with channels last lie far apart, and some kernels count the gaps."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(piece.dim(), torch.contiguous_format)
+    last = CHANNELS_LAST.get(piece.dim(), torch.contiguous_format)
     return piece if piece.is_contiguous() or piece.is_contiguous(memory_format=last) else piece.clone()
 
 
 def _room(foreseen: Tensor, part: Tensor) -> Tensor:
     """For all chunks of a result. Some kernels rely on the layout of what others made: where chunks lie as usual, so
     does the whole."""
-    if part.is_contiguous() and not _ambiguous(part):
+    last = CHANNELS_LAST.get(part.dim())
+    ambiguous = last is not None and part.is_contiguous(memory_format=last)  # contiguous and with channels last at once
+    if part.is_contiguous() and not ambiguous:
         return part.new_empty(foreseen.shape)
     return torch.empty_strided(foreseen.shape, foreseen.stride(), dtype=part.dtype, device=part.device)
-
-
-def _ambiguous(part: Tensor) -> bool:
-    """Contiguous and with channels last at once."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
-    return last is not None and part.is_contiguous(memory_format=last)
 
 
 def _enter(*entries: ByChannel) -> None:

@@ -1,4 +1,4 @@
-"""Switch it on: on a GPU when something large comes in sight, on anything else while asked to."""
+"""Switches chunking on: on a GPU when something large comes in sight, elsewhere only on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chunked(elements: int | None) -> Iterator[None]:
     """Inside, kernels get at most about ``elements`` elements at a time, on the CPU too; with None nothing is cut.
 
     Results and gradients are the same to rounding. For tests, measurements and cards with less memory: the sizes
-    that suit the card are found by themselves. It holds for the whole process, since backward has threads of its own.
+    that suit the card are chosen automatically. It holds for the whole process, since backward has threads of its own.
     """
     if elements is not None and elements < 1:
         raise HaloclineError(f"hc.chunked({elements}): give a positive number of elements, or None")
@@ -44,7 +44,9 @@ def chunked(elements: int | None) -> Iterator[None]:
 
 
 class InSight(TorchDispatchMode):
-    """Sees every tensor of a forward, before torch works on it."""
+    """A dispatch mode that sees every tensor of a forward before torch works on it,
+    and installs the kernels in time.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         least = sizes(_GPU, "norm").whole if "_norm" in function.name() else SIGHT
@@ -63,7 +65,7 @@ def _matters(tensor: Tensor, least: int) -> bool:
 
 @constant_in_graphs
 def _while_compiling() -> None:
-    """Runs when a model is compiled, and is no part of what is compiled. Nobody can look through that: be prepared."""
+    """Runs while a model is compiled, outside the compiled graph, which cannot be watched: installs the kernels now."""
     keep_fast()
 
 
@@ -91,6 +93,7 @@ class SizeWatch:
         mode = InSight() if kind is not None and kind not in self._small else None
         if mode is not None:
             mode.__enter__()
+        # A stack, since a model may be part of another one that is watched too.
         self._stack().append((mode, kind))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -1,7 +1,8 @@
 """Convolutions in chunks.
 
-Three sums say it all: a convolution, a transposed one (each is the other's gradient by the input), and the gradient by
-the weight, which is the same for both with input and output in each other's place.
+Three sums suffice: a convolution; a transposed convolution (each is the other's gradient by the input); and the
+gradient by the weight, which is the same for both, with input and output exchanged. A chunk is a box of the output, or,
+for the weight's gradient, of the summed volume.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import channels_last
+from .layout import CHANNELS_LAST, channels_last
 from .parts import Call, at
 from .replace import Original, kernel
 from .sizes import sizes
 
 _WIDE = {torch.half: torch.float32, torch.bfloat16: torch.float32}
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _large(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> bool:
@@ -55,11 +55,12 @@ def convolution_backward(
     of_x = of_weight = of_bias = None
     if wanted[0]:
         of_x = _input_gradient(original.of("convolution"), gradient, x, weight, call)
+    # The weight's gradient of a transposed convolution is a plain one's, with both ends exchanged.
     if wanted[1]:
         ends = (gradient, x) if call.transposed else (x, gradient)
         of_weight = _weight_gradient(original, *ends, weight, call)
         if channels_last(x, weight):
-            of_weight = of_weight.contiguous(memory_format=_LAST[x.dim()])
+            of_weight = of_weight.contiguous(memory_format=CHANNELS_LAST[x.dim()])
     if wanted[2]:
         dims = [dim for dim in range(gradient.dim()) if dim != 1]
         of_bias = gradient.sum(dims, dtype=_WIDE.get(gradient.dtype)).to(gradient.dtype)
@@ -75,10 +76,11 @@ def _in_parts(
     shape: tuple[int, ...],
     last: bool,
 ) -> Tensor:
-    """The output of this shape, which may leave out what torch would make beyond it."""
+    """The output of this shape, computed box by box. It may be smaller than what torch would make."""
     result = _room(x, last, shape)
     for part in call.parts(x.shape, shape, weight.shape[2:], sizes(x.device, _family(call)).chunk):
         target = at(result, part.box)
+        # No input reaches these outputs: they are the bias.
         if part.need is None:
             target.copy_(_bias_alone(bias, target))
             continue
@@ -91,7 +93,7 @@ def _in_parts(
 
 
 def _room(x: Tensor, last: bool, shape: tuple[int, ...]) -> Tensor:
-    layout = _LAST[x.dim()] if last else torch.contiguous_format
+    layout = CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
@@ -104,20 +106,21 @@ def _writes_in_place(piece: Tensor, target: Tensor, call: Call) -> bool:
     return (
         piece.is_cuda
         and torch.version.hip is None
-        and piece.dim() in _LAST
+        and piece.dim() in CHANNELS_LAST
         and not call.transposed
         and call.groups == 1
         and piece.dtype in (torch.half, torch.bfloat16, torch.float32)
         and min(piece.shape[1], target.shape[1]) > 1
-        and all(tensor.is_contiguous(memory_format=_LAST[piece.dim()]) for tensor in (piece, target))
+        and all(tensor.is_contiguous(memory_format=CHANNELS_LAST[piece.dim()]) for tensor in (piece, target))
         and all(tensor.data_ptr() % 16 == 0 for tensor in (piece, target))  # as of tensors that torch allocates
         and torch.backends.cudnn.is_acceptable(piece)
     )
 
 
 def _write(piece: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, call: Call) -> None:
+    """cuDNN's convolution, straight into ``target``: no copy of the chunk's result."""
     cudnn = torch.backends.cudnn
-    dense = weight.contiguous(memory_format=_LAST[piece.dim()])
+    dense = weight.contiguous(memory_format=CHANNELS_LAST[piece.dim()])
     steady = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     settings = (call.padding, call.stride, call.dilation, call.groups, cudnn.benchmark, steady, _tf32())
     torch.ops.aten.cudnn_convolution.out(piece, dense, *settings, out=target)
@@ -160,6 +163,7 @@ def _reversed(weight: Tensor, groups: int) -> Tensor:
 def _weight_gradient(original: Original, x: Tensor, gradient: Tensor, weight: Tensor, call: Call) -> Tensor:
     """Of a convolution from ``x`` to where ``gradient`` is, summed over chunks in float32 at least."""
     direct = call._replace(transposed=False, extra=[0] * len(call.extra))
+    # Many chunks add up: in half precision the sum would lose what each adds.
     total = torch.zeros_like(weight, dtype=_WIDE.get(weight.dtype, weight.dtype))
     most = sizes(x.device, "weight gradient").chunk
     for part in direct.parts(x.shape, gradient.shape, weight.shape[2:], most):

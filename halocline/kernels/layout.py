@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+#: The memory format with channels innermost, by the number of dims.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last_of(tensor: Tensor) -> torch.memory_format:
     """Of a tensor with four or five dims."""
-    return _CHANNELS_LAST[tensor.ndim]
+    return CHANNELS_LAST[tensor.ndim]
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
     """Channels last where the tensor is dense so and not contiguous as well; else contiguous."""
-    form = _CHANNELS_LAST.get(tensor.ndim)
+    form = CHANNELS_LAST.get(tensor.ndim)
     if form is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=form):
         return torch.contiguous_format
     return form

@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from ..geometry import Box, chunks_of, shape_of, whole
-from .layout import span
+from .layout import CHANNELS_LAST, span
 from .parts import at
 from .replace import Original, kernel
 from .sizes import sizes
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _MANY = 256  # channels or groups that keep a card busy, one block of threads each
 _TEMPORARY = 1 << 26  # elements of intermediate results in float32
 
 
 def _few_channels(x: Tensor, *rest: Any) -> bool:
+    """Too few channels to keep a GPU busy, in a large contiguous tensor."""
     few = x.dim() > 2 and x.shape[1] < _MANY and x.is_contiguous()
     return few and x.numel() > sizes(x.device, "norm").whole
 
 
 @kernel("native_batch_norm", _few_channels)
 def native_batch_norm(original: Original, x: Tensor, *rest: Any) -> Any:
-    """Channels by themselves, each reduced by the whole card."""
+    """Each channel is reduced by the whole card."""
     y, *statistics = original(_spread(x), *rest)
     return _gathered(y, x), *statistics
 
@@ -51,6 +51,7 @@ def _gathered(y: Tensor, like: Tensor) -> Tensor:
 def _few_groups(
     x: Tensor, weight: Any, bias: Any, batch: int, channels: int, elements: int, groups: int, _: Any
 ) -> bool:
+    """Too few groups to keep a GPU busy, in a large contiguous tensor."""
     few = batch * groups < _MANY and x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
     return few and x.numel() > sizes(x.device, "norm").whole
 
@@ -88,6 +89,7 @@ def _large_backward(gradient: Tensor, x: Tensor, *rest: Any) -> bool:
 def native_batch_norm_backward(
     original: Original, gradient: Tensor, x: Tensor, weight: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
+    """In slabs: the sums of all slabs first, then each slab's gradient."""
     running_mean, running_var, saved_mean, saved_rstd, train, eps, wanted = rest
     mean, rstd = (saved_mean, saved_rstd) if train else (running_mean, (running_var + eps).rsqrt())
     wide = torch.float32 if x.dtype in (torch.half, torch.bfloat16) else x.dtype
@@ -97,6 +99,7 @@ def native_batch_norm_backward(
 
 @kernel("cudnn_batch_norm_backward", lambda x, gradient, *rest: _large_backward(gradient, x))
 def cudnn_batch_norm_backward(original: Original, x: Tensor, gradient: Tensor, weight: Tensor, *rest: Any) -> Any:
+    """The same, for cuDNN's order of arguments."""
     _, _, mean, rstd, _, _ = rest
     return _backward(gradient, x, weight, mean, rstd, True, [True] * 3)
 
@@ -104,12 +107,15 @@ def cudnn_batch_norm_backward(original: Original, x: Tensor, gradient: Tensor, w
 def _backward(
     gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, train: bool, wanted: Any
 ) -> tuple[Tensor | None, ...]:
+    """Gradients by input, weight and bias, as far as they are ``wanted``."""
     boxes = _slabs(x, sizes(x.device, "norm backward").chunk)
+    # First pass: the gradient of each element needs sums over all slabs.
     parts = [_sums(at(gradient, box), at(x, box), mean, rstd) for box in boxes]
     offset, slope = (torch.stack(some).sum(0) for some in zip(*parts, strict=True))
     of_x = None
     if wanted[0]:
         of_x = torch.empty_like(x)
+        # With given statistics the mean does not depend on the input.
         share = x.shape[1] / x.numel() if train else 0.0
         for box in boxes:
             slopes = _slopes(at(gradient, box), at(x, box), mean, rstd, weight, share * offset, share * slope)
@@ -126,7 +132,7 @@ def _slabs(x: Tensor, most: int) -> list[Box]:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dim() in _LAST and x.is_contiguous(memory_format=_LAST[x.dim()])
+    return x.is_cuda and x.dim() in CHANNELS_LAST and x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
 
 
 def _across(values: Tensor, like: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ def _across(values: Tensor, like: Tensor) -> Tensor:
 def _sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Of the gradient, and of the gradient times the distance from the mean, by channel."""
     if _has_kernel(x):
-        laid = gradient.contiguous(memory_format=_LAST[x.dim()])
+        laid = gradient.contiguous(memory_format=CHANNELS_LAST[x.dim()])
         return torch.batch_norm_backward_reduce(laid, x, mean, rstd, None, True, False, False)[:2]
     dims = [dim for dim in range(x.dim()) if dim != 1]
     wide = gradient.to(mean.dtype)
@@ -148,7 +154,10 @@ def _slopes(
 ) -> Tensor:
     """The gradient by the input, given the means over all of :func:`_sums`."""
     if _has_kernel(x):
-        laid, one = gradient.contiguous(memory_format=_LAST[x.dim()]), torch.ones(1, dtype=torch.int32, device=x.device)
+        laid, one = (
+            gradient.contiguous(memory_format=CHANNELS_LAST[x.dim()]),
+            torch.ones(1, dtype=torch.int32, device=x.device),
+        )
         return torch.batch_norm_backward_elemt(laid, x, mean, rstd, weight, offset, slope, one)
     scale = rstd if weight is None else rstd * weight
     centred = (x - _across(mean, x)).mul_(_across(-slope * rstd * rstd, x))

@@ -53,6 +53,7 @@ class Call(NamedTuple):
         return [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
 
     def _spatial(self, spatial: Sequence[int], kernel: Sequence[int]) -> list[int]:
+        """The spatial sizes of the output."""
         each = zip(spatial, self.stride, self.padding, self.reach(kernel), self.extra, strict=True)
         if self.transposed:
             return [(n - 1) * s - 2 * p + r + e + 1 for n, s, p, r, e in each]
@@ -119,6 +120,7 @@ def _chunks(
 def _direct_parts(
     x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int
 ) -> Iterator[ConvolutionPart]:
+    """The parts of a convolution."""
     windows = [Window(*setting) for setting in call.each(kernel)]
 
     def need(box: Box) -> Box:
@@ -139,9 +141,10 @@ def _natively(chunk: Interval, out: int, size: int, window: Window) -> bool:
 
 
 def _edges_apart(chunk: Box, native: list[bool], windows: list[Window], spatial: Sequence[int]) -> Iterator[Box]:
-    """Outputs that reach into the padding by themselves, where torch does not pad."""
+    """The chunk split so that outputs which reach into the padding are boxes of their own, where torch does not pad."""
     dims = [[chunk[0]]]
     for interval, natively, window, size in zip(chunk[1:], native, windows, spatial, strict=True):
+        # The first output, and the one after the last, whose window lies inside the sample.
         first = -(-window.padding // window.stride)
         last = (size - 1 + window.padding - window.reach) // window.stride + 1
         dims.append([interval] if natively else cut_at(interval, [first, last]))
@@ -151,6 +154,7 @@ def _edges_apart(chunk: Box, native: list[bool], windows: list[Window], spatial:
 def _direct_part(
     box: Box, need: Box, spatial: Sequence[int], padding: list[int], native: list[bool]
 ) -> ConvolutionPart:
+    """One box: what it reads inside the input, and zeros where it reaches into the padding."""
     inside: list[Interval] = [box[0]]
     pads: list[int] = []
     for wanted, size, natively in zip(need[1:], spatial, native, strict=True):
@@ -170,6 +174,7 @@ def _direct_part(
 def _transposed_parts(
     x: Sequence[int], y: Sequence[int], kernel: Sequence[int], call: Call, most: int
 ) -> Iterator[ConvolutionPart]:
+    """The parts of a transposed convolution."""
     accesses = [Transposed(*setting) for setting in call.each(kernel)]
 
     def need(box: Box) -> Box:
@@ -195,6 +200,7 @@ def _transposed_part(box: Box, need: Box, accesses: list[Transposed]) -> Iterato
     for access, wanted, inputs in zip(accesses, box[1:], need[1:], strict=True):
         made = _made(access, inputs)
         inside = wanted.intersect(made) if inputs.size else Interval(wanted.lo, wanted.lo)
+        # torch's padding trims both sides alike; ``keep`` takes off the rest.
         trim = min(inside.lo - made.lo, made.hi - inside.hi) if inside.size else 0
         reached.append(inside)
         padding.append(trim)

@@ -84,6 +84,7 @@ def install(key: str) -> None:
 
 
 def _replaced(key: str) -> torch.library.Library:
+    """Register our kernels for this dispatch key; they live as long as the library object."""
     library = torch.library.Library("aten", "IMPL")
     calls = dict(_calls(key))
     with warnings.catch_warnings():  # torch says that a kernel is replaced: so it is
@@ -94,6 +95,7 @@ def _replaced(key: str) -> torch.library.Library:
 
 
 def _calls(key: str) -> Iterator[tuple[str, Kernel]]:
+    """torch's own kernels by name, as they were before the replacement."""
     for name in _table:
         try:
             yield name, torch.library.get_kernel(f"aten::{name}", key).call_boxed
@@ -102,10 +104,12 @@ def _calls(key: str) -> Iterator[tuple[str, Kernel]]:
 
 
 def _standing_before(name: str, calls: dict[str, Kernel]) -> Kernel:
+    """The kernel that torch's dispatcher calls: it passes small work on to torch's own."""
     when, instead = _table[name]
     call = calls[name]
 
     def run(keys: Any, *args: Any) -> Any:
+        # Nearly all calls: one comparison of sizes, then torch's own kernel.
         if not when(*args):
             return call(keys, *args)
         global _taken

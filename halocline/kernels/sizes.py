@@ -40,7 +40,7 @@ DEFAULTS = {
 NEVER = Sizes(sys.maxsize, sys.maxsize)
 
 _lock = threading.Lock()
-_forced: list[Sizes] = []  # by whoever asks; the last holds
+_forced: list[Sizes] = []  # a stack; the last entry holds
 
 
 def sizes(device: torch.device, family: str) -> Sizes:
@@ -54,6 +54,7 @@ def sizes(device: torch.device, family: str) -> Sizes:
 @contextmanager
 def forced(given: Sizes) -> Iterator[None]:
     """Inside, these hold on every device; for all threads, since backward runs in threads of its own."""
+    # A new object: the same sizes may be forced twice, and each must remove its own.
     mine = Sizes(*given)
     with _lock:
         _forced.append(mine)
@@ -81,10 +82,10 @@ def describe(device: torch.device) -> str:
 
 @cache
 def measured(device: torch.device) -> Mapping[str, Sizes]:
-    """What was measured on this card; nothing where nobody did, or the file is unreadable."""
+    """What was measured on this card; empty if nothing was measured or the file is unreadable."""
     try:
         return read_table(table_path()).get(describe(device), {})
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no home directory
         return {}
 
 
@@ -101,6 +102,7 @@ def read_table(path: Path) -> dict[str, dict[str, Sizes]]:
 
 
 def _makes_sense(pair: Any) -> bool:
+    """Two whole numbers in order: a file may have been edited by hand."""
     if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(size, int) for size in pair)):
         return False
     whole, chunk = pair
@@ -111,6 +113,7 @@ def write_table(path: Path, card: str, rows: Mapping[str, Sizes]) -> None:
     """Beside what is known of other cards; under its final name only when it is whole."""
     cards = {**read_table(path), card: dict(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks on one machine may write at the same time.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(cards, indent=1) + "\n")
     draft.replace(path)

@@ -29,13 +29,14 @@ Seconds = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Trial:
-    """``make(elements)`` gives an operation whose largest operand has about so many elements."""
+    """One operation to time: ``make(elements, device)`` builds it with a largest operand of about so many elements."""
 
     family: str
     make: Callable[[int, torch.device], Callable[[], object]]
 
 
 def _volume(channels: int, elements: int, device: torch.device, last: bool = True) -> Tensor:
+    """A random volume with about so many elements."""
     side = min(256, max(4, round((elements / channels) ** (1 / 3))))
     depth = max(2, -(-elements // (channels * side * side)))
     layout = torch.channels_last_3d if last else torch.contiguous_format
@@ -96,6 +97,7 @@ def tune(
 
 
 def _sizes_of(trial: Trial, device: torch.device, seconds: Seconds, limit: int, sizes: tuple[int, ...]) -> Sizes:
+    """The best chunk above the limit, and from which size on chunks gain below it."""
     above = _timed(trial, limit + limit // 8, device, seconds, [Sizes(chunk, chunk) for chunk in sizes])
     best = min(above.values())
     chunk = next(choice.chunk for choice in above if above[choice] <= CLOSE * best)
@@ -104,6 +106,7 @@ def _sizes_of(trial: Trial, device: torch.device, seconds: Seconds, limit: int, 
         small = min(chunk, elements // 2)
         below = _timed(trial, elements, device, seconds, [NEVER, Sizes(small, small)])
         plain, cut = below.values()
+        # Torch's fast path is as good at this size, and so at all smaller ones.
         if cut * GAIN > plain:
             break
         whole, chunk = elements // 2, small
@@ -124,6 +127,7 @@ def _norm_sizes(device: torch.device, seconds: Seconds) -> Sizes:
 def _timed(
     trial: Trial, elements: int, device: torch.device, seconds: Seconds, choices: list[Sizes]
 ) -> dict[Sizes, float]:
+    """Seconds of one operation under each choice of sizes."""
     operation = trial.make(elements, device)
     timings = {}
     for choice in choices:

@@ -1,5 +1,7 @@
-"""Backward with a torch function mode still on. torch takes a mode off while it runs a function, and backward is one:
-what is recomputed in it would run without the mode. Asked by gradient edges, it does not see that there are tensors.
+"""Runs backward with a torch function mode still active.
+
+torch takes a mode off while it runs a function, and backward is one function: whatever is recomputed in it would run
+without the mode. Called with gradient edges instead of tensors, torch sees no tensor that would make it do so.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def run_backward(
 
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` by edges, which cannot fill in zeros by itself."""
     gradients = torch.autograd.grad(_edges(outputs), _edges(inputs), **kwargs)
     if not materialize_grads:
         return gradients

@@ -22,6 +22,7 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, g
         raise Refused("multinomial", here(), "a generator of torch's would draw other numbers on each tile", "omit it")
     weights = input.detach()
     _check(weights, num_samples, replacement)
+    # One sample is the winner of the race too: a single pass without sums.
     if num_samples == 1 or not replacement:
         return (weights / torch.empty_like(weights).exponential_()).topk(num_samples, -1).indices
     sums = weights.double().cumsum(-1)
@@ -38,7 +39,7 @@ def _uniform(like: Tensor) -> Tensor:
 
 
 def _check(weights: Tensor, num_samples: int, replacement: bool) -> None:
-    """torch's own errors, nearly in its words."""
+    """torch's own errors, nearly in its words; all ranks see the same global values."""
     if weights.ndim not in (1, 2):
         raise RuntimeError("prob_dist must be 1 or 2 dim")
     if not weights.is_floating_point():

@@ -19,9 +19,10 @@ _HALF_RANGE = 1 << 63
 
 
 class Draw:
-    """Making one is a call: it takes the next number of the count, on this rank as on all others.
+    """The numbers of one call, for this rank's box of the whole.
 
-    With ``numbered`` it is that (seed, call), and the count stays.
+    Making one takes the next number of the call count, on this rank as on all others. With ``numbered`` it is that
+    (seed, call), and the count stays.
     """
 
     def __init__(self, place: GlobalBox, device: torch.device, numbered: tuple[int, int] | None = None) -> None:
@@ -46,6 +47,7 @@ class Draw:
         """In [0, 1)."""
         if dtype in _PARTS:
             return torch.complex(self.uniform(_PARTS[dtype], stream), self.uniform(_PARTS[dtype], stream + 1))
+        # As many bits as the mantissa holds: more would round up to 1.
         digits = _DIGITS[_floating(dtype)]
         return self._filled(dtype, lambda box: _top(self._bits(box, stream), digits).to(dtype).mul_(2.0**-digits))
 
@@ -64,6 +66,7 @@ class Draw:
     def exponential(self, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
         """Never zero, so that its logarithm is finite."""
         smallest = torch.finfo(_floating(dtype)).tiny
+        # A number that rounds to zero in half precision is lifted to the smallest positive one.
         numbers = self._filled(dtype, lambda box: self._inner(box, 0).log_().mul_(-1.0 / rate))
         return numbers.clamp_(min=smallest)
 

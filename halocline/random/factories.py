@@ -1,4 +1,4 @@
-"""torch's random factories: whole tensors, the same on every rank."""
+"""torch's factories of random tensors. They see no sharded tensor, so they make whole ones, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def _made(number: Number, *size: Any, requires_grad: bool = False, generator: An
 
 
 def rand(*size: Any, **options: Any) -> Tensor:
+    """Uniform in [0, 1)."""
     return _made(lambda draw, dtype: draw.uniform(dtype), *size, **options)
 
 
 def randn(*size: Any, **options: Any) -> Tensor:
+    """Normal with mean 0 and deviation 1."""
     return _made(lambda draw, dtype: draw.normal(dtype), *size, **options)
 
 
@@ -40,10 +42,12 @@ def randint(low: int = 0, high: Any = None, size: Any = None, *, dtype: Any = No
 
 
 def randperm(n: int, *, dtype: Any = torch.int64, **options: Any) -> Tensor:
+    """The numbers below ``n`` in random order."""
     return _made(lambda draw, dtype: draw.permutation(dtype), n, dtype=dtype, **options)
 
 
 def normal(mean: float, std: float, size: Any, **options: Any) -> Tensor:
+    """Normal with one mean and one deviation for all elements."""
     return _made(lambda draw, dtype: draw.normal(dtype).mul_(std).add_(mean), size, **options)
 
 

@@ -61,6 +61,7 @@ def signed(word: int) -> int:
 
 
 def _mixed(word: int) -> int:
+    """The mixer of SplitMix64 on one word, in Python's integers."""
     for shift, factor in _MIX:
         word ^= word >> shift
         word = word * (factor or 1) & _WORD
@@ -80,6 +81,7 @@ def bits(shape: tuple[int, ...], box: Box, key: tuple[int, int], device: torch.d
     head, tail = _starts(shape, box, key[0], device)
     if device.type == "cuda":
         return _one_kernel()(head, tail, torch.full((1,), signed(key[1]), device=device)).reshape(shape_of(box))
+    # Starts are affine in the flat index, so that they need no array of indices.
     words = head + tail
     spare = torch.empty_like(words)
     for shift, factor in _MIX:
@@ -136,6 +138,7 @@ def _portions(box: Box, most: int) -> Iterator[Box]:
         return
     dim = next(d for d, interval in enumerate(box) if interval.size > 1)
     lo, hi = box[dim]
+    # Slices of the first dim that has more than one index: contiguous in the tile.
     step = max(1, (hi - lo) * most // count)
     for start in range(lo, hi, step):
         yield from _portions((*box[:dim], Interval(start, min(start + step, hi)), *box[dim + 1 :]), most)

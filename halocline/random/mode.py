@@ -31,6 +31,7 @@ def reproducible(seed: int | None = None) -> Iterator[None]:
     Numbers begin at ``seed`` and the state before returns at the end; without a seed they go on from where they are.
     Keep forward and backward inside together: recomputation draws too. A torch.Generator of one's own stays in use.
     """
+    # The numbers of this seed, and afterwards those that would have come without this block.
     old = current() if seed is None else swap(State(seed))
     try:
         with _Replaced():
@@ -42,6 +43,7 @@ def reproducible(seed: int | None = None) -> Iterator[None]:
 
 def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
     """As torch has it, but for the scatter that makes the hard answer: a comparison does the same."""
+    # In this order, as torch computes it: the same numbers for the same draws.
     gumbels = -torch.empty_like(logits).exponential_().log()
     soft = ((logits + gumbels) / tau).softmax(dim)
     if not hard:
@@ -66,10 +68,14 @@ _PLAIN = {Tensor, nn.Parameter, WholeCopy, Undrawn}
 
 
 class _Replaced(TorchFunctionMode):
+    """The mode behind :func:`reproducible`: sends random functions on plain tensors to the library's generator."""
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # A recomputation in backward must find this mode still on.
         if function in BACKWARD:
             return run_backward(self, function, types, args, kwargs)
+        # A generator of the user's own draws as it always does; sharded tensors have rules.
         if kwargs.get("generator") is not None or not _PLAIN.issuperset(types):
             return function(*args, **kwargs)
         if function in WRITTEN_OUT:
@@ -94,6 +100,7 @@ class _Replaced(TorchFunctionMode):
 
 
 def _drawn(function: Any, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run a kernel on plain tensors, each of which is its own whole."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if function is torch.normal and not tensors:
         return normal(*args, **kwargs)
@@ -105,6 +112,7 @@ def _drawn(function: Any, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _refusal(function: Any) -> Refused:
+    """The error for functions whose random numbers cannot be replaced."""
     return Refused(
         function.__name__,
         here(),
@@ -118,6 +126,7 @@ _COLLECTIVES = frozenset((dist.all_reduce, dist.all_gather, dist.broadcast, dist
 
 
 def _own_collective(function: Any) -> Refused:
+    """The error for models that synchronise ranks by themselves."""
     return Refused(
         f"torch.distributed.{function.__name__}",
         here(),
@@ -126,17 +135,15 @@ def _own_collective(function: Any) -> Refused:
     )
 
 
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
 def _attention(
     query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
 ) -> bool:
+    """Does attention drop anything in this call?"""
     return dropout_p > 0
 
 
 def _multi_head(*args: Any, dropout_p: float = 0.0, training: bool = True, **kwargs: Any) -> bool:
+    """Does multi-head attention drop anything? Its dropout is the eleventh argument."""
     return training and (args[10] if len(args) > 10 else dropout_p) > 0
 
 
@@ -152,17 +159,11 @@ _OTHERS: dict[Any, Callable[..., bool]] = {
     F.multi_head_attention_forward: _multi_head,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys(
-        (
-            torch.poisson,
-            torch.binomial,
-            torch.native_dropout,
-            torch.svd_lowrank,
-            torch.pca_lowrank,
-            F.fractional_max_pool2d,
-            F.fractional_max_pool3d,
-            F.fractional_max_pool2d_with_indices,
-            F.fractional_max_pool3d_with_indices,
-        ),
-        _always,
+        [
+            *(torch.poisson, torch.binomial, torch.native_dropout, torch.svd_lowrank, torch.pca_lowrank),
+            *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+            *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
+        ],
+        lambda *args, **kwargs: True,
     ),
 }

@@ -31,18 +31,22 @@ class WatchedDraws:
         self._began: tuple[Sharding, State, DrawWatch] | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before forward: start to watch torch's generators, where this forward has its turn."""
         state = current()
         self._calls += 1
         if self._mesh is None or (self._calls > _FIRST and self._calls % _EVERY) or transforming():
             return
         if state.watch is not None:  # that of a distributed model which this one is a part of
             return
-        cut = _first_cut((args, kwargs))
-        if cut is not None and not state.threaded:  # threads share one generator
+        cut = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ShardedTensor)]
+        if cut and not state.threaded:  # threads share one generator
             state.watch = DrawWatch()
-            self._began = cut.sharding, state, state.watch
+            self._began = cut[0].sharding, state, state.watch
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After forward: where the model drew from torch's generator, compare its start
+        over the ranks that share a sample.
+        """
         began, self._began = self._began, None
         if began is None or self._mesh is None:
             return
@@ -52,6 +56,7 @@ class WatchedDraws:
             return
         words = hashlib.blake2b(repr(watch.start).encode(), digest_size=8).digest()
         mine, ranks = int.from_bytes(words) >> 1, self._mesh.ranks_along(sharding.axes)
+        # The largest and, by its complement, the smallest in one reduction.
         both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
         label = Label("comparing torch's generators", here())
         most, least = self._mesh.world.maximum(both, ranks, label).tolist()
@@ -84,10 +89,6 @@ def watch_draws(model: nn.Module, mesh: Mesh) -> None:
     watched = WatchedDraws(mesh)
     model.register_forward_pre_hook(watched.before, with_kwargs=True)
     model.register_forward_hook(watched.after, always_call=True)
-
-
-def _first_cut(value: Any) -> ShardedTensor | None:
-    return next((tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor)), None)
 
 
 for _hook in (WatchedDraws.before, WatchedDraws.after):

@@ -31,7 +31,7 @@ Drawn = TypeVar("Drawn")
 
 
 class DrawWatch:
-    """Notices draws from torch's generators that nobody has explained."""
+    """Notices draws from torch's generators other than the library's own."""
 
     def __init__(self) -> None:
         self.start = self._known = _generators()
@@ -60,8 +60,10 @@ def _generators() -> tuple[bytes, tuple[int, int] | None]:
 
 
 class State:
-    """``threaded``: ranks are threads of one process, whose torch has one generator for them all. ``asked``: somebody
-    has chosen the seed.
+    """The random state of a rank.
+
+    ``threaded``: ranks are threads of one process, and torch has one generator for all of them. ``asked``: the user has
+    chosen the seed.
     """
 
     def __init__(self, seed: int, counter: int = 0, *, threaded: bool = False, asked: bool = True) -> None:
@@ -76,9 +78,11 @@ class State:
             return self._next_threaded()
         moment = self.explained(_pass_moment)
         call = self._met.get(moment)
+        # A state that was not met before: a new call, with the next number.
         if call is None:
             self._warn_if_late()
             call = self._met[moment] = self._count()
+            # The least recently met goes first.
             if len(self._met) > _MOST:
                 self._met.popitem(last=False)
         self._met.move_to_end(moment)
@@ -93,6 +97,7 @@ class State:
         return self.counter - 1
 
     def _next_threaded(self) -> int:
+        """The next call of a rank that is a thread: the count alone, since torch's generator is shared."""
         if in_backward():
             raise Refused(
                 "a random function",
@@ -104,6 +109,7 @@ class State:
         return self._count()
 
     def _warn_if_late(self) -> None:
+        """Warn once where backward draws numbers that no forward drew."""
         if in_backward() and not self._warned:
             self._warned = True
             _log.warning(
@@ -116,6 +122,7 @@ class State:
 
 def _pass_moment() -> int:
     """Move torch's CPU generator on by one draw; return a hash of the state that it had."""
+    # 5 kB of state as one number.
     moment = hash(torch.get_rng_state().numpy().tobytes())
     # With a generator named, the draw is torch's own even where :func:`reproducible` stands for it.
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
@@ -131,6 +138,7 @@ def current() -> State:
     world = current_local_world()
     if world is None:
         return _process_state()
+    # Ranks that are threads have states of their own, which begin as that of their process.
     if world not in _of_world:
         start, threaded = _process_state(), not world.capabilities.separate_processes and world.size > 1
         _of_world[world] = State(start.seed, start.counter, threaded=threaded, asked=start.asked)
@@ -171,7 +179,7 @@ def set_state(state: tuple[int, int]) -> None:
 
 
 def same_state(world: World) -> None:
-    """Give every rank the state of rank 0. Where nobody has chosen a seed, it begins with that of rank 0's torch."""
+    """Give every rank the state of rank 0. Without a chosen seed, it begins with that of rank 0's torch."""
     mine = get_state() if current().asked else (torch.initial_seed(), 0)
     words = torch.tensor([*map(signed, mine)], dtype=torch.int64, device="cpu")
     agreed, counter = world.broadcast(words, tuple(range(world.size)), Label("random state", "distribute")).tolist()

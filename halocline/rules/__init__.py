@@ -2,7 +2,7 @@
 
 from ..tree import map_tensors, tensors_in
 from . import direct, families  # noqa: F401  each registers its rules when imported
-from .api import cut_like, from_tile, reshard, shard
+from .api import cut_like, from_tile, gather, reshard, shard, shard_inputs
 from .asking_torch import planning
 from .executor import dispatch
 from .recipe import (
@@ -25,7 +25,6 @@ from .recipe import (
 )
 from .remedy import remedy
 from .table import composite, entries, forget_rule, rule
-from .tree import gather, shard_inputs
 
 __all__ = [
     "WHOLE",

@@ -1,9 +1,12 @@
-"""Does a result share memory with its operand? Exactly where it does on one rank, or the result is marked.
+"""Decides whether a result shares memory with its operand, exactly as it does on one rank.
 
-torch's views and its "view where possible" functions (reshape, contiguous) are asked on tensors without values that
-have one rank's strides. Where torch copies, so do we. Where torch's result is a view and ours had to move, it is a
-marked copy (:class:`CopyOf`). Where one rank's strides are not certain, the result is a copy that may be written to;
-its operand may not be used after that.
+torch is asked with tensors that have one rank's shapes and strides but no data: its views, and its functions that
+return a view where the strides allow one (reshape, contiguous). Where torch copies, the result is a copy here too.
+Where torch returns a view and no data moved, the result is a view of the tile. Where torch returns a view, but data had
+to move between ranks, the result is a copy marked with :class:`CopyOf`; writes to it are written back to the operand.
+
+Where the strides on one rank are not certain, the result is a copy that may be written to; after such a write, using
+the operand raises an error.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ def settled(
 def _computed(plan: CallPlan, operand: Tensor, tile: Tensor, result: Tensor) -> tuple[Tensor, CopyOf | None, Any]:
     """A function that makes new memory, unless it gives its operand back (``x.float()`` of float32)."""
     shares = bool(result.numel()) and same_memory(tile, result)
+    # The rule gave its operand back where torch always makes new memory.
     if shares and plan.recipe.fresh:
         return result.clone(), None, None
     if not shares or not isinstance(operand, ShardedTensor):
@@ -62,6 +66,11 @@ def _computed(plan: CallPlan, operand: Tensor, tile: Tensor, result: Tensor) -> 
 def _viewed(
     plan: CallPlan, index: int, operand: Tensor, tile: Tensor, result: Tensor, answer: AliasAnswer | None
 ) -> tuple[Tensor, CopyOf | None, Strides | None]:
+    """The result of a view, settled by what torch answered for one rank.
+
+    A result that torch would have copied is copied here too. One that torch returns as a view, but that had to move
+    between ranks, is marked as a copy of its operand, so that a write to it can be written back.
+    """
     shares = same_memory(tile, result)
     if plan.recipe.either and _unsure(operand):
         unsure = CopyOf(operand, tile, parent=getattr(operand, "_copy_of", None), unsure=True)
@@ -85,8 +94,10 @@ def _unsure(operand: Tensor) -> bool:
 def _ask(
     plan: CallPlan, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], index: int
 ) -> list[AliasAnswer] | list[None]:
+    """torch's answers for these strides of the operand, from the plan's cache if the question was asked before."""
     operand = tensors[index]
     strides = one_rank_strides(operand) if isinstance(operand, ShardedTensor) else tuple(plain(operand).stride())
+    # The answer depends on strides, which are no part of the plan's key.
     if strides not in plan.answers:
         plan.answers[strides] = _answers(function, args, kwargs, tensors, index)
     return plan.answers[strides] or [None] * len(plan.recipe.outputs)

@@ -1,4 +1,7 @@
-"""From plain tensors to sharded ones and back."""
+"""Public functions that make sharded tensors of plain ones, and plain ones of sharded ones.
+
+All of them are collective: every rank of the mesh calls them, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from ..tensor import (
     unwrap,
     wrap,
 )
+from ..tree import map_tensors, tensors_in
 from ..world import Label, Mesh, MovementFunction
-from .arguments import check_call, check_dims
 from .same_sample import check_same
 
 Points = Mapping[int, Sequence[int]]
@@ -51,15 +54,45 @@ def shard(
     The ranks that share a sample compare what they bring, and refuse if it differs: the first 64 calls, then one in 61;
     ``check=True`` every time, ``check=False`` never.
     """
-    check_call("shard", tensor, mesh, dims)
+    _check_call("shard", tensor, mesh, dims)
     if isinstance(tensor, ShardedTensor):
         raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
     sharding = make_sharding(mesh, tuple(tensor.shape), dims, points, multiple)
     check_same(tensor, sharding, check)
     if not (tensor.requires_grad and torch.is_grad_enabled() and sharding.axes):
         return cut_like(tensor, sharding)
+    # An input that wants a gradient gets it whole, as it was given.
     whole = Sharding(mesh, tensor.shape, (None,) * tensor.ndim)
     return wrap(CutInput.apply(tensor, sharding, recut(whole, sharding), recut(sharding, whole)), sharding)
+
+
+def shard_inputs(
+    inputs: Any, mesh: Mesh, dims: Mapping[int, str], *, multiple: int = 1, check: bool | None = None
+) -> Any:
+    """Cut the inputs of a model: the first tensor as ``dims`` says, others of its spatial size alike, the rest whole.
+
+    Space is counted from the end (``{0: "data", -3: "depth"}``), so that a target without channels is cut as its volume
+    is. A tensor is cut along ``data`` if its first dim is the batch. ``check`` as in :func:`shard`.
+    """
+    tensors = tensors_in(inputs)
+    if not tensors:
+        raise ShardingError("there is no tensor among these inputs")
+    first = tensors[0]
+    space = {dim: axis for dim, axis in dims.items() if dim < 0}
+    batch = {dim: axis for dim, axis in dims.items() if dim >= 0}
+    if any(dim > 0 for dim in batch):
+        raise ShardingError(f"count spatial dims from the end (width is -1), the batch as 0; got {dict(dims)}")
+    # All spatial dims of the first tensor, those that are not cut included.
+    trailing = tuple(first.shape[min([*space, 2 - first.ndim]) :]) if space else ()
+
+    def place(tensor: Tensor) -> Tensor:
+        """One tensor of the structure, cut along the axes whose sizes it shares with the first."""
+        mine = dict(space) if space and tuple(tensor.shape[-len(trailing) :]) == trailing else {}
+        if batch and tensor.ndim and tensor.shape[0] == first.shape[0] and tensor.ndim > len(trailing):
+            mine |= batch
+        return shard(tensor, mesh, mine, multiple=multiple, check=check) if mine else tensor
+
+    return map_tensors(place, inputs)
 
 
 class CutInput(MovementFunction):
@@ -67,11 +100,13 @@ class CutInput(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sharding: Sharding, cut: Fetch, join: Fetch):  # type: ignore[no-untyped-def]
+        """This rank's box of the whole tensor, as a copy."""
         ctx.sharding, ctx.join = sharding, join
         return cut(tensor.detach(), Label("shard", here())).clone(memory_format=torch.preserve_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The gradients of all boxes, gathered to the whole gradient on every rank."""
         # On axes that do not cut the input, a rank holds a share of this gradient.
         whole = mean_over_whole_axes(gradient, ctx.sharding)
         return ctx.join(whole, Label("gradient of an input", here())), None, None, None
@@ -90,7 +125,7 @@ def from_tile(
     Without ``shape`` the ranks tell each other their tiles' sizes, and the global shape follows. With it, the cuts are
     those of :func:`shard`, and the tile must fit.
     """
-    check_call("from_tile", tile, mesh, dims)
+    _check_call("from_tile", tile, mesh, dims)
     if shape is not None:
         sharding = make_sharding(mesh, shape, dims, points)
         if tuple(tile.shape) != sharding.tile_shape:
@@ -117,6 +152,7 @@ def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Shard
     everyone = tuple(range(mesh.size))
     sizes = torch.zeros(mesh.size, tile.ndim, dtype=torch.int64, device="cpu")
     sizes[mesh.rank] = torch.tensor(tile.shape, device="cpu")
+    # Each rank fills its own row: the sum is the table of all.
     sizes = mesh.world.sum(sizes, everyone, Label("from_tile", here()))
     named = make_sharding(mesh, tile.shape, dims).dims_by_axis()
     shape = list(tile.shape)
@@ -134,7 +170,9 @@ def _agreed_sharding(tile: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Shard
 def _check_agreement(
     sizes: Tensor, mesh: Mesh, named: Mapping[int, str], cuts: Sequence[Any], shape: Sequence[int]
 ) -> None:
+    """Raise unless every rank's tile has the size that its place in the mesh requires."""
     for rank in range(mesh.size):
+        # The coordinates of any rank follow from its number.
         rest, where = rank, {}
         for name in reversed(mesh.names):
             rest, where[name] = divmod(rest, mesh.sizes[name])
@@ -147,8 +185,12 @@ def _check_agreement(
                 )
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, plain, on every rank."""
+def gather(value: Any) -> Any:
+    """Whole and plain on every rank: a tensor, or every tensor in a structure."""
+    return map_tensors(_gathered, value)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     old, tile = tensor.sharding, unwrap(tensor)
@@ -163,7 +205,7 @@ def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = 
     if not isinstance(tensor, ShardedTensor):
         raise ShardingError("a plain tensor lies on no mesh; use hc.shard(tensor, mesh, dims)")
     mesh = tensor.sharding.mesh
-    check_dims("reshard", dims, mesh)
+    _check_dims("reshard", dims, mesh)
     return cut_like(tensor, make_sharding(mesh, tensor.sharding.shape, dims, points, multiple))
 
 
@@ -181,3 +223,39 @@ def cut_like(tensor: Tensor, sharding: Sharding) -> Tensor:
     if same_memory(moved, tile):  # a box of a larger tensor, or all of it: never the caller's own memory
         moved = moved.clone(memory_format=torch.preserve_format)
     return wrap(moved, sharding) if sharding.axes else moved
+
+
+def _check_call(name: str, tensor: Any, mesh: Any, dims: Any) -> None:
+    """``name(tensor, mesh, {dim: axis})``, or an error that says what is amiss."""
+    if isinstance(mesh, Tensor) or isinstance(tensor, Mesh):
+        raise MeshError(f"hc.{name} takes the tensor first, then the mesh: hc.{name}(tensor, mesh, {{2: 'depth'}})")
+    if not isinstance(tensor, Tensor):
+        values = "array" if type(tensor).__name__ == "ndarray" else "values"
+        raise ShardingError(f"hc.{name} takes a torch tensor, not {_kind(tensor)}; give torch.as_tensor({values})")
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"hc.{name}: the mesh is {_kind(mesh)}; make one with hc.Mesh(depth=2)")
+    _check_dims(name, dims, mesh)
+
+
+def _check_dims(name: str, dims: Any, mesh: Mesh) -> None:
+    """Dims are integers and axes are named by the mesh, or an error says which are not."""
+    if not isinstance(dims, Mapping):
+        raise ShardingError(f"hc.{name}: dims is {_kind(dims)}; map dims of the tensor to axes, such as {{2: 'depth'}}")
+    for dim, axis in dims.items():
+        if isinstance(dim, str) and isinstance(axis, int):
+            turned = {value: key for key, value in dims.items()}
+            raise ShardingError(
+                f"hc.{name}: dims={dict(dims)} maps axes to dims; it maps dims of the tensor to axes of the mesh, so "
+                f"write {turned}"
+            )
+        if not isinstance(dim, int) or isinstance(dim, bool) or not isinstance(axis, str):
+            raise ShardingError(
+                f"hc.{name}: dims={dict(dims)} has {dim!r}: {axis!r}; it maps numbers of dims to names of axes, such "
+                f"as {{2: {next(iter(mesh.sizes), 'depth')!r}}}"
+            )
+
+
+def _kind(value: Any) -> str:
+    module = type(value).__module__.partition(".")[0]
+    prefix = "" if module in ("builtins", "halocline") else f"{module}."
+    return f"a {prefix}{type(value).__name__}"

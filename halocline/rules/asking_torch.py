@@ -1,4 +1,7 @@
-"""Questions to torch that are part of planning a call: they are no part of the program that runs."""
+"""Questions to torch that belong to planning a call, such as "which shape has this result?".
+
+They are not part of the user's program, so records of a program leave them out, and no dispatch mode sees them.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,11 @@ class Boxes:
 def plan_boxes(
     recipe: Recipe, work: Work, fetch: Fetch | None, cuts: Mapping[int, Cut], bind: Any, least: int
 ) -> Boxes | None:
-    """For an operation on one operand and with one result whose dims are those of the space."""
+    """How this rank computes an output box by box, for an operation with one operand and one result over the same dims.
+
+    None where nothing has to be fetched, where tiles have fewer than ``least`` elements, or where some rank has no
+    output that it can compute from its own tile. All ranks reach the same decision.
+    """
     if not recipe.box_local or fetch is None or not fetch.communicates or not fetch.beside:
         return None
     read = recipe.reads[0]
@@ -68,15 +72,17 @@ def plan_boxes(
         return tuple(interval.shift(-lo) for interval, lo in zip(wanted, first, strict=True))
 
     def part(box: Box) -> BoxPart:
+        """One box of the output: where it goes, what it needs, and the local work bound to it."""
         wanted = need(box)
         here = [Slot((i.shift(lo),), s.native) for i, lo, s in zip(wanted, first, slots, strict=True)]
         place = slices(tuple(i.shift(-w.lo) for i, w in zip(box, work.box, strict=True)))
-        return BoxPart(place, wanted, bind(Work(box, _at(work.slots, read.operand.index, tuple(here)))))
+        return BoxPart(place, wanted, bind(Work(box, _with(work.slots, read.operand.index, tuple(here)))))
 
     own = [move.holds(fetch.mesh.coordinates.get(move.owner_axis or "", 0)) for move in fetch.dims]
     inner = [
         o if s.native else _inner(read, d, o, own[d]) for d, (o, s) in enumerate(zip(work.box, slots, strict=True))
     ]
+    # Dims that are not cut are inside as a whole: torch pads them itself.
     inside, edges = _split(work.box, inner)
     return Boxes(part(inside), tuple(map(part, edges)), neighbours, shape_of(work.box), bind(work))
 
@@ -92,12 +98,9 @@ def _roomy(read: Read, fetch: Fetch, cuts: Mapping[int, Cut]) -> bool:
         _inner(read, dim, out, own).size
         for dim, move in enumerate(fetch.dims)
         if move.owner_axis is not None
+        # Every rank looks at the pieces of all ranks, and so comes to the same answer.
         for own, out in zip(move.owned, cuts[dim].partition.pieces(), strict=True)
     )
-
-
-def _at(slots: Any, index: int, mine: Any) -> Any:
-    return (*slots[:index], mine, *slots[index + 1 :])
 
 
 def _inner(read: Read, dim: int, out: Interval, own: Interval) -> Interval:
@@ -117,8 +120,8 @@ def _split(box: Box, inner: Sequence[Interval]) -> tuple[Box, list[Box]]:
     return box, edges
 
 
-def _with(box: Box, dim: int, interval: Interval) -> Box:
-    return (*box[:dim], interval, *box[dim + 1 :])
+def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:place], item, *items[place + 1 :])
 
 
 def in_boxes(boxes: Boxes, route: Route, tile: Tensor) -> Tensor:
@@ -131,8 +134,10 @@ class InBoxes(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, boxes: Boxes, route: Route):  # type: ignore[no-untyped-def]
+        """The inside while the slabs travel; then wait for them and compute the edges."""
         exchange = boxes.neighbours.begin(tile, route)
         inside = boxes.inside.compute(boxes.inner(tile))
+        # The dtype is known only now: autocast may have chosen it.
         result = inside.new_empty(boxes.shape)
         result[boxes.inside.place] = inside
         pieces = boxes.neighbours.arrived(exchange, tile)
@@ -144,20 +149,22 @@ class InBoxes(MovementFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The gradient of the tile. Glues the halo if this backward is differentiated in turn."""
         tile, *pieces = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _glued_backward(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
-        return _backward(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
+        run = _glued_backward if torch.is_grad_enabled() else _backward
+        return run(ctx.boxes, ctx.route, tile, pieces, gradient, ctx.autocast), None, None
 
 
 def _backward(
-    boxes: Boxes, route: Route, tile: Tensor, pieces: Sequence[Tensor], gradient: Tensor, autocast: Autocast
+    boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor, autocast: Autocast
 ) -> Tensor:
+    """Edges first: the gradients of their slabs travel while the inside is differentiated."""
     neighbours, mine = boxes.neighbours, torch.zeros_like(tile)
-    slabs, backs = list(pieces), [torch.zeros_like(piece) for piece in pieces]
+    backs = [torch.zeros_like(piece) for piece in pieces]
     for edge in boxes.edges:
-        slope = _derivative(edge, neighbours.glued(tile, slabs, edge.need), gradient, autocast)
+        slope = _derivative(edge, neighbours.glued(tile, pieces, edge.need), gradient, autocast)
         neighbours.add_glued(slope, edge.need, mine, backs)
+    # As soon as the edges are done: the neighbours wait for these.
     exchange = neighbours.send_back(backs, tile, route)
     boxes.inner(mine).add_(_derivative(boxes.inside, boxes.inner(tile), gradient, autocast))
     neighbours.add_back(mine, exchange)
@@ -165,6 +172,7 @@ def _backward(
 
 
 def _derivative(part: BoxPart, piece: Tensor, gradient: Tensor, autocast: Autocast) -> Tensor:
+    """The gradient of what one box was computed from, by computing the box again under autograd."""
     with torch.enable_grad(), autocast.again():
         leaf = piece.detach().requires_grad_()
         (slope,) = torch.autograd.grad(part.compute(leaf), leaf, gradient[part.place])
@@ -174,6 +182,7 @@ def _derivative(part: BoxPart, piece: Tensor, gradient: Tensor, autocast: Autoca
 def _glued_backward(
     boxes: Boxes, route: Route, tile: Tensor, pieces: list[Tensor], gradient: Tensor, autocast: Autocast
 ) -> Tensor:
+    """The same gradient as a differentiable function of the tile, from the halo glued to it."""
     arrived = boxes.neighbours.glued(tile.detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Checkpointing that keeps what came from other ranks: the recomputation computes again, and exchanges nothing.
+"""Activation checkpointing that keeps what came from other ranks, so that the recomputation exchanges nothing.
 
-A context for torch's checkpoint. In the first forward whatever the world brings (halos, statistics of norms) is copied
-in the order in which it comes; in the recomputation it is handed out again in that order.
+:func:`keep_halos` is a context function for ``torch.utils.checkpoint``. During the first forward it copies what the
+world delivers (halos, statistics of norms) in the order of arrival; the recomputation receives those copies in the same
+order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def keep_halos() -> tuple[_Recording, _Replaying]:
 
 
 class _HaloTape:
-    """Inside, this stands before the world's ``begin``, ``sum`` and ``maximum``. It may be entered again inside."""
+    """A context that takes the place of the world's ``begin``, ``sum`` and ``maximum``. It may be nested."""
 
     def __init__(self, world: World, kept: list[Kept | None]) -> None:
         self.world, self.kept = world, kept
@@ -44,6 +45,8 @@ class _HaloTape:
 
 
 class _Recording(_HaloTape):
+    """The tape of the first forward: passes each call on to the world and keeps a copy of what arrives."""
+
     def __enter__(self) -> None:
         super().__enter__()
         self.kept.clear()
@@ -66,16 +69,20 @@ class _Recording(_HaloTape):
         label: Label,
         path: int | None = None,
     ) -> PendingExchange:
+        """Start the exchange in the world; its messages are kept by the first wait."""
         with self._outside() as world:
             exchange = world.begin(sends, receives, like, ranks, label, path)
+        # Its place in the order is that of its beginning, not of its wait.
         self.kept.append(None)
         return _Recorded(exchange, self.kept, len(self.kept) - 1, label)
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The world's sum, kept."""
         with self._outside() as world:
             return self._keep(world.sum(tensor, ranks, label), label)
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The world's maximum, kept."""
         with self._outside() as world:
             return self._keep(world.maximum(tensor, ranks, label), label)
 
@@ -91,17 +98,22 @@ class _Recorded(PendingExchange):
         self._exchange, self._tape, self._place, self._operation = exchange, tape, place, label.operation
 
     def wait(self) -> list[Tensor]:
+        """The messages of the world's exchange; the first call keeps copies of them."""
         came = self._exchange.wait()
+        # An exchange may be waited for twice; one copy is enough.
         if self._tape[self._place] is None:
             self._tape[self._place] = self._operation, [message.clone() for message in came]
         return came
 
 
 class _Known(PendingExchange):
+    """An exchange of the recomputation: its messages are there already."""
+
     def __init__(self, messages: list[Tensor]) -> None:
         self._messages, self._waited = messages, False
 
     def wait(self) -> list[Tensor]:
+        """Copies of the messages of the first forward."""
         if not self._waited:
             self._waited = True
             count_in_checkpoint()  # as the exchange of the forward did
@@ -109,6 +121,8 @@ class _Known(PendingExchange):
 
 
 class _Replaying(_HaloTape):
+    """The tape of the recomputation: hands out what the first forward kept, in the same order, and sends nothing."""
+
     def __enter__(self) -> None:
         super().__enter__()
         self._next = 0
@@ -122,18 +136,21 @@ class _Replaying(_HaloTape):
         label: Label,
         path: int | None = None,
     ) -> PendingExchange:
+        """The kept messages, as an exchange that is already complete."""
         return _Known(self._again([receive.elements for receive in receives], like, label))
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The kept result of the sum."""
         result = self._again([tensor.numel()], tensor, label)[0].view(tensor.shape)
         count_in_checkpoint()
         return result
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
+        """The kept result of the maximum."""
         return self.sum(tensor, ranks, label)
 
     def _again(self, sizes: list[int], like: Tensor, label: Label) -> list[Tensor]:
-        """The next of what came, copied: it may be asked for once more, and whoever gets it may write into it."""
+        """Copies of the next kept messages: callers may write into them, and another recomputation may need them."""
         event = self.kept[self._next] if self._next < len(self.kept) else None
         self._next += 1
         same = event is not None and event[0] == label.operation and [m.numel() for m in event[1]] == sizes

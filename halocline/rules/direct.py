@@ -1,4 +1,8 @@
-"""What a sharded tensor answers from tile and sharding alone: shapes, dtypes, gradients, hooks; and what it won't."""
+"""Functions that are answered from this rank's tile and its sharding alone, without a rule.
+
+These are shapes and dtypes, gradients and hooks, comparisons that end in a Python value, and the functions that need
+the values or the memory of the whole tensor, which are refused.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,8 @@ def length(self: ShardedTensor) -> int:
 
 
 def _ask_tile(function: Any) -> Callable[..., Any]:
+    """A direct entry that calls the same torch function on the tile."""
+
     def ask(self: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
         return function(unwrap(self), *args, **kwargs)
 
@@ -71,9 +77,8 @@ for _name in _SAME_AS_TILE:
     if _attribute is not None:
         _function = _attribute if callable(_attribute) else _attribute.__get__
         direct(_function)(_ask_tile(_function))
-direct(torch.is_floating_point)(_ask_tile(torch.is_floating_point))
-direct(torch.is_complex)(_ask_tile(torch.is_complex))
-direct(torch.get_device)(_ask_tile(torch.get_device))
+for _function in (torch.is_floating_point, torch.is_complex, torch.get_device):
+    direct(_function)(_ask_tile(_function))
 
 
 @direct(Tensor.is_contiguous)
@@ -86,6 +91,7 @@ def is_contiguous(self: ShardedTensor, *args: Any, **kwargs: Any) -> bool:
 def grad_fn(self: ShardedTensor) -> Any:
     """The tile's node; of what an autograd Function made, its node, on which torch puts the hooks of modules."""
     node = autograd_state(self)[0]
+    # torch's module hooks attach themselves to the node of an autograd Function.
     if node is not None and function_of(node) is not None:
         node_of(self, node)
         return node
@@ -122,7 +128,7 @@ def result_type(*args: Any) -> torch.dtype:
 
 @direct(Tensor.requires_grad_, setter("requires_grad"))
 def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    """The tile is the leaf. The shell becomes an alias of it, so that whoever takes the shell's node finds the leaf.
+    """The tile is the leaf. The shell becomes an alias of it, so that the shell's node leads to the leaf.
 
     On axes on which the tensor is whole, its gradient is the mean of what the ranks hold: taken as it arrives.
     """
@@ -130,6 +136,7 @@ def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTe
     if tile.requires_grad != requires_grad:
         tile.requires_grad_(requires_grad)
         watch_leaf(tile, self.sharding)
+        # The alias is made under autograd even where the caller has switched it off.
         with torch.enable_grad():
             alias = wrap(tile, self.sharding)
         take_place(self, alias)
@@ -176,6 +183,7 @@ def retain_grad(self: ShardedTensor) -> None:
 def register_hook(self: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The hook sees the gradient as a sharded tensor, and may return one."""
     tile, sharding = unwrap(self), self.sharding
+    # The hook of a leaf sees a gradient that is averaged already.
     leaf = tile.is_leaf
 
     def on_tile(gradient: Tensor) -> Tensor | None:
@@ -206,6 +214,7 @@ def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs:
 
 
 def _tiles(values: Any) -> Any:
+    """The same structure of tensors with tiles in place of sharded ones."""
     if isinstance(values, Tensor):
         return unwrap(values) if isinstance(values, ShardedTensor) else values
     return None if values is None else [_tiles(value) for value in values]
@@ -232,6 +241,7 @@ def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: An
 
 
 def _answer(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """One result of ``torch.autograd.grad``: the true gradient, cut as its input is."""
     if gradient is None or not isinstance(tensor, ShardedTensor):
         return gradient
     # A leaf's hook has taken the mean already.
@@ -240,6 +250,7 @@ def _answer(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 
 def _as_lists(outputs: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs and seeds as lists of one length, as ``torch.autograd`` takes both."""
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     seeds = [seeds] * len(outputs) if seeds is None or isinstance(seeds, Tensor) else list(seeds)
     return outputs, seeds
@@ -309,6 +320,8 @@ untyped_storage __cuda_array_interface__ storage_offset stride nonzero unique re
 
 
 def _refuse_values(name: str) -> Callable[..., Any]:
+    """A direct entry that refuses: the answer needs values or memory that this rank does not have."""
+
     def answer(*args: Any, **kwargs: Any) -> Any:
         raise refuse(
             name.strip("_"),

@@ -1,4 +1,8 @@
-"""A Function's computation once more, to be differentiated: how its backward gets a derivative of its own."""
+"""Helpers for autograd Functions whose backward is differentiated again.
+
+Such a Function saves its operands. When its backward runs with ``create_graph=True`` it computes the forward once more
+from differentiable pieces and lets autograd derive the gradients.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,7 @@ def differentiated(
     Computed from aliases: the operands' own history, and hooks on them, belong to the backward that is under way.
     """
     with torch.enable_grad(), autocast.again():
+        # Not the operands themselves: the backward under way would meet its own graph.
         aliases = [None if operand is None else operand.view_as(operand) for operand in operands]
         wanted = [alias for alias, flag in zip(aliases, needed, strict=True) if flag and alias is not None]
         gradients = iter(torch.autograd.grad(compute(*aliases), wanted, gradient, create_graph=True))

@@ -27,6 +27,7 @@ def from_dtensor(tensor: DTensor, mesh: Mesh) -> Tensor:
     cuts: list[Cut | None] = [None] * tensor.ndim
     placements: tuple[Any, ...] = tensor.placements
     for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), placements, strict=True):
+        # Partial sums and strided shards have no like here.
         if placement.is_replicate() or mesh.sizes[axis] == 1:
             continue
         if type(placement).__name__ != "Shard" or cuts[placement.dim] is not None:
@@ -55,6 +56,7 @@ def to_dtensor(tensor: Tensor, device_mesh: DeviceMesh | None = None) -> DTensor
     _check_same_ranks(target, mesh)
     cuts = [c and Cut(c.axis, _chunks(size, mesh.sizes[c.axis])) for c, size in zip(old.cuts, old.shape, strict=True)]
     new = Sharding(mesh, old.shape, cuts)
+    # Most tensors are cut as DTensor cuts: nothing moves.
     tile = unwrap(tensor if new is old else cut_like(tensor, new))
     placements = [Shard(where[name]) if name in where else Replicate() for name in target.mesh_dim_names or ()]
     stride = torch.empty(old.shape, device="meta").stride()
@@ -66,11 +68,13 @@ class _FromLocal(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, sharding: Sharding):  # type: ignore[no-untyped-def]
+        """The tile itself."""
         ctx.sharding = sharding
         return tile.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The true gradient: the mean over the axes on which the tensor is whole."""
         return mean_over_whole_axes(gradient, ctx.sharding), None
 
 
@@ -81,6 +85,7 @@ def _chunks(size: int, parts: int) -> Partition:
 
 
 def _check_same_ranks(theirs: DeviceMesh, mesh: Mesh) -> None:
+    """Raise unless both meshes have the same axis names and the same ranks at the same places."""
     names = theirs.mesh_dim_names or ()
     ours = torch.arange(mesh.size).reshape(tuple(mesh.sizes.values()))
     if set(names) == set(mesh.names) and torch.equal(

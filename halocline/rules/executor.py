@@ -1,4 +1,8 @@
-"""The one executor: align -> move -> local -> wrap. It alone knows the factors of law 3; it plans once per shape."""
+"""The executor: the one place that runs rules. Per call it plans, moves operands, computes locally, reduces and wraps.
+
+Plans depend on shapes, cuts and arguments but never on values, so they are cached. Most calls are *steady*: nothing
+moves, and :func:`_run_steady` does the local work only. Only this module knows the factors of law 3.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +40,12 @@ from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
 from .operands import bring, check_whole_operands, enter, preloaded, put_back_results
-from .out import into
 from .plan import CallPlan, bound, make_plan, substitute
 from .recipe import Reduced
 from .remedy import forced, forcing
 from .ring import Ring, in_ring
 from .statistics import reduce_statistics
-from .table import entry_for, executed_by, refuse
+from .table import entry_for, executed_by, name_of, refuse
 from .whole_target import becomes_cut
 
 _plans: dict[Any, CallPlan] = {}
@@ -52,23 +55,37 @@ _MOST_PLANS = 4096
 @dispatched_by
 def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function at least one of whose arguments is a sharded tensor."""
+    # A trace or a torch.func transform of one rank's tile would silently give that tile's answer.
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
     if DeferredParameter in types:  # a weight whose step is still to be made; rules would look past that
         settle((args, kwargs))
     entry = entry_for(function)
     if kwargs and kwargs.get("out") is not None:
-        return into(kwargs["out"], function, args, kwargs)
+        return _into(kwargs["out"], function, args, kwargs)
     if entry.kind == "rule":
         return run_rule(function, entry.run, args, kwargs, entry.by_value)
     return entry.run(*args, **kwargs)
 
 
 def _refuse_capture(function: Any) -> Refused:
+    """The error for calls under ``torch.func`` transforms and tracers, which would see this rank's tile only."""
     if transforming():
         why = "a transform of torch.func sees this rank's tile alone, and movements have no rule in it"
         return refuse(function, why, "use torch.autograd.grad, or call the transform on hc.gather(x)")
     return refuse(function, "a trace would keep this rank's numbers as constants", "trace the untouched model")
+
+
+def _into(out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Compute without ``out``, and copy; refused where torch would change a shape or lose a gradient."""
+    result = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    if not isinstance(out, Tensor) or not isinstance(result, Tensor):
+        raise refuse(function, "with out= it fills several tensors", "assign the results instead")
+    if out.shape != result.shape:
+        raise refuse(function, "out= would change the shape of a tensor", "give one of the shape of the result")
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise RuntimeError(f"{name_of(function)}(): functions with out=... arguments don't support autograd")
+    return out.copy_(result)
 
 
 @executed_by
@@ -83,6 +100,7 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
         picture += [(name, _key(value, tensors, by_value)) for name, value in kwargs.items()]
     key = (function, describe, *picture, ("remedy", forced())) if forcing else (function, describe, *picture)
     plan = _planned(function, describe, args, kwargs, tensors, key)
+    # The first plan tells that this mesh has choices for single modules; the plan that holds is this module's own.
     if plan.by_place:
         plan = _planned(function, describe, args, kwargs, tensors, (*key, ("place", here())))
     if plan.steady:
@@ -90,11 +108,13 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
         if tiles is not None:
             return _run_steady(plan, tiles, args, kwargs)
     elif plan.fitting is not None and becomes_cut(tensors[0], plan.fitting):
+        # The target is a sharded tensor now, so that the call has another key and another plan.
         return run_rule(function, describe, args, kwargs, by_value)
     return _run(plan, function, tensors, args, kwargs)
 
 
 def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list[Tensor], key: Any) -> CallPlan:
+    """The plan of a call: from the cache, or made now. ``key`` is None where an argument cannot be hashed."""
     try:
         plan = _plans.get(key)
     except TypeError:  # an argument that cannot be hashed: plan anew
@@ -104,6 +124,7 @@ def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list
             plan = make_plan(function, describe, args, kwargs, tensors)
         if key is not None:
             if len(_plans) >= _MOST_PLANS:
+                # A program whose shapes never repeat would fill the cache without end.
                 _plans.clear()
             _plans[key] = plan
     return plan
@@ -112,6 +133,7 @@ def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list
 def _key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
     """A hashable picture of an argument, and its tensors in order. 1, 1.0 and True are told apart, as 0.0 and -0.0."""
     kind = type(value)
+    # This runs for every argument of every call: the most frequent kinds come first.
     if kind is ShardedTensor:
         tensors.append(value)
         return value.sharding, value._tile.dtype
@@ -131,6 +153,7 @@ _ONLY_INT = frozenset((int,))
 
 
 def _rare_key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
+    """The picture of arguments that few calls have: nested lists, slices, dicts, floats."""
     if isinstance(value, (tuple, list)):
         return type(value), tuple([_key(item, tensors, by_value) for item in value])
     if isinstance(value, slice):
@@ -144,7 +167,9 @@ def _rare_key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
 
 def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing moves and nothing is shared: the short way that most calls go."""
+    # Law 3 concerns gradients alone.
     entering = plan.factors and torch.is_grad_enabled()
+    # One hook on the node of the call is cheaper than a Function before each operand.
     if entering and plan.hooked:
         check_whole_operands(plan, tiles)
     elif entering:
@@ -164,6 +189,7 @@ def _call(plan: CallPlan, local: Any, tiles: list[Tensor], args: tuple[Any, ...]
     if plan.places is None:
         replacements = iter(tiles)
         return local(*[substitute(a, replacements) for a in args], **substitute(kwargs, replacements))
+    # The usual call, f(x, y, 2): no list of arguments has to be built.
     if plan.leading:
         return local(*tiles, *args[len(tiles) :], **kwargs)
     arguments = list(args)
@@ -177,6 +203,7 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     label = Label(plan.name, here())
     target = _written_copy(plan, tensors[0])
     tiles = [unwrap(t) if isinstance(t, ShardedTensor) else plain(t) for t in tensors]
+    # A batch that was read with its halo needs no exchange in the first layer.
     ready = preloaded(plan, tensors, tiles)
     if plan.overlapped is not None and not ready:
         results = [_overlapped(plan, plan.overlapped, tiles, label)]
@@ -185,6 +212,7 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     if results is NotImplemented:
         return NotImplemented
     if plan.recipe.inplace:
+        # Views and copies of the target notice the write by this count.
         note_write(tiles[0])
         if target is not None:
             target.written() if target.unsure else target.write_back()
@@ -210,6 +238,7 @@ def _combined(plan: CallPlan, part: Tensor, route: Route) -> Tensor:
 
 
 def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) -> None:
+    """Record that these results and their operand share memory, which matters once a layout has to be guessed."""
     operand = tensors[plan.recipe.reads[0].operand.index]
     if isinstance(operand, ShardedTensor) and plan.mesh.channels_last:
         memory = storage_key(operand._tile)
@@ -220,13 +249,17 @@ def _remember_views(plan: CallPlan, tensors: list[Tensor], views: list[Tensor]) 
 
 
 def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], label: Label) -> Tensor:
-    """The operands in the order in which the rule reads them; the Function applies law 3 itself."""
+    """Work that exchanges while it computes.
+
+    Operands come in the order of the rule's reads; the Function applies law 3.
+    """
     operands = [tiles[read.operand.index] for read in plan.recipe.reads]
     if isinstance(work, Ring):
         route = Route(plan.mesh.world, plan.mesh.ranks_along([work.axis]), label)
         return in_ring(work, route, *operands)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
     for operand in operands[1:]:
+        # The mark is on parameters whose gradients an engine averages.
         if not getattr(operand, AVERAGED, False):
             check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
@@ -234,6 +267,7 @@ def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], 
 
 
 def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
+    """Carry out the statistics that a norm declares in the middle of its work. Waits for the ranks of its axes."""
     routes = plan.route(plan.reduce_axes, label), plan.route(plan.track_axes, label)
     return reduce_statistics(local, *routes, plan.choices.one_sum_ranks)
 
@@ -241,6 +275,7 @@ def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:
 def _compute(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], label: Label
 ) -> list[Tensor]:
+    """The local work on operands that have arrived: a list of results, or NotImplemented where torch declines."""
     if plan.idle:
         return _compute_nothing(plan, brought, args, kwargs)
     result = _call(plan, plan.call, brought, args, kwargs)
@@ -254,6 +289,9 @@ def _compute(
 def _compute_nothing(
     plan: CallPlan, brought: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
+    """A rank with an empty share computes one made-up element and discards it, which
+    keeps its graph like the others'.
+    """
     outputs = zip(plan.recipe.outputs, plan.shardings, strict=True)
     if plan.recipe.inplace:
         torch.autograd.graph.increment_version(brought[0])  # that it was written to shows on every rank
@@ -281,6 +319,10 @@ def _wrapped(plan: CallPlan, settled_results: list[Settled], tensors: list[Tenso
 
 
 def _handed_out(result: Tensor, sharding: Sharding, mark: CopyOf | None, strides: Strides | None) -> Tensor:
+    """One result for the user: a sharded tensor, or a plain one where no axis cuts it.
+
+    With its copy mark, if it has one.
+    """
     if mark is not None and mark.values is None:
         result = result if sharding.axes else counting_writes(result)
         mark.values = partial(wrap, result, sharding) if sharding.axes else lambda: result

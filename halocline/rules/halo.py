@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import quick_apply
 from ..geometry import Box
 from ..tensor import Fetch
-from ..world import KnownMove, MovementFunction, PendingExchange, Route, scaled
+from ..world import KnownMove, MovementFunction, Route, scaled
 from .double_backward import Autocast, differentiated, in_autocast_dtype
 from .halo_exchange import HaloExchange
 from .recipe import LinearPart, Recipe, Work
@@ -44,6 +44,7 @@ def plan_halo(recipe: Recipe, work: Work, fetch: Fetch | None, factor: float, gl
     if recipe.linear_part is None or fetch is None or not fetch.communicates or fetch.fill or not fetch.beside:
         return None
     operand, parts = recipe.reads[0].operand, prod(len(dim.owned) for dim in fetch.dims)
+    # By the global size, so that all ranks decide alike.
     if operand.numel() < least * parts or operand.dtype.is_complex:  # torch has no backward of its own for complex
         return None
     need = [slot.needs[0].lo for slot in work.slots[operand.index]]
@@ -66,6 +67,8 @@ class WithHalo(MovementFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, route: Route):  # type: ignore[no-untyped-def]
+        """Begin the exchange, run the tile's own work, wait, and add what each slab contributes."""
+        # The slabs travel while the tile's own work runs, which is nearly all of it.
         exchange = halo.neighbours.begin(tile, route)
         result = halo.main.compute.forward(halo.neighbours.used(tile), weight, bias)
         pieces = halo.neighbours.arrived(exchange, tile)
@@ -77,55 +80,41 @@ class WithHalo(MovementFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Gradients of tile, weight and bias. Glues the halo if this backward is differentiated in turn."""
         tile, weight, bias, *pieces = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            gradients = _glued_backward(ctx.halo, ctx.route, (tile, weight, bias), pieces, gradient, needed)
-        else:
-            gradients = _Backward(ctx.halo, ctx.route, weight, needed).run(gradient, tile, bias, pieces)
-        return *gradients, None, None
+        run = _glued_backward if torch.is_grad_enabled() else _backward
+        return *run(ctx.halo, ctx.route, (tile, weight, bias), pieces, gradient, needed), None, None
 
 
-@dataclass
-class _Backward:
-    """The first derivative: the edge, then the tile while the slabs travel."""
-
-    halo: Halo
-    route: Route
-    weight: Tensor
-    needed: tuple[bool, bool, bool]
-
-    def run(self, gradient: Tensor, tile: Tensor, bias: Tensor | None, pieces: list[Tensor]) -> tuple[Any, Any, Any]:
-        neighbours, factor, weights = self.halo.neighbours, self.halo.factor, list[Tensor]()
-        exchange = self._send_rim(gradient, pieces, weights)
-        compute = self.halo.main.compute
-        mine, slope, offset = compute.backward(gradient, neighbours.used(tile), self.weight, bias, self.needed)
-        if self.needed[1]:
-            slope = self._total(slope, weights)
-        if exchange is not None:
-            mine = _of_tile(neighbours, mine, tile)
-            neighbours.add_back(mine, exchange)
-        return mine, (None if slope is None else slope * factor), (None if offset is None else offset * factor)
-
-    def _send_rim(self, gradient: Tensor, pieces: list[Tensor], weights: list[Tensor]) -> PendingExchange | None:
-        edges: list[Tensor] = []
-        wanted = (*self.needed[:2], False)
-        for linear_part, piece in zip(self.halo.linear_parts, pieces, strict=True):
-            part, weight = gradient[linear_part.out], self.weight[linear_part.sees]
-            edge, slope, _ = linear_part.compute.backward(part, piece, weight, None, wanted)
-            edges.append(edge)
-            weights.append(slope)
-        return self.halo.neighbours.send_back(edges, gradient, self.route) if self.needed[0] else None
-
-    def _total(self, main: Tensor, weights: list[Tensor]) -> Tensor:
-        """Of the weight: added in float32 at least."""
-        total = main.float() if main.dtype in _NARROW and weights else main
-        for linear_part, slope in zip(self.halo.linear_parts, weights, strict=True):
-            total[linear_part.sees] += slope
-        return total.to(main.dtype)
+def _backward(
+    halo: Halo, route: Route, operands: Any, pieces: list[Tensor], gradient: Tensor, needed: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The first derivative: the edge, then the tile while the slabs' gradients travel back."""
+    tile, weight, bias = operands
+    edges, slopes = [], []
+    for part, piece in zip(halo.linear_parts, pieces, strict=True):
+        of_rim = (gradient[part.out], piece, weight[part.sees], None, (*needed[:2], False))
+        edge, slope, _ = part.compute.backward(*of_rim)
+        edges.append(edge)
+        slopes.append(slope)
+    # The neighbours wait for these gradients; the tile's own are not urgent.
+    exchange = halo.neighbours.send_back(edges, gradient, route) if needed[0] else None
+    of_tile = (gradient, halo.neighbours.used(tile), weight, bias, needed)
+    mine, slope, offset = halo.main.compute.backward(*of_tile)
+    if needed[1]:  # added in float32 at least
+        total = slope.float() if slope.dtype in _NARROW and slopes else slope
+        for part, edge in zip(halo.linear_parts, slopes, strict=True):
+            total[part.sees] += edge
+        slope = total.to(slope.dtype) * halo.factor
+    if exchange is not None:
+        mine = _of_tile(halo.neighbours, mine, tile)
+        halo.neighbours.add_back(mine, exchange)
+    return mine, slope, None if offset is None else offset * halo.factor
 
 
 def _of_tile(neighbours: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor:
+    """A gradient of the used part, as a gradient of the whole tile."""
     if neighbours.uses_all:
         return gradient
     whole = torch.zeros_like(tile)
@@ -136,6 +125,7 @@ def _of_tile(neighbours: HaloExchange, gradient: Tensor, tile: Tensor) -> Tensor
 def _glued_backward(
     halo: Halo, route: Route, operands: Any, pieces: list[Tensor], gradient: Tensor, needed: Any
 ) -> Any:
+    """The same gradients as differentiable functions of tile, weight and bias."""
     arrived = halo.neighbours.glued(operands[0].detach(), [piece.detach() for piece in pieces])
 
     def compute(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

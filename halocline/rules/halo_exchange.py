@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +37,7 @@ class HaloExchange:
         for piece, alone in zip(self.slabs.pieces, self.slabs.messages, strict=True):
             shape = shape_of(piece)
             pieces.append(like.new_full(shape, self.fill) if alone is None else messages[alone].view(shape))
+        # A slab that is fed by several messages, or by part of one, is put together here.
         for message, places in zip(messages, self.slabs.placed, strict=True):
             at = 0
             for index, box in places:
@@ -71,26 +73,22 @@ class HaloExchange:
         """Tile and slabs as one tensor, or a box of it."""
         box = box or tuple(map(whole, self.transfer.target_shape))
         target = tile.new_full(shape_of(box), self.fill)
-        for place, values in self._all(self.used(tile), pieces):
-            _copy_overlap(target, box, values, place)
+        for place, values in self._overlaps(box, self.used(tile), pieces):
+            target[place] = values
         return target
 
     def add_glued(self, gradient: Tensor, box: Box, mine: Tensor, pieces: list[Tensor]) -> None:
         """The adjoint of :meth:`glued`: a box's gradient added to those of tile and slabs."""
-        for place, values in self._all(self.used(mine), pieces):
+        for place, values in self._overlaps(box, self.used(mine), pieces):
+            values.add_(gradient[place])
+
+    def _overlaps(self, box: Box, used: Tensor, pieces: list[Tensor]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """The parts of tile and slabs that lie in ``box``, as views, and where in the box each lies."""
+        for place, values in [(self.slabs.own, used), *zip(self.slabs.pieces, pieces, strict=True)]:
             common = tuple(a.intersect(b) for a, b in zip(box, place, strict=True))
             if volume(common):
-                values[_within(common, place)] += gradient[_within(common, box)]
-
-    def _all(self, used: Tensor, pieces: list[Tensor]) -> list[tuple[Box, Tensor]]:
-        return [(self.slabs.own, used), *zip(self.slabs.pieces, pieces, strict=True)]
+                yield _within(common, box), values[_within(common, place)]
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
     return slices(tuple(i.shift(-o.lo) for i, o in zip(box, outer, strict=True)))
-
-
-def _copy_overlap(target: Tensor, box: Box, values: Tensor, place: Box) -> None:
-    common = tuple(a.intersect(b) for a, b in zip(box, place, strict=True))
-    if volume(common):
-        target[_within(common, box)] = values[_within(common, place)]

@@ -23,16 +23,19 @@ class Hollow(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, shape: tuple[int, ...] | None, value: float):  # type: ignore[no-untyped-def]
+        """``value`` everywhere, of the given shape; without a shape, the source itself without its history."""
         ctx.shape = tuple(source.shape)
         ctx.set_materialize_grads(False)  # where others have no gradient at all, so has this rank
         return source.detach() if shape is None else source.new_full(shape, value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None):  # type: ignore[no-untyped-def]
+        """Zeros that hang on the gradient, or None where no gradient came."""
         return None if gradient is None else Hollow.apply(gradient, ctx.shape, 0.0), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        """Zeros: a constant has no tangent."""
         return Hollow.apply(tangent, tuple(tangent.shape), 0.0)
 
 
@@ -47,6 +50,7 @@ class IdleWork(NamedTuple):
         return [self._made_up(tensor, shape) for tensor, shape in zip(brought, self.shapes, strict=True)]
 
     def _made_up(self, tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+        """One operand of the needed shape: ones, that hang on the real operand in the graph."""
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
             return tensor if shape is None else tensor.new_zeros(shape)
         made: Tensor = Hollow.apply(tensor, shape, 1.0)
@@ -55,6 +59,7 @@ class IdleWork(NamedTuple):
 
 def idle_work(recipe: Recipe, work: Work, brought_shapes: list[tuple[int, ...]]) -> IdleWork | None:
     """None where the space itself is empty, and no rank computes anything, or where no operand can be made up."""
+    # Made-up positions might point outside the sample.
     if 0 in recipe.space or recipe.positions:
         return None
     box = tuple(_one(i, size) if i.empty else i for i, size in zip(work.box, recipe.space, strict=True))
@@ -73,8 +78,10 @@ def _one(interval: Interval, size: int) -> Interval:
 def _needed(
     read: Read, box: Box, work: Work, brought: tuple[int, ...]
 ) -> tuple[tuple[Slot, ...], tuple[int, ...] | None]:
+    """How an operand's slots and shape would be if the work had one element in each empty dim."""
     slots, shape = [], []
     for dim, (link, slot) in enumerate(zip(read.links, work.slots[read.operand.index], strict=True)):
+        # This dim arrives as it does on any other rank.
         if link.dim is None or slot.native or not work.box[link.dim].empty:
             slots.append(slot)
             shape.append(brought[dim])

@@ -1,4 +1,8 @@
-"""How operands come to a call and results go back: law 3's factors, moves, gathers counted, shuffles undone."""
+"""Brings operands to a call and results back: law 3's factors, movements, gathers and shuffles.
+
+Gathers and shuffles are exact but cost memory and time. They are counted in ``mesh.world.traffic``, and reported once
+for each place in the log of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _WORTH_ADVICE = 1 << 20
 
 
 def check_whole_operands(plan: CallPlan, tiles: list[Tensor]) -> None:
-    """Make sure that somebody averages the gradients of whole operands that enter cut work."""
+    """Raise unless the gradients of whole operands that enter cut work are averaged."""
     for _, places in plan.factors:
         for place in places:
             tile = tiles[place]
@@ -60,11 +64,13 @@ def bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Te
     brought = list(tiles)
     if plan.factors and torch.is_grad_enabled():
         enter(plan, brought)
+    # Where something was preloaded, the other operands are fetched one by one.
     together = ready or (_together(plan, tiles, label) if plan.joined else {})
     for place, moved in together.items():
         brought[place] = moved
     for place in plan.touched:
         fetch = plan.fetches[place]
+        # A whole operand that enters cut work: its gradient must be averaged.
         if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
             check_entering(tiles[place], plan.mesh, fetch.work_axes - fetch.axes, label)  # type: ignore[union-attr]
         if place not in together:
@@ -93,6 +99,7 @@ def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
         if fetch is None or not fetch.gathers:
             continue
         size = fetch.transfer.received_elements * tile.element_size()
+        # The count says how often this place has gathered: the log hears of the first time only.
         if plan.mesh.world.redistributed("gather", label, size) == 1 and plan.mesh.rank == 0:
             whole = prod(fetch.transfer.target_shape) * tile.element_size()
             if whole < _WORTH_WARNING:

@@ -1,4 +1,8 @@
-"""From a rule's recipe to a plan: how the space is cut, what each operand must bring, how the results lie."""
+"""Turns a rule's recipe into a plan: how the space is cut, what each operand must bring, and how the results lie.
+
+A :class:`CallPlan` holds everything about a call that does not depend on values. The executor caches plans, so nothing
+here is on the hot path; properties that the executor reads on each call are cached on the plan.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 
 from ..choices import Choices
 from ..errors import MeshError
-from ..geometry import Interval, whole
+from ..geometry import whole
 from ..sizes import size_text
 from ..tensor import Cut, Fetch, ShardedTensor, Sharding, here, plain
 from ..world import Label, Mesh, Route, scaled
@@ -103,6 +107,7 @@ class CallPlan:
     @cached_property
     def joined(self) -> tuple[int, ...]:
         """Two or more operands that travel among the same ranks."""
+        # Operands that travel among the same ranks can share their messages.
         moving = {i: f.ranks for i, f in enumerate(self.fetches) if f is not None and f.communicates}
         alike = tuple(i for i in moving if list(moving.values()).count(moving[i]) > 1)
         return tuple(i for i in alike if moving[i] == moving[alike[0]])
@@ -152,6 +157,7 @@ class CallPlan:
 
 
 def _scale_gradients(plan: CallPlan, others: list[Tensor], gradients: Any, arriving: Any) -> Any:
+    """The hook that puts law 3's factor on the gradients of the whole operands of a node."""
     factor, first, single_node = plan.factors[0][0], gradients[0], plan.recipe.single_node
     if first is not None and first.requires_grad:  # a second derivative is to come
         entered = [scaled((1.0, factor), tensor) if tensor.requires_grad else tensor for tensor in others]
@@ -168,15 +174,23 @@ def make_plan(
     mesh = _common_mesh(function, tensors)
     operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
     described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
+    # The rule sees operands in place of tensors: global shapes and dtypes, never values.
     recipe: Recipe = describe(*described[0], **described[1])
-    shardings = [t.sharding if isinstance(t, ShardedTensor) else _whole(mesh, t) for t in tensors]
+    shardings = [
+        t.sharding if isinstance(t, ShardedTensor) else Sharding(mesh, tuple(t.shape), (None,) * t.ndim)
+        for t in tensors
+    ]
     choices = choices_here(mesh)
     space_cut = choose_cut(mesh, recipe, shardings, choices)
     cuts, fetches = space_cut.cuts, space_cut.fetches
-    _check_inplace(function, recipe, fetches)
+    target = fetches[0] if recipe.inplace else None
+    if recipe.inplace and (target is None or not target.untouched or target.adjoint_scale != 1):
+        raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")
     _say_if_whole_and_large(function, mesh, tensors, fetches)
-    box = tuple(_piece(mesh, cuts.get(dim), size) for dim, size in enumerate(recipe.space))
+    mine = {dim: cut.partition.piece(mesh.coordinates[cut.axis]) for dim, cut in cuts.items()}
+    box = tuple(mine.get(dim, whole(size)) for dim, size in enumerate(recipe.space))
     work = Work(box, tuple(space_cut.slots))
+    places = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
     return CallPlan(
         name=name_of(function),
         mesh=mesh,
@@ -191,7 +205,7 @@ def make_plan(
         track_axes=frozenset(cut.axis for dim, cut in cuts.items() if dim in recipe.tracks),
         some_empty=not recipe.runs_empty and any(p.empty for cut in cuts.values() for p in cut.partition.pieces()),
         overlapped=_overlapped(mesh, recipe, work, space_cut, choices),
-        places=_places(args, len(tensors)),
+        places=places if len(places) == len(tensors) else None,
         fitting=_fitting(mesh, recipe, tensors, shardings, choices),
     )
 
@@ -199,6 +213,7 @@ def make_plan(
 def _fitting(
     mesh: Mesh, recipe: Recipe, tensors: list[Tensor], shardings: list[Sharding], choices: Choices
 ) -> Sharding | None:
+    """How a large plain target of in-place work would be cut, if it were cut as the values written into it are."""
     if not recipe.inplace or isinstance(tensors[0], ShardedTensor):
         return None
     largest = max(tensor.numel() for tensor in tensors if isinstance(tensor, ShardedTensor))
@@ -219,6 +234,7 @@ def _overlapped(
 
 
 def _ring(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut) -> Ring:
+    """This rank's part in a ring over the axis that cuts the travelling operands."""
     steps = recipe.ring
     fetches = [fetch for read in recipe.reads if (fetch := space_cut.fetches[read.operand.index])]
     assert steps is not None
@@ -239,14 +255,17 @@ def _ring(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut) -> Ring:
 def _halo(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut, least: int) -> Halo | Boxes | None:
     """Only the first operand moves; the others are whole, and used as they are. ``least``: elements of a tile."""
     cuts = space_cut.cuts
+    # The first operand is the one with a halo; weights come after it.
     first, *others = (space_cut.fetches[read.operand.index] for read in recipe.reads) if recipe.reads else (None,)
     if recipe.box_local and not others:
         return plan_boxes(recipe, work, first, cuts, partial(bound, recipe), least)
     if recipe.linear_part is None:
         return None
+    # Every whole operand enters work that is cut along all these axes: one factor for all of them.
     factor = float(mesh.count(cut.axis for cut in cuts.values()))
     if any(fetch is None or not fetch.untouched or fetch.adjoint_scale != factor for fetch in others):
         return None
+    # An idle rank computes a made-up element, which the overlapped form does not know.
     if 0 in recipe.space or any(piece.empty for cut in cuts.values() for piece in cut.partition.pieces()):
         return None
     return plan_halo(recipe, work, first, factor, bound(recipe, work), least)
@@ -256,11 +275,6 @@ def bound(recipe: Recipe, work: Work) -> Callable[..., Any]:
     """The local work, to be called as the torch function itself was."""
     local = recipe.local
     return local.bound(work) if isinstance(local, Local) else partial(local, work)
-
-
-def _places(args: tuple[Any, ...], count: int) -> tuple[int, ...] | None:
-    places = tuple(place for place, value in enumerate(args) if isinstance(value, Tensor))
-    return places if len(places) == count else None
 
 
 def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fetches: list[Fetch | None]) -> None:
@@ -284,6 +298,7 @@ def _say_if_whole_and_large(function: Any, mesh: Mesh, tensors: list[Tensor], fe
 
 
 def _operand(index: int, tensor: Tensor) -> Operand:
+    """What a rule gets to see of a tensor."""
     if isinstance(tensor, ShardedTensor):
         cut = frozenset(tensor.sharding.dims_by_axis())
         return Operand(index, tensor.sharding.shape, tensor._tile.dtype, cut)
@@ -291,33 +306,18 @@ def _operand(index: int, tensor: Tensor) -> Operand:
 
 
 def _common_mesh(function: Any, tensors: list[Tensor]) -> Mesh:
+    """The one mesh of all sharded operands, or an error."""
     meshes = {t.sharding.mesh for t in tensors if isinstance(t, ShardedTensor)}
     if len(meshes) != 1:
         raise MeshError(f"{name_of(function)} in {here()}: its operands lie on different meshes {meshes}; use one mesh")
     return meshes.pop()
 
 
-def _whole(mesh: Mesh, tensor: Tensor) -> Sharding:
-    return Sharding(mesh, tuple(tensor.shape), (None,) * tensor.ndim)
-
-
-def _piece(mesh: Mesh, cut: Cut | None, size: int) -> Interval:
-    return cut.partition.piece(mesh.coordinates[cut.axis]) if cut else whole(size)
-
-
 def _sum_axes(function: Any, recipe: Recipe, cuts: dict[int, Cut]) -> frozenset[str]:
     """Axes that cut a dim which no output has: the local results are parts of a sum."""
+    # A dim that no output has was summed over; where it is cut, each rank has summed its own part.
     kept = {dim for output in recipe.outputs for dim in output.dims}
     axes = frozenset(cut.axis for dim, cut in cuts.items() if dim not in kept)
     if axes and recipe.combine is None:
         raise refuse(function, "its rule reduces a cut dim and does not say how to combine the parts", "mend the rule")
     return axes
-
-
-def _check_inplace(function: Any, recipe: Recipe, fetches: list[Fetch | None]) -> None:
-    """A whole target leaves the space uncut, so that what is written into it is gathered."""
-    if not recipe.inplace:
-        return
-    target = fetches[0]
-    if target is None or not target.untouched or target.adjoint_scale != 1:
-        raise refuse(function, "in place, the result must be cut as the target is", "write it out of place")

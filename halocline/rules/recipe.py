@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -42,17 +43,15 @@ class Operand:
 
     def numel(self) -> int:
         """Global elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Link:
-    """An operand's dim, and the dim of the space it follows (None: every rank reads the same, all of it or one part).
+    """Ties a dim of an operand to a dim of the space (None: every rank reads the same, all of it or one part).
 
-    ``fill`` says what stands outside the operand; without it the needed interval is clipped to the operand.
+    ``access`` says which interval of the operand an interval of the space needs. ``fill`` says what stands outside the
+    operand; without it the needed interval is clipped to the operand.
     """
 
     dim: int | None
@@ -109,7 +108,7 @@ class Work:
 
 
 class Local:
-    """Local work of which all that follows from this rank's share alone is found out once: ``bound(work)(*args)``."""
+    """Local work in two stages: ``bound(work)`` is called once for a rank's share, its result for every call."""
 
     def __init__(self, bound: Callable[[Work], Callable[..., Any]]) -> None:
         self.bound = bound
@@ -177,15 +176,20 @@ class Reduction(Protocol):
     def count(self) -> int:
         """Elements of a group over all ranks."""
 
-    def moments(self, *operands: Any) -> Moments: ...
+    def moments(self, *operands: Any) -> Moments:
+        """The moments of this rank's elements."""
 
-    def result(self, mean: Tensor, variance: Tensor, *operands: Any) -> Tensor: ...
+    def result(self, mean: Tensor, variance: Tensor, *operands: Any) -> Tensor:
+        """The forward result, from the statistics of all ranks."""
 
-    def slopes(self, gradient: Tensor, mean: Tensor, variance: Tensor, *operands: Any) -> tuple[Tensor, Any]: ...
+    def slopes(self, gradient: Tensor, mean: Tensor, variance: Tensor, *operands: Any) -> tuple[Tensor, Any]:
+        """Backward, first half: what has to be added up over the ranks, and what to keep meanwhile."""
 
-    def gradients(self, means: Tensor, kept: Any, mean: Tensor, variance: Tensor, *operands: Any) -> Any: ...
+    def gradients(self, means: Tensor, kept: Any, mean: Tensor, variance: Tensor, *operands: Any) -> Any:
+        """Backward, second half: the gradient of each operand."""
 
-    def composed(self, total: Callable[[Tensor], Tensor], *operands: Any) -> Tensor: ...
+    def composed(self, total: Callable[[Tensor], Tensor], *operands: Any) -> Tensor:
+        """The whole map from differentiable functions, for a second derivative."""
 
 
 class Tracking(NamedTuple):
@@ -211,17 +215,23 @@ class RingWork(Protocol):
     ``step_backward`` gives a piece's gradients, ``end_backward`` those of the operands that stay.
     """
 
-    def begin(self, *operands: Any) -> Any: ...
+    def begin(self, *operands: Any) -> Any:
+        """The state before the first piece."""
 
-    def step(self, state: Any, interval: Interval, *pieces: Any) -> Any: ...
+    def step(self, state: Any, interval: Interval, *pieces: Any) -> Any:
+        """The state after one more piece."""
 
-    def end(self, state: Any) -> tuple[Tensor, Tensor]: ...
+    def end(self, state: Any) -> tuple[Tensor, Tensor]:
+        """The result, and a tensor to keep for backward."""
 
-    def begin_backward(self, gradient: Tensor, result: Tensor, kept: Tensor, *resident: Any) -> Any: ...
+    def begin_backward(self, gradient: Tensor, result: Tensor, kept: Tensor, *resident: Any) -> Any:
+        """The state of backward before the first piece."""
 
-    def step_backward(self, state: Any, interval: Interval, *pieces: Any) -> tuple[Any, list[Tensor]]: ...
+    def step_backward(self, state: Any, interval: Interval, *pieces: Any) -> tuple[Any, list[Tensor]]:
+        """The state after one more piece, and that piece's gradients."""
 
-    def end_backward(self, state: Any) -> list[Tensor]: ...
+    def end_backward(self, state: Any) -> list[Tensor]:
+        """The gradients of the operands that stay."""
 
 
 @dataclass(frozen=True)
@@ -302,13 +312,33 @@ class Recipe:
 
 
 def follow(operand: Operand, *dims: int | None) -> Read:
-    """A read whose dims follow these dims of the space one to one."""
+    """A read whose dims follow these dims of the space one to one; without any, the dims of the same numbers.
+
+    None stands for a dim of the operand that every rank reads whole.
+    """
+    dims = dims or tuple(range(operand.ndim))
     return Read(operand, tuple(WHOLE if dim is None else Link(dim) for dim in dims))
 
 
 def read_whole(operand: Operand) -> Read:
     """A read of all of an operand, on every rank."""
     return Read(operand, (WHOLE,) * operand.ndim)
+
+
+def per_tile(input: Operand, local: Callable[..., Any], *others: Read, **options: Any) -> Recipe:
+    """A recipe whose space is ``input``: each rank works on its own tile, be it empty, with what ``others`` bring."""
+    return Recipe(space=input.shape, reads=(follow(input), *others), local=local, runs_empty=True, **options)
+
+
+def whole_operands(*values: Any) -> list[Read]:
+    """Reads of all of each operand; arguments that are None, or numbers, are passed over."""
+    return [read_whole(value) for value in values if isinstance(value, Operand)]
+
+
+def stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
+    """Dims aligned from the right; one of size one that is stretched is read whole."""
+    first = len(space) - len(shape)
+    return tuple(Link(first + d) if size == space[first + d] else WHOLE for d, size in enumerate(shape))
 
 
 def pair(value: Any, count: int) -> tuple[int, ...]:

@@ -70,7 +70,8 @@ def shuffled(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], lost: dict[str, t
         free = [
             dim
             for dim, size in enumerate(recipe.space)
-            if size >= ranks and dim not in moved and dim not in recipe.uncut and _in_all(recipe.outputs, dim)
+            if size >= ranks and dim not in moved and dim not in recipe.uncut
+            if all(dim in output.dims for output in recipe.outputs)
         ]
         if free:
             dim = min(free, key=lambda d: (recipe.space[d] % ranks != 0, d))  # evenly, and in few large strips
@@ -105,14 +106,11 @@ def choose_round(mesh: Mesh, recipe: Recipe, cuts: dict[int, Cut], axis: str, ch
     can = {"gather": True, "ring": True, "shuffle": steps.instead not in cuts and others >= ranks}
     if choices.remedy is not None and can[choices.remedy]:
         return choices.remedy
+    # Whole heads on each rank: the least data, and torch's own kernel.
     if can["shuffle"] and others % ranks == 0:
         return "shuffle"
     travelling = sum(read.operand.numel() for read in recipe.reads[steps.resident :])
     return "ring" if travelling >= choices.ring_from else "gather"
-
-
-def _in_all(outputs: Sequence[Output], dim: int) -> bool:
-    return all(dim in output.dims for output in outputs)
 
 
 def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) -> Sharding:
@@ -123,6 +121,7 @@ def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) 
         if at is None or dim not in output.dims:
             continue
         place = output.dims.index(dim)
+        # A dim that the call has resized is cut evenly.
         same = before.partition.size == output.shape[place]
         cuts[at] = None
         cuts[place] = before if same else Cut(axis, Partition.even(output.shape[place], before.partition.parts))
@@ -132,6 +131,7 @@ def put_back(output: Output, moved: Sharding, lost: dict[str, tuple[int, Cut]]) 
 def cost(mesh: Mesh, fetches: Sequence[Fetch], results: Sequence[Sharding], goals: Sequence[Sharding]) -> int:
     """Elements that the first rank receives and computes. Every rank finds the same number."""
     moves = [*fetches, *(recut(a, b) for a, b in zip(results, goals, strict=True) if a is not b)]
+    # The rank at the origin stands for all: ranks must not choose by their own costs.
     first = dict.fromkeys(mesh.names, 0)
     received = sum(plan_transfer(move.dims, first, mesh.rank_at).received_elements for move in moves)
     return received + sum(prod(sharding.shape) // mesh.count(sharding.axes) for sharding in results)

@@ -50,6 +50,7 @@ class Ring:
 
     def pass_on(self, pieces: Sequence[Tensor], step: int, route: Route) -> Any:
         """Begin to hand the pieces of ``step`` to the rank before; what comes are those of the next step."""
+        # Keys and values as one message: a step costs one latency.
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         elements = self.held(step + 1).size * sum(map(self._line, pieces))
         before, after = (route.ranks[(self.place + by) % self.ranks] for by in (-1, 1))
@@ -58,6 +59,7 @@ class Ring:
     def arrived(self, exchange: Any, like: Sequence[Tensor], step: int) -> list[Tensor]:
         """Wait for the pieces of ``step``; views of the one message."""
         (flat,) = exchange.wait()
+        # Pieces may differ in length: the dim need not be cut evenly.
         shapes = [(*p.shape[: self.dim], self.held(step).size, *p.shape[self.dim :][1:]) for p in like]
         return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]
 
@@ -77,12 +79,14 @@ class Ring:
 
 
 class RoundTheRing(MovementFunction):
-    """Saves this rank's operands, the result and what the work asks for. A backward that is itself differentiated
-    gathers.
+    """Saves this rank's operands, the result and what the work asks for.
+
+    A backward that is itself differentiated gathers.
     """
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, route: Route, *operands: Tensor):  # type: ignore[no-untyped-def]
+        """One step for each piece; the next piece travels meanwhile."""
         resident, travelling = operands[: ring.resident], operands[ring.resident :]
         state = ring.work.begin(*resident, *travelling)
         for step, pieces in ring.rounds(travelling, route):
@@ -94,6 +98,7 @@ class RoundTheRing(MovementFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The pieces go round once more, followed by their gradients."""
         *operands, result, kept = ctx.saved_tensors
         ring, route, needed = ctx.ring, ctx.route, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
@@ -114,12 +119,15 @@ def _backward(
         state, mine = ring.work.step_backward(state, ring.held(step), *pieces)
         if coming:
             mine = [a + b for a, b in zip(mine, coming, strict=True)]
+        # The gradient of a piece follows it; after the last step it is back on the piece's owner.
         coming = ring.arrived(ring.pass_on(mine, step, route), mine, step + 1)
     gradients = [*ring.work.end_backward(state), *coming]
     return [g.to(operand.dtype) for g, operand in zip(gradients, operands, strict=True)]
 
 
 def _gathered_backward(ring: Ring, label: Label, operands: list[Tensor], gradient: Tensor, needed: Any) -> Any:
+    """The same gradients as differentiable functions, from operands that are gathered."""
+
     def compute(*tiles: Tensor) -> Tensor:
         return ring.gathered(*(fetch(tile, label) for fetch, tile in zip(ring.fetches, tiles, strict=True)))
 
@@ -128,6 +136,7 @@ def _gathered_backward(ring: Ring, label: Label, operands: list[Tensor], gradien
 
 def in_ring(ring: Ring, route: Route, *operands: Tensor) -> Tensor:
     """Run the work on this rank's operands, those that stay first. Waits for the other ranks of the ring."""
+    # Counted like gathers and shuffles.
     route.world.redistributed("ring", route.label)
     result: Tensor = quick_apply(RoundTheRing, ring, route, *in_autocast_dtype(*operands))
     return result

@@ -1,4 +1,7 @@
-"""Do all ranks bring the same tensor to ``hc.shard``? If not, a sample would be put together from several."""
+"""Checks that all ranks hand the same tensor to ``hc.shard``.
+
+If they did not, each rank would keep its part of another sample, and the sample would be put together from several.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 from .._torch_private import no_torch_functions, transforming
 from ..errors import Refused
 from ..tensor import Sharding, here
-from ..world import Label, World
+from ..world import Label
 
 _FIRST = 64  # calls that are all checked
 _EVERY = 61  # of those after: no multiple of two, so that inputs and targets both have their turn
@@ -23,8 +26,12 @@ def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
     world = sharding.mesh.world
     if len(ranks) == 1 or check is False or transforming():
         return
-    if check is None and not _has_turn(world, ranks):
-        return
+    if check is None:
+        world.samples[ranks] += 1
+        count = world.samples[ranks]
+        if count > _FIRST and count % _EVERY:
+            return
+    # A few numbers leave the device, whatever the size of the tensor.
     mine = fingerprint(tensor)
     # The most and the least, as one maximum: all ranks come to the same verdict.
     both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
@@ -42,14 +49,9 @@ def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
         )
 
 
-def _has_turn(world: World, ranks: tuple[int, ...]) -> bool:
-    world.samples[ranks] += 1
-    count = world.samples[ranks]
-    return count <= _FIRST or count % _EVERY == 0
-
-
 def fingerprint(tensor: Tensor) -> int:
-    """63 bits of shape, dtype and every element, wherever it lies: its bits are summed over all dims but each.
+    """63 bits that depend on shape, dtype and every element: for each dim, the elements' bits are summed over all
+    others.
 
     Whole numbers are added, so that the order of addition plays no part; a few numbers leave the device.
     """
@@ -61,6 +63,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def _marginals(tensor: Tensor) -> Tensor:
+    """The bits of a tensor summed over all dims but one, for each dim: few numbers, which change with any element."""
     plain = tensor.resolve_conj().resolve_neg()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     bits = real.view(_BITS[real.element_size()])

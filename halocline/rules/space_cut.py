@@ -24,6 +24,12 @@ class SpaceCut:
         self.results = tuple(out_sharding(mesh, output.shape, output.dims, cuts) for output in recipe.outputs)
         self.goals = self.results
 
+    def put_back(self, recipe: Recipe, lost: dict[str, tuple[int, Cut]]) -> SpaceCut:
+        """The same, whose results are handed out with each of the ``lost`` axes on the dim that it had cut."""
+        goals = zip(recipe.outputs, self.results, strict=True)
+        self.goals = tuple(put_back(output, result, lost) for output, result in goals)
+        return self
+
     def cost(self, mesh: Mesh) -> int:
         """Elements that the first rank receives and computes, to compare ways by."""
         return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
@@ -31,17 +37,17 @@ class SpaceCut:
 
 def choose_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: Choices) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
+    # Always possible: dims that must be whole are simply fetched whole.
     gather = SpaceCut(mesh, recipe, shardings, assigned_cuts(mesh, recipe, shardings))
     if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
         return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis, choices)
     if recipe.keeps_cut:
         gather.goals = (shardings[recipe.reads[0].operand.index],)
     lost = lost_axes(recipe, shardings, gather.cuts)
+    # In place, the target must stay where it lies.
     if not lost or recipe.inplace or choices.remedy == "gather":
         return gather
-    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost))
-    goals = zip(recipe.outputs, shuffle.results, strict=True)
-    shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
+    shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost)).put_back(recipe, lost)
     return shuffle if choices.remedy == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
 
 
@@ -60,18 +66,15 @@ def _choose_round(
         own = gather.cuts[steps.along]
         cuts = {dim: cut for dim, cut in gather.cuts.items() if dim != steps.along}
         cuts[steps.instead] = Cut(axis, Partition.even(recipe.space[steps.instead], mesh.sizes[axis]))
-        shuffle = SpaceCut(mesh, recipe, shardings, cuts)
-        lost = {axis: (steps.along, own)}
-        goals = zip(recipe.outputs, shuffle.results, strict=True)
-        shuffle.goals = tuple(put_back(output, result, lost) for output, result in goals)
-        return shuffle
+        return SpaceCut(mesh, recipe, shardings, cuts).put_back(recipe, {axis: (steps.along, own)})
     gather.in_ring = name == "ring"
     return gather
 
 
 def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
-    """Cut the space as its operands are cut. The first operand that speaks for an axis or a dim decides (in place,
-    only the target speaks).
+    """Cut the space as its operands are cut.
+
+    The first operand that speaks for an axis or a dim decides (in place, only the target speaks).
     """
     cuts: dict[int, Cut] = {}
     taken: set[str] = set()
@@ -79,6 +82,7 @@ def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict
         for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
             if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
                 continue
+            # Where the operand's tiles come to lie in the output.
             points = link.access.propagate_cut(cut.partition.points, recipe.space[link.dim])
             cuts[link.dim] = Cut(cut.axis, Partition(points))
             taken.add(cut.axis)
@@ -88,11 +92,13 @@ def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict
 def _plan_read(
     mesh: Mesh, read: Read, sharding: Sharding, cuts: dict[int, Cut], work_axes: frozenset[str]
 ) -> tuple[Fetch, tuple[Slot, ...]]:
+    """What one operand must bring to this rank, and how each of its dims arrives."""
     dims, slots, fill = [], [], 0.0
     for dim, link in enumerate(read.links):
         own = sharding.cuts[dim]
         cut = cuts.get(link.dim) if link.dim is not None else None
         size = sharding.shape[dim]
+        # One tuple of intervals for each rank along the axis; a single one where all need the same.
         needs: tuple[tuple[Interval, ...], ...] = ((whole(size),),)  # not cut: all of it, and torch pads it itself
         if link.dim is None:
             needs = (link.access.need(whole(size)),)
@@ -113,4 +119,5 @@ def _plan_read(
 
 
 def out_sharding(mesh: Mesh, shape: tuple[int, ...], dims: tuple[int | None, ...], cuts: dict[int, Cut]) -> Sharding:
+    """How a result lies whose dims are these dims of the space."""
     return Sharding(mesh, shape, [None if dim is None else cuts.get(dim) for dim in dims])

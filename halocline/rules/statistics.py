@@ -24,11 +24,13 @@ def _total(values: Tensor, route: Route | None) -> Tensor:
 def _of_all_ranks(own: Moments, route: Route, few: int) -> Moments:
     """Among few ranks one sum brings each rank's own in a row of its own; else a second sum is smaller."""
     ranks = len(route.ranks)
+    # Each rank's moments in a row of its own, so that one sum brings all of them.
     if ranks <= few:
         rows = own.mean.new_zeros(ranks, 3, *own.mean.shape)
         rows[route.ranks.index(route.world.rank)] = torch.stack(own)
         rows = _total(rows, route)
         return merged(Moments(rows[:, 0], rows[:, 1], rows[:, 2]), dim=0)
+    # With many ranks a row for each would be larger than two small sums.
     elements, centre = _total(torch.stack((own.elements, own.elements * own.mean)), route)
     centre = centre / elements.clamp_min(1)
     return Moments(elements, centre, _total(own.spread + own.elements * (own.mean - centre) ** 2, route))
@@ -58,6 +60,7 @@ class ReduceStatistics(MovementFunction):
         few: int,
         *operands: Tensor | None,
     ):
+        """Local moments, one sum over the ranks, then the local result."""
         own = work.moments(*operands)
         mean, spread = (own if route is None else _of_all_ranks(own, route, few))[1:]
         variance = spread / work.count
@@ -71,22 +74,18 @@ class ReduceStatistics(MovementFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Local slopes, one sum over the ranks, then the local gradients."""
         *operands, mean, variance = ctx.saved_tensors
         work, route, needed = ctx.work, ctx.route, ctx.needs_input_grad[5:]
+        # This backward is differentiated again: build it from pieces that autograd knows.
         if torch.is_grad_enabled():
             composed = partial(work.composed, partial(_whole_to_cut, route=route))
             gradients = differentiated(composed, operands, needed, gradient, Autocast.now(gradient.device).off)
         else:
             sums, rest = work.slopes(gradient, mean, variance, *operands)
             gradients = work.gradients(_total(sums, route) / work.count, rest, mean, variance, *operands)
-        return (
-            None,
-            None,
-            None,
-            None,
-            None,
-            *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)),
-        )
+        wanted = [g if flag else None for g, flag in zip(gradients, needed, strict=True)]
+        return *[None] * 5, *wanted
 
 
 def reduce_statistics(local: Reduced, route: Route | None, tracking_route: Route | None, few: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ..errors import NoRule, Refused
@@ -18,7 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """What the table holds for one torch function."""
+    """What the table holds for one torch function: ``kind`` is rule, composite or direct, ``run`` the function that
+    was registered.
+
+    ``family`` is for documents; ``by_value`` says whether numbers among the arguments change the plan.
+    """
 
     kind: str
     run: Callable[..., Any]
@@ -27,12 +32,15 @@ class RuleEntry:
 
 
 _TABLE: dict[Any, RuleEntry] = {}
+# The executor registers itself, since families must not import it.
 _executor: list[Callable[..., Any]] = []
 
 
 def _register(
     kind: str, functions: tuple[Any, ...], family: str | None, by_value: bool = True
 ) -> Callable[[Function], Function]:
+    """A decorator that enters a function into the table under each of ``functions``."""
+
     def keep(run: Function) -> Function:
         for function in functions:
             _TABLE[function] = RuleEntry(kind, run, family or run.__module__.rpartition(".")[2], by_value)
@@ -65,6 +73,15 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
     The executor does it; families reach it here, so that none of them imports what communicates.
     """
     return _executor[0](function, describe, args, kwargs, by_value)
+
+
+#: The same object for the same pair: plans are kept by it.
+_bound = cache(partial)
+
+
+def run_for(function: Any, describe: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``describe(function, *args, **kwargs)``, a rule that several functions share."""
+    return _executor[0](function, _bound(describe, function), args, kwargs, True)
 
 
 def executed_by(run: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Sharded tensors: tiles that know their place."""
+"""Sharded tensors: this rank's tile together with how the whole tensor lies on the mesh."""
 
 from ..world import OwnFunction
 from .copy import CopyOf, counting_writes, family_of, note_write, plain, refuse_write, same_memory, whole_copy

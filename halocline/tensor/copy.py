@@ -1,7 +1,7 @@
-"""Results that torch would have made views, and that are copies here because their data had to move.
+"""Results that torch returns as views, but that are copies here because their data had to move between ranks.
 
-A write to one is written back to its base where an index took it, and refused elsewhere. After a write to the base,
-the copy is out of date, and refused.
+A write to such a copy is written back to its base, if an index made the copy, and refused otherwise. After a write to
+the base the copy is out of date, and using it is refused.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def family_of(tensor: Any) -> Family:
 
 
 class CopyOf:
-    """The mark of such a copy. It counts the writes to the tile it came from, and keeps none of that tile's memory.
+    """The mark of such a copy. It holds the base weakly, and counts the writes to the base's tile.
 
-    A copy that an index took (``index``) is written back to its base after a write: it then behaves as torch's view.
+    A copy that an index took (``index``) is written back to its base after a write, and so behaves as torch's view
+    does.
     """
 
     #: The copy as a tensor without a mark; set by the executor when it hands the copy out.
@@ -72,6 +73,7 @@ class CopyOf:
         self._base, self._index, self._parent, self._stale = weakref.ref(base), index, parent, False
         if not tile.is_inference():  # those have no version to share
             self._counter = tile.detach()
+            # Shares the tile's version counter, but none of its memory.
             self._counter.data = tile.new_empty(0)
             self._version = self._counter._version
         with _live_lock:
@@ -91,6 +93,7 @@ class CopyOf:
 
     def written(self) -> None:
         """After a write to a copy whose base may or may not show it: nothing on the base's memory is used again."""
+        # Tensors that share memory with the base may or may not show the write.
         for tensor in self._family or ():
             tensor._copy_of = Uncertain()  # type: ignore[attr-defined]
         if self._parent is not None:
@@ -101,7 +104,7 @@ class CopyOf:
         return self._memory.expired() and (self._parent is None or self._parent._alone())
 
     def can_write_back(self) -> bool:
-        """Is there a base to write to, or nobody left to see the difference?"""
+        """Is there a base to write to, or no tensor left that could show the difference?"""
         if self._alone():
             return True
         above = self._parent is None or self._parent.can_write_back()
@@ -115,6 +118,7 @@ class CopyOf:
         base = self._base()
         if base is None or self._index is None or self.values is None:
             raise AssertionError("a copy is written back only where can_write_back says so")
+        # Other copies of the base stay valid, if this write does not reach their part.
         untouched = [mark for mark in _copies_of(self._memory.cdata) if mark._is_beside(self, base)]
         base[self._index] = self.values()
         for mark in (self, *untouched):
@@ -132,15 +136,27 @@ class CopyOf:
         return _disjoint(self._index, other._index, tuple(base.shape))
 
 
-class Uncertain(CopyOf):
-    """The mark of a tensor of which nobody knows whether it shows a write to something made of it."""
+class WithoutBase(CopyOf):
+    """A mark that has no base to write back to: subclasses say what it stands for."""
 
     unsure = False
+
+    def _alone(self) -> bool:
+        return False
+
+    def can_write_back(self) -> bool:
+        """Never."""
+        return False
+
+
+class Uncertain(WithoutBase):
+    """The mark of a tensor that may or may not show a write to something made of it."""
 
     def __init__(self) -> None:
         pass
 
     def check(self) -> None:
+        """Always raises: the tensor may not be used any more."""
         raise Refused(
             "a tensor",
             here(),
@@ -148,12 +164,6 @@ class Uncertain(CopyOf):
             "the memory formats torch chooses",
             "call .clone() before the change, or leave the tensor alone after it",
         )
-
-    def _alone(self) -> bool:
-        return False
-
-    def can_write_back(self) -> bool:
-        return False
 
 
 def note_write(tile: Tensor) -> None:
@@ -189,29 +199,23 @@ def _apart(one: int | slice, other: int | slice, size: int) -> bool:
 
 
 def _span(item: int | slice, size: int) -> tuple[int, int]:
+    """The first index that an item takes, and the one after the last."""
     steps = range(size)[item]
     if isinstance(steps, int):
         return steps, steps + 1
     return (steps[0], steps[-1] + 1) if steps else (0, 0)
 
 
-class Loose(CopyOf):
+class Loose(WithoutBase):
     """The mark of a shell that torch made behind its function protocol, and that may have got a node since."""
-
-    unsure = False
 
     def __init__(self, mark: CopyOf | None) -> None:
         self.mark = mark
 
     def check(self) -> None:
+        """As the mark of the shell it was made of."""
         if self.mark is not None:
             self.mark.check()
-
-    def _alone(self) -> bool:
-        return False
-
-    def can_write_back(self) -> bool:
-        return False
 
 
 def refuse_write(operation: str) -> Refused:
@@ -243,6 +247,7 @@ class WholeCopy(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         copies: list[WholeCopy] = []
         plain_args, plain_kwargs = _stripped(args, copies), _stripped(kwargs or {}, copies)
+        # A function that writes in place raises the version of the memory it writes to.
         versions = [_version(copy) for copy in copies]
         result = function(*plain_args, **plain_kwargs)
         for copy, version in zip(copies, versions, strict=True):
@@ -281,10 +286,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _version(copy: WholeCopy) -> int:
+    """How often the copy's memory was written to; tensors of inference mode do not count."""
     return 0 if copy._plain.is_inference() else copy._plain._version
 
 
 def _stripped(value: Any, copies: list[WholeCopy]) -> Any:
+    """The same arguments with plain tensors in place of marked copies, which are collected in ``copies``."""
     if isinstance(value, WholeCopy):
         copies.append(value)
         return plain(value)
@@ -296,6 +303,7 @@ def _stripped(value: Any, copies: list[WholeCopy]) -> Any:
 
 
 def _marked_like(copies: list[WholeCopy], result: Any) -> Any:
+    """The same result, in which tensors on a copy's memory bear the copy's mark."""
     if type(result) in (tuple, list):
         return type(result)(_marked_like(copies, item) for item in result)
     if type(result) is Tensor:

@@ -1,4 +1,4 @@
-"""Bring an operand's needed box to this rank: the one place where tiles turn into what an operation reads."""
+"""Brings the box of an operand that this rank needs: the one place where tiles turn into what an operation reads."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ class Fetch:
         return self.mesh.ranks_along(self.axes)
 
     def __call__(self, tile: Tensor, label: Label) -> Tensor:
+        # Data move: the movement carries law 3's factor itself.
         if self.communicates:
             route = Route(self.mesh.world, self.ranks, label)
             return quick_apply(MoveBoxes, tile, self.transfer, route, (1.0, self.adjoint_scale), self.fill)
@@ -106,6 +107,7 @@ class Fetch:
             if inside.size != held.size:
                 tile = tile.narrow(place, min(max(0, inside.lo - held.lo), held.size), inside.size)
             before = min(max(0, -need.lo), need.size) if inside.size else need.size
+            # F.pad counts dims from the last.
             pads = [before, need.size - before - inside.size, *pads]
         return F.pad(tile, pads, value=self.fill) if any(pads) else tile
 
@@ -118,6 +120,7 @@ def _widened(held: Interval, width: int, size: int) -> Interval:
 
 
 def _reached(dim: DimMove, width: int) -> bool:
+    """Does no rank need more along this dim than its interval and ``width`` beside it?"""
     if dim.owner_axis is None:
         return all(len(needs) == 1 for needs in dim.needs)
     return dim.owner_axis == dim.need_axis and all(
@@ -127,6 +130,7 @@ def _reached(dim: DimMove, width: int) -> bool:
 
 
 def _keeps_some(dim: DimMove) -> bool:
+    """Does every rank need part of what it holds itself, in one run?"""
     return dim.owner_axis == dim.need_axis and all(
         len(needs) == 1 and not needs[0].intersect(own).empty for needs, own in zip(dim.needs, dim.owned, strict=True)
     )
@@ -169,6 +173,7 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
             "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
         )
     if not operand.is_leaf and mesh.count(missing) > 1:
+        # missing)) | Remembered on the tensor: the next operation that it enters adds no second hook.
         setattr(operand, _MEAN, (operand._version, known | missing))
         _average_on_arrival(operand, mesh, missing, label)
 
@@ -197,6 +202,7 @@ def _leaves(operand: Tensor) -> Iterator[Tensor]:
         if operand.requires_grad:
             yield operand
         return
+    # A walk over the graph behind the operand; it ends at leaves and movements.
     nodes, seen = [operand.grad_fn], set()
     while nodes:
         node = nodes.pop()

@@ -1,9 +1,9 @@
-"""Sharded tensors that an autograd Function of somebody else made.
+"""Sharded tensors that a user's own autograd Function made.
 
-Such a Function runs on sharded tensors, so that its node stands in the graph of the shells, while the gradient travels
-through the tiles. Here the two are joined: the shell's tile hangs on the Function's node; before the node runs, the
-gradients that come to it are made sharded ones, and true ones; after it, those that it gives are made tiles again. What
-its backward computes is then what it computes on one rank.
+Such a Function runs on sharded tensors, so its node stands in the graph of the shells, while gradients travel through
+the tiles. This module joins the two: the shell's tile hangs on the Function's node. Before the node runs, arriving
+gradients become sharded tensors with true values; after it, its results become tiles again. Its backward then computes
+what it computes on one rank.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Joined(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, shell: Any):  # type: ignore[no-untyped-def]
+        """The tile, as a new node behind the shell's own."""
         return shell._tile.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """The gradient as it is."""
         return gradient
 
 
@@ -61,6 +63,9 @@ class AutogradBridge:
         return tuple(None if g is None else self._true(index, g) for index, g in enumerate(gradients))
 
     def _true(self, index: int, gradient: Tensor) -> Tensor:
+        """A gradient as the Function's backward expects it: sharded, and the mean over
+        the axes on which it is whole.
+        """
         sharding = self.outputs.get(index)
         gradient = unwrap(gradient)  # a reentrant checkpoint that follows hands out sharded ones
         if sharding is not None:
@@ -80,6 +85,7 @@ class AutogradBridge:
         return tuple(None if g is None else self._tile(index, g) for index, g in enumerate(gradients))
 
     def _tile(self, index: int, gradient: Tensor) -> Tensor:
+        """A gradient that backward gave, as a tile; refused where its cut differs from that of its input."""
         lies = getattr(gradient, "sharding", None)
         wanted = self.inputs.get(index) if self.inputs is not None else lies
         if lies is not wanted:
@@ -115,6 +121,7 @@ def node_of(shell: ShardedTensor, node: Any) -> AutogradBridge:
     bridge: AutogradBridge | None = node.__dict__.get(_BRIDGE)
     if bridge is None:
         bridge = node.__dict__[_BRIDGE] = AutogradBridge(function, node.__dict__.get(_INPUTS))
+        # Once for each node, however many outputs it has.
         node.register_prehook(bridge.arriving)
         if bridge.identity:
             node.register_hook(bridge.with_zeros)  # before those of torch
@@ -132,9 +139,11 @@ def trust(function: Function) -> Function:
     Its forward and backward must be written with torch functions: these run by their rules, so that ``backward`` sees
     the true gradient, cut as the output is. For each input it must give a gradient cut as that input is.
     """
+    # The class itself is changed, so that calls by its name are trusted too.
     apply_it, differentiate = function.apply, function.backward
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Function's own ``apply``; its node then knows how its inputs were cut."""
         result = apply_it.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
         tensors = [value for value in args if isinstance(value, Tensor)]
         cut = {index: t.sharding for index, t in enumerate(tensors) if isinstance(t, ShardedTensor)}

@@ -50,6 +50,7 @@ def _to_dlpack(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def close_holes() -> None:
     """Idempotent."""
+    # torch offers no hook for these, so the attribute itself is replaced.
     if vars(Tensor).get("data") is not DATA:
         Tensor.data = DATA  # type: ignore[assignment]
         for home in (torch, torch.utils.dlpack):

@@ -28,6 +28,7 @@ def _whole_axes(sharding: Sharding) -> list[str]:
 def watch_leaf(tile: Tensor, sharding: Sharding) -> None:
     """Take the mean of a leaf's gradient as it arrives, on its way into ``.grad`` or out of ``autograd.grad``."""
     if tile.requires_grad and tile.is_leaf and not getattr(tile, AVERAGED, False):
+        # Later checks see by this mark that the gradient is averaged.
         setattr(tile, AVERAGED, True)
         if _whole_axes(sharding):  # a hook costs time in every backward
             tile.register_hook(lambda gradient: mean_over_whole_axes(gradient, sharding))

@@ -1,4 +1,4 @@
-"""Where in the model are we? Read off the call stack when somebody asks, so that it costs nothing while nobody does."""
+"""Finds the module that is running, from the call stack. It costs nothing until it is asked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _PATH = "_halocline_path"
 def watch(model: nn.Module) -> None:
     """Let every module of ``model`` know its path."""
     for name, module in model.named_modules():
+        # Not by setattr: a module must not take the path for state.
         module.__dict__.setdefault(_PATH, name or type(model).__name__)
 
 

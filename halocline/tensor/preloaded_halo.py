@@ -27,6 +27,7 @@ class PreloadedHalo:
         Ranks must go one way: all is decided from what is the same on each, but for the version, which a write on any
         rank's tile raises on all.
         """
+        # A halo that was read from disk has no gradient to send back to its owner.
         if tile.requires_grad or self.tensor._version != self.version or not fetch.reaches(self.widths):
             return None
         return fetch.cut_out(self.tensor, self.widths)

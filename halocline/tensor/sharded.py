@@ -126,6 +126,7 @@ def simple_tiles(tensors: list[Tensor]) -> list[Tensor] | None:
             kind: Any = type(tensor)
             if isinstance(tensor, ShardedTensor):
                 node, tile = tensor.grad_fn, tensor._tile
+                # Marked copies take the long way, where their marks are checked.
                 if tensor._copy_of is not None or tensor._strides is not None:
                     return None
                 if (
@@ -150,6 +151,7 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
         raise AssertionError(f"a tile of {tuple(tile.shape)} was made where {sharding} owns {sharding.tile_shape}")
     if tile.requires_grad and tile.is_leaf:
         watch_leaf(tile, sharding)
+    # From the first tile with channels last on, layouts on one rank can no longer be told.
     if not tile.is_contiguous() and not sharding.mesh.channels_last:
         sharding.mesh.channels_last = memory_format_of(tile) is not torch.contiguous_format
     shell = tile.as_subclass(ShardedTensor)
@@ -158,7 +160,7 @@ def wrap(tile: Tensor, sharding: Sharding) -> ShardedTensor:
 
 
 def _detached(shell: ShardedTensor) -> ShardedTensor:
-    """The same tile without a node; torch may give it one afterwards, which is looked for when somebody uses it."""
+    """The same tile without a node; torch may give it one afterwards, which is looked up at its first use."""
     detached = wrap(shell._tile.detach(), shell.sharding)
     detached._copy_of = Loose(shell._copy_of)
     return detached
@@ -167,13 +169,16 @@ def _detached(shell: ShardedTensor) -> ShardedTensor:
 def unwrap(tensor: Tensor) -> Tensor:
     """The plain tile; a plain tensor is its own.
 
-    A shell that somebody else's autograd Function made has lost touch with its tile: they are joined, or it is refused.
+    A shell that a user's autograd Function made is detached from its tile: the two are joined, or the use is refused.
     """
     if not isinstance(tensor, ShardedTensor):
         return tensor
     node, requires_grad = autograd_state(tensor)
+    # A user's autograd Function has made this shell.
     if node is not None and not isinstance(node, _ALIAS_NODES):
-        _rejoin(tensor, node)
+        from .foreign import join  # which is made of what is here
+
+        join(tensor, node)
     if node is not None and not torch.is_grad_enabled():
         with no_torch_function():
             take_shells(tensor)
@@ -188,12 +193,6 @@ def unwrap(tensor: Tensor) -> Tensor:
             "requires_grad", here(), "the shell asks for a gradient and its tile does not", "use hc.from_tile"
         )
     return tile
-
-
-def _rejoin(shell: ShardedTensor, node: object) -> None:
-    from .foreign import join  # which is made of what is here
-
-    join(shell, node)
 
 
 def _fasten(shell: ShardedTensor, loose: Loose, requires_grad: bool) -> None:

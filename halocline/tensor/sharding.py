@@ -16,7 +16,7 @@ from .guard import close_holes
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim cut along a mesh axis."""
+    """How one dim is cut: along a mesh axis, at the points of a partition."""
 
     axis: str
     partition: Partition
@@ -25,7 +25,7 @@ class Cut:
 class Sharding:
     """Immutable. ``cuts[dim]`` is None where every rank of every axis has the dim whole.
 
-    Equal shardings are one object, so that plans are found by it without comparing anything.
+    Equal shardings are one object, so that looking up a plan compares identities only.
     """
 
     _made: ClassVar[WeakValueDictionary[Any, Sharding]] = WeakValueDictionary()
@@ -41,6 +41,7 @@ class Sharding:
             made = super().__new__(cls)
             made.shape, made.cuts, made.mesh = key
             made._check()
+            # Before the first sharded tensor can exist.
             close_holes()
             cls._made[key] = made
         return made
@@ -49,6 +50,7 @@ class Sharding:
         return self
 
     def _check(self) -> None:
+        """Raise for cuts that do not fit the shape or the mesh."""
         for dim, cut in enumerate(self.cuts):
             if cut is None:
                 continue

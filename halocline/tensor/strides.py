@@ -22,11 +22,13 @@ def dense_strides(shape: tuple[int, ...], like: Tensor) -> Strides:
     >>> dense_strides((2, 3, 8), torch.zeros(2, 4, 3).transpose(1, 2))
     (24, 1, 3)
     """
+    # Dims of size one have any stride: the memory format decides.
     form = memory_format_of(like)
     if form is not torch.contiguous_format or like.is_contiguous():
         form = channels_last_of(like) if suggests_channels_last(like) else form
         return torch.empty(shape, device="meta", memory_format=form).stride()
     steps = like.stride()
+    # From the outermost dim in memory to the innermost.
     order = sorted(range(len(shape)), key=lambda dim: (-steps[dim], dim))
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_private import TENSOR_MODULE
+from ..tree import map_tensors
 from ..world import Label
 from .place import here
 from .sharding import Sharding
@@ -24,7 +25,7 @@ class Undrawn(Tensor):
     _sharding: Sharding
     #: Functions that draw into their first argument.
     drawing: frozenset[Any] = frozenset()
-    #: How to call them, so that nobody takes it for a draw in which ranks may differ.
+    #: How to call them, so that the draw is not taken for one in which ranks may differ.
     explained: Callable[[Callable[[], Any]], Any] = staticmethod(lambda draw: draw())
 
     @classmethod
@@ -32,14 +33,12 @@ class Undrawn(Tensor):
         plain_args, plain_kwargs = _stripped(args), _stripped(kwargs or {})
         if function not in cls.drawing or not isinstance(args[0], Undrawn):
             return function(*plain_args, **plain_kwargs)
+        # The draw itself may differ by rank; what counts is the broadcast after it.
         result = cls.explained(lambda: function(*plain_args, **plain_kwargs))
-        args[0]._agree(getattr(function, "__name__", str(function)))
+        plain, sharding = args[0]._plain, args[0]._sharding
+        label = Label(getattr(function, "__name__", str(function)), here())
+        plain.copy_(sharding.mesh.world.broadcast(plain, sharding.mesh.ranks_along(sharding.axes), label))
         return result
-
-    def _agree(self, name: str) -> None:
-        mesh = self._sharding.mesh
-        ranks = mesh.ranks_along(self._sharding.axes)
-        self._plain.copy_(mesh.world.broadcast(self._plain, ranks, Label(name, here())))
 
 
 def undrawn(tensor: Tensor, sharding: Sharding) -> Undrawn:
@@ -50,10 +49,4 @@ def undrawn(tensor: Tensor, sharding: Sharding) -> Undrawn:
 
 
 def _stripped(value: Any) -> Any:
-    if isinstance(value, Undrawn):
-        return value._plain
-    if type(value) in (tuple, list):
-        return type(value)(_stripped(item) for item in value)
-    if type(value) is dict:
-        return {name: _stripped(item) for name, item in value.items()}
-    return value
+    return map_tensors(lambda tensor: tensor._plain if isinstance(tensor, Undrawn) else tensor, value)

@@ -1,4 +1,8 @@
-"""Tools to prove that a cut run is the one-rank run: for this library's tests, and for the rules users add."""
+"""Tools that prove that a cut run equals the one-rank run, for this library's tests and for users' own code.
+
+``check_rule`` proves a rule, ``check_adjoint`` a movement; ``StoreTests`` and ``WorldTests`` are test classes that a
+new store or transport subclasses. ``RankPool`` runs functions on real rank processes that stay alive between tests.
+"""
 
 from ..world import run_local
 from .adjoint import check_adjoint

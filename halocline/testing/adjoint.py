@@ -1,8 +1,9 @@
-"""Every movement is a linear map with its adjoint: ``<F x, y> == <x, F* y>``, tested by inner products."""
+"""Proves that the backward of a movement is its adjoint: ``<F x, y> == <x, F* y>``, by inner products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,11 +26,10 @@ def check_adjoint(
     of cut values is the sum over ranks; that of whole values the mean, since a whole gradient is the mean of what the
     ranks hold.
     """
-    ranks = 1
-    for size in mesh.values():
-        ranks *= size
+    ranks = prod(mesh.values())
 
     def on_rank() -> tuple[float, float]:
+        """Both inner products of this rank: of the result with y, and of x with the pulled-back y."""
         layout = Mesh(**dict(mesh))
         x = _random(source(layout), dtype, 0 if whole_source else layout.rank).requires_grad_()
         moved = movement(layout, x)

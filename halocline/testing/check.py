@@ -1,7 +1,8 @@
 """Does a network run cut, and is the answer that of one rank? The logic behind ``halocline check``.
 
-One rank is the untouched module on plain tensors in this process. Cut is the same module, from the same seed, on real
-gloo processes. Both sides run the same few lines (`observe`), and each rank holds what it got against one rank's.
+One rank is the untouched module on plain tensors in this process. Cut is the same module, built from the same seed, on
+real gloo processes. Both sides run the same few lines (``observe.py``). Each rank compares its tensors with those of
+one rank and sends the errors, which this module turns into a verdict.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import logging
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from sys import float_info
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +50,11 @@ __all__ = ["BadUsage", "NetworkReport", "check_network"]
 
 @dataclass
 class NetworkReport:
-    """What was found. Errors are relative; bytes and messages are the worst rank's in one forward and backward."""
+    """The result of a check. Errors are relative; bytes and messages are the worst rank's in one forward and
+    backward.
+
+    ``verdict`` is exact, gathered (exact, but gathers use up the memory that the cut saves), wrong or refused.
+    """
 
     target: str
     verdict: str
@@ -105,9 +111,16 @@ def check_network(
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
     ``deadline`` is in seconds and for the cut run; by default it is many times what one rank took.
     """
+    count_every_thread()  # first: tensors made before it are not counted when they are freed
+    return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed), deadline, pool, say)
+
+
+def check_task(
+    task: NetworkTask, deadline: float | None, pool: RankPool | None, say: Callable[[str], None]
+) -> NetworkReport:
+    """The same for a task that is made already; starts ranks of its own where no ``pool`` is given."""
     started = time.monotonic()
-    count_every_thread()  # from here on: a tensor from before would count as freed by nobody
-    task = make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed)
+    count_every_thread()
     make_model(task)  # what cannot be built should fail before ranks are started
     with nullcontext(pool) if pool else RankPool(task.ranks) as ready:
         say("one rank: the untouched network")
@@ -122,6 +135,7 @@ def check_network(
 
 
 def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: float) -> NetworkReport:
+    """Run the task on the pool and judge it. The tensors of one rank go to the ranks in a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one-rank.pt"
         torch.save(true.tensors, path)
@@ -141,7 +155,7 @@ def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: flo
 
 @dataclass
 class RankResult:
-    """What one rank reports."""
+    """What one rank reports: its errors against one rank, the peak of its memory, and its traffic in one step."""
 
     errors: Errors
     peak: int
@@ -150,7 +164,7 @@ class RankResult:
 
 def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
     """In a rank process: run the network cut, and compare with the tensors saved at ``path``."""
-    count_every_thread()  # first: whatever is taken before it is not counted when it goes
+    count_every_thread()  # first: tensors made before it are not counted when they are freed
     init(deadline)
     with _quiet():
         answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)
@@ -172,6 +186,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _errors(values: Tensors, true: Tensors) -> Errors:
+    """The relative error of each tensor, by kind and name."""
     scale = _largest(true["gradients"])
     return {
         kind: {
@@ -192,6 +207,7 @@ def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:
+    """The largest entry of any gradient, to which small gradients are compared."""
     return max((t.abs().max().item() for t in tensors.values() if t.numel()), default=0.0)
 
 
@@ -199,12 +215,14 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _report(task: NetworkTask, verdict: str, **figures: Any) -> NetworkReport:
+    """A report with what was asked for filled in."""
     cut, shapes, arguments = dict(task.cut), [list(shape) for shape in task.shapes], dict(task.arguments)
     asked = {"cut": cut, "shapes": shapes, "arguments": arguments, "dtype": task.dtype, "steps": task.steps}
     return NetworkReport(task.target, verdict, ranks=task.ranks, seed=task.seed, **asked, **figures)  # type: ignore[arg-type]
 
 
 def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> NetworkReport:
+    """The report of a run that came to an end: worst errors, memory and traffic over all ranks."""
     errors = {kind: _maximum([one.errors[kind] for one in results]) for kind in results[0].errors}
     allowed, noise = _allowed(task, true.tensors, errors)
     worst = {kind: _worst(errors[kind], allowed[kind]) for kind in errors}
@@ -233,13 +251,13 @@ def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> 
 
 
 def _verdict(right: bool, gathered: int, ratio: float | None, ranks: int) -> str:
+    """Exact, wrong, or gathered: right, but with little memory saved because of gathers."""
     if not right:
         return "wrong"
     return "gathered" if gathered and (ratio or 0.0) > (0.75 if ranks < 4 else 0.5) else "exact"
 
 
-@dataclass(frozen=True)
-class Worst:
+class Worst(NamedTuple):
     """The tensor that is furthest from what is allowed."""
 
     name: str | None
@@ -268,12 +286,12 @@ def _allowed(
     """
     if task.dtype == "float64":
         if all(error <= EXACT for named in errors.values() for error in named.values()):
-            return {kind: _Everywhere(EXACT) for kind in tensors}, None
+            return {kind: _bound(EXACT) for kind in tensors}, None
         noise = _noise(task, tensors)
         bounds = {kind: min(LOOSEST, max(EXACT, SLACK * one)) for kind, one in noise.items()}
-        return {kind: _Everywhere(bound) for kind, bound in bounds.items()}, max(noise.values())
+        return {kind: _bound(bound) for kind, bound in bounds.items()}, max(noise.values())
     return {
-        kind: _Everywhere(FLOOR_32, {name: max(FLOOR_32, SLACK * error) for name, error in errors.items()})
+        kind: _bound(FLOOR_32, {name: max(FLOOR_32, SLACK * error) for name, error in errors.items()})
         for kind, errors in _rounding(task, tensors).items()
     }, None
 
@@ -293,28 +311,23 @@ def _rounding(task: NetworkTask, tensors: Tensors) -> Errors:
         exact = one_rank(replace(task, dtype="float64")).tensors
     except BadUsage:
         return _errors(tensors, one_rank(task, nudged=True).tensors)
+    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     return _errors(
-        {kind: {name: _as_float64(t) for name, t in named.items()} for kind, named in tensors.items()}, exact
+        {
+            kind: {name: tensor.to(wider.get(tensor.dtype, tensor.dtype)) for name, tensor in named.items()}
+            for kind, named in tensors.items()
+        },
+        exact,
     )
 
 
-class _Everywhere(dict[str, float]):
-    """A dict that has a value for every name."""
-
-    def __init__(self, value: float, known: Mapping[str, float] | None = None) -> None:
-        super().__init__(known or {})
-        self.value = value
-
-    def __missing__(self, name: str) -> float:
-        return self.value
-
-
-def _as_float64(tensor: Tensor) -> Tensor:
-    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-    return tensor.to(wider.get(tensor.dtype, tensor.dtype))
+def _bound(value: float, known: Mapping[str, float] | None = None) -> Mapping[str, float]:
+    """A bound for every name: the one that is known, or else ``value``."""
+    return defaultdict(lambda: value, known or {})
 
 
 def _refused(task: NetworkTask, refusals: Sequence[Refused]) -> NetworkReport:
+    """The report of a refusal; where a rule is missing, with all functions that lack one."""
     told = {str(one): {part: getattr(one, part) for part in PARTS} for one in refusals}
     without = functions_without_rule(task) if any(isinstance(one, NoRule) for one in refusals) else []
     return _report(task, "refused", refusals=list(told.values()), without_rule=without)
@@ -325,24 +338,26 @@ def functions_without_rule(task: NetworkTask) -> list[str]:
 
     A run ends at the first of them; this finds the others, by watching the untouched network.
     """
-    inputs, names = make_inputs(task), _Names()
+    inputs, missing = make_inputs(task), _MissingRules()
     for tensor in inputs:
         setattr(tensor, MARK, True)
-    with names, torch.no_grad():
+    with missing, torch.no_grad():
         make_model(task)(*inputs, **make_keywords(task))
-    return list(names.found)
+    return list(missing.names)
 
 
-class _Names(TorchFunctionMode):
+class _MissingRules(TorchFunctionMode):
+    """Collects the names of functions without a rule, following the tensors that are made of the inputs."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.known, self.found = entries(), dict[str, None]()
+        self.known, self.names = entries(), dict[str, None]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if any(hasattr(tensor, MARK) for _, tensor in named((args, kwargs or {}))):
             if function not in self.known:
-                self.found[name_of(function)] = None
+                self.names[name_of(function)] = None
             for _, tensor in named(result):
                 setattr(tensor, MARK, True)
         return result

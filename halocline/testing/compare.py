@@ -1,4 +1,4 @@
-"""Compare a cut run with one rank, value and gradient: the proof that comes with every rule."""
+"""Compares a cut call with the same call on one rank, value and gradient: the proof that comes with every rule."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ EXACT = 1e-8
 Cuts = Sequence[Mapping[int, str] | None]
 
 
-def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
-    """``max|a-b| / max(max|b|, 1e-6 G)``, G the largest entry of the network's gradients (many true ones are zero)."""
-    if found.shape != true.shape or found.dtype != true.dtype:
+def relative_error(value: Tensor, true: Tensor, scale: float = 0.0) -> float:
+    """``max|a-b| / max(max|b|, 1e-6 G)``: how far a tensor is from the true one; infinite for another shape or
+    dtype.
+
+    ``scale`` is G, the largest entry of all of a network's gradients: many true gradients are zero, and what rounding
+    leaves of them must not count. Integers must be equal.
+    """
+    if value.shape != true.shape or value.dtype != true.dtype:
         return float("inf")
     if true.numel() == 0:
         return 0.0
     if not true.dtype.is_floating_point and not true.dtype.is_complex:
-        return 0.0 if torch.equal(found, true) else float("inf")
-    same = (found == true) | (found.isnan() & true.isnan())
-    difference = torch.where(same, torch.zeros_like(true), found - true).abs().max().item()
+        return 0.0 if torch.equal(value, true) else float("inf")
+    same = (value == true) | (value.isnan() & true.isnan())
+    difference = torch.where(same, torch.zeros_like(true), value - true).abs().max().item()
     finite = torch.where(true.isfinite(), true.abs(), torch.zeros_like(true.abs()))
     if math.isnan(difference):  # compares as smaller than everything, and must not pass for it
         return float("inf")
@@ -39,7 +44,11 @@ def relative_error(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
 
 @dataclass
 class Comparison:
-    """``verdict``: exact, wrong, refused (by the library), or invalid (torch itself refuses the call on one rank)."""
+    """The result of comparing a cut call with the uncut one.
+
+    ``verdict`` is one of: exact; wrong; refused (by the library); invalid (torch itself refuses the call on one rank).
+    Bytes are those of the rank that moved, or gathered, most in forward.
+    """
 
     verdict: str
     error: float = 0.0
@@ -59,8 +68,12 @@ def check_rule(
 ) -> Comparison:
     """Run ``function(*inputs)`` whole and cut over ranks in one process; compare every output and every gradient.
 
+        x, w = torch.randn(1, 2, 9, 9, dtype=torch.float64), torch.randn(4, 2, 3, 3, dtype=torch.float64)
+        assert check_rule(F.conv2d, x, w, cuts=[{2: "rows"}, None], mesh={"rows": 3}).verdict == "exact"
+
     ``cuts[i]`` says how input i is cut (None: left whole). Inputs that are not tensors pass through. With
-    ``second_order`` a gradient penalty on the first cut input is differentiated again.
+    ``second_order`` a gradient penalty on the first cut input is differentiated again. Ranks are threads: no process is
+    started.
     """
     subject = next((index for index, cut in enumerate(cuts) if cut), 0)
     try:
@@ -71,6 +84,10 @@ def check_rule(
         return Comparison("invalid", why=str(error))
 
     def on_rank() -> tuple[list[Tensor], list[Tensor | None], int, int]:
+        """The call on this rank's cut inputs.
+
+        Its outputs, gradients, and the bytes that forward has moved and gathered.
+        """
         layout = Mesh(**dict(mesh))
 
         def place(index: int, tensor: Tensor) -> Tensor:
@@ -85,11 +102,8 @@ def check_rule(
         outputs, gradients = _run(function, inputs, place, second_order, subject, note)
         return outputs, gradients, *seen[0]
 
-    ranks = 1
-    for size in mesh.values():
-        ranks *= size
     try:
-        results = run_local(ranks, on_rank)
+        results = run_local(math.prod(mesh.values()), on_rank)
     except HaloclineError as error:
         return Comparison("refused", why=str(error))
     worst = _worst(results, *true)
@@ -144,6 +158,7 @@ def _penalty_gradients(
 
 
 def _combination(outputs: list[Tensor]) -> Tensor | None:
+    """A fixed random combination of all outputs, real, whose gradient reaches every output."""
     total: Tensor | None = None
     generator = torch.Generator().manual_seed(17)
     for output in outputs:
@@ -155,7 +170,10 @@ def _combination(outputs: list[Tensor]) -> Tensor | None:
 
 
 def _worst(results: list[Any], outputs: list[Tensor], gradients: list[Tensor | None]) -> float:
-    """The largest relative error over outputs on every rank, and over gradients averaged over the ranks (law 3)."""
+    """The largest relative error over outputs on every rank, and over gradients averaged over the ranks (law 3).
+
+    An output or gradient that is missing counts as infinitely wrong, unless the true one is zero.
+    """
     scale = max((g.abs().max().item() for g in gradients if g is not None and g.numel()), default=0.0)
     worst = 0.0
     for rank_outputs, rank_gradients, *_ in results:

@@ -1,8 +1,9 @@
-"""Tensor bytes that a piece of code held, from the allocator's own events: temporaries inside operations count too.
+"""Measures the tensor memory that a piece of code takes, from the allocator's own events, temporaries included.
 
-On CPU each event in the trace of torch's profiler carries the allocator's running total, and that is what is read.
-Events come from the calling thread and from threads torch runs for it (autograd). What other threads take and give
-back is in the total at the next event; a gloo thread, say, is often the last to let go of a tensor it has sent.
+On CPU each event in the trace of torch's profiler carries the allocator's running total; this module reads that total.
+Events come from the calling thread and from the threads that torch runs for it (autograd). Memory that other threads
+take or free shows in the total at the next event; a gloo thread, for example, is often the last to release a tensor
+that it has sent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from halocline.errors import HaloclineError
 PROBE = 12_347  # bytes of the allocations that mark start and end, and prove that all is being counted
 FREED = "halocline: freed bytes "
 CPU = 0  # the device type in the trace
-SETTLE = 0.01  # seconds for torch's own threads to let go of what they have just finished with
+SETTLE = 0.01  # seconds for torch's own threads to free what they have just finished with
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ class PeakMemory:
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
-    """Run `function()` and say what tensor memory it took.
+    """Run `function()` and say what tensor memory it took, on top of what was live before.
 
     >>> peak_bytes(lambda: torch.zeros(1000).exp())  # zeros and exp are live together; exp is returned
     PeakMemory(peak=8000, end=4000)
+
+    Other threads should be idle meanwhile, as their allocations count too.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -61,6 +64,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device | str = "cpu
 
 
 def _peak_on_cuda(function: Callable[[], object], device: torch.device) -> PeakMemory:
+    """From the counters of torch's caching allocator."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)
@@ -102,6 +106,7 @@ def _live_storages() -> list[torch.UntypedStorage]:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """A tensor's memory; None where it has none."""
     try:
         return tensor.untyped_storage()
     except NotImplementedError:  # what vmap and its kin leave behind has none
@@ -177,6 +182,7 @@ def _levels(events: list[dict[str, Any]]) -> PeakMemory:
 
 
 def _cannot_count() -> HaloclineError:
+    """The error where torch's allocator does not report what is needed."""
     return HaloclineError(
         f"peak_bytes with torch {torch.__version__}: a known allocation was not reported, so no figure would be right; "
         "is another profiler running, or is this a build of torch that counts in another way?"

@@ -1,6 +1,7 @@
 """Ranks of a pool that mpiexec has started, and that talk over MPI.
 
-They are no children of this process: each calls back through a socket file, and is watched by its number. Linux only.
+They are not children of this process: each calls back through a socket file, and is watched by its process number.
+Linux only.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ _SHORT = 5.0  # seconds for what the system does at once
 
 
 class MpiPlace(RankPlace):
-    """This machine, by the ``mpiexec`` that stands beside this Python, or else the first on the path."""
+    """Ranks on this machine, started by the ``mpiexec`` beside this Python, or else by the first on the path."""
 
     parent = 0
 
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
+        """The variables of loopback ranks, and MPI as their transport."""
         return {**super().environment(rank, size, port), "HALOCLINE_TRANSPORT": "mpi"}
 
     def start(
         self, main: Callable[..., None], stacks: Sequence[str], port: int
     ) -> tuple[list[Any], list[Connection[Any, Any]]]:
+        """Start mpiexec, wait until all ranks have called back, and hand each its main function."""
         self.parent = os.getpid()
         door_path = str(Path(stacks[0]).parent / "door")
         with socket.socket(socket.AF_UNIX) as door, environment(self.environment(0, len(stacks), port)):
@@ -55,9 +58,11 @@ class MpiPlace(RankPlace):
         return [called[rank][0] for rank in range(len(stacks))], [called[rank][1] for rank in range(len(stacks))]
 
     def wait_for_parent(self) -> None:
+        """By a descriptor of the parent's process, since mpiexec stands in between."""
         _ended(os.pidfd_open(self.parent), None)
 
     def manner_of_death(self, process: Any) -> str:
+        """Only mpiexec learns the exit status."""
         return "closed its pipe and did not exit" if process.is_alive() else "died; mpiexec knows how"
 
 
@@ -67,6 +72,7 @@ def mpiexec() -> str | None:
 
 
 def _launch(size: int, door: str) -> subprocess.Popen[bytes]:
+    """mpiexec in a session of its own, so that Ctrl-C reaches the parent only."""
     program = mpiexec()
     if program is None:
         raise HaloclineError("no mpiexec on the path; pip install mpich, or load the machine's MPI")

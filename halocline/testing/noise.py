@@ -1,9 +1,9 @@
-"""How far rounding alone sets a network apart from itself, where a cut run is further off than float64 explains.
+"""Measures how far rounding alone moves a network's results, where a cut run is further off than float64 explains.
 
 A network may compute in float32 in the middle of a float64 run (a cast, a ``dtype=torch.cfloat`` of its own). A sum
-over ranks then rounds otherwise than the sum of one rank, by far more than float64 does. Inputs one unit in the last
-place apart do not show it, since a cast to float32 rounds the difference away; so every result of lower precision is
-moved by one unit in its own last place too.
+over ranks then rounds differently from the sum of one rank, by far more than float64 does. Inputs that differ by one
+unit in the last place do not show it, since a cast to float32 rounds the difference away. Therefore every result of
+lower precision is moved by one unit in its own last place too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ class LastPlaces(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not getattr(function, "is_view", False):
             for tensor in tensors_in(result):
-                self._nudge(tensor)
+                if is_real(tensor) and torch.finfo(tensor.dtype).eps > torch.finfo(torch.float64).eps:
+                    nudge(tensor, self._generator)
         return result
-
-    def _nudge(self, tensor: Tensor) -> None:
-        if is_real(tensor) and torch.finfo(tensor.dtype).eps > torch.finfo(torch.float64).eps:
-            nudge(tensor, self._generator)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Run a network once to measure, once to compare, then to train: the same lines on one rank and on many."""
+"""Runs a network once to measure memory, once to compare, then to train: the same lines on one rank and on many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = dict[str, dict[str, Tensor]]  # by kind (outputs, gradients, buffers, 
 
 
 class Side:
-    """One rank: plain tensors in, plain tensors out, nothing of the library in between."""
+    """One side of the comparison. This one is one rank: plain tensors, and nothing of the library in between."""
 
     traffic = Traffic()
 
@@ -57,7 +57,7 @@ class Side:
 
 
 class CutSide(Side):
-    """One rank of many: each input's tile is the leaf."""
+    """One rank of many. Each input's tile is a leaf, so that its gradient can be compared."""
 
     def __init__(self, task: NetworkTask, mesh: Mesh) -> None:
         super().__init__(task)
@@ -66,14 +66,17 @@ class CutSide(Side):
         self.leaves = [(unwrap(x) if isinstance(x, ShardedTensor) else x).detach() for x in cut]
 
     def place(self, index: int, leaf: Tensor) -> Tensor:
+        """The tile as a sharded tensor, or a whole input whose gradient the check itself averages."""
         if not self.task.dims(index):
             setattr(leaf, AVERAGED, True)  # by whole_gradient
         return from_tile(leaf, self.mesh, self.task.dims(index), shape=self.task.shapes[index])
 
     def paused(self) -> AbstractContextManager[None]:
+        """Gradients are not averaged inside: their buckets are no activations."""
         return nullcontext() if _is_fixed(self.model) else no_sync(self.model)
 
     def whole(self, output: Tensor) -> Tensor:
+        """Gathered to every rank."""
         return gather(output)
 
     def whole_gradient(self, index: int, gradient: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ class CutSide(Side):
 
 @dataclass
 class Observation:
-    """What a network gave in whole tensors, and what one forward and backward took."""
+    """What a network gave, in whole tensors, and what one forward and backward took in memory and traffic."""
 
     tensors: Tensors
     peak: int
@@ -155,6 +158,7 @@ def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _gradients(side: Side) -> Iterator[tuple[str, Tensor]]:
+    """The gradients of parameters and inputs, whole, by name."""
     for name, parameter in side.model.named_parameters():
         if parameter.grad is not None:
             yield name, parameter.grad.detach().clone()
@@ -165,6 +169,7 @@ def _gradients(side: Side) -> Iterator[tuple[str, Tensor]]:
 
 
 def _train(side: Side, steps: int) -> Iterator[float]:
+    """The losses of some steps of SGD with momentum."""
     if not steps or _is_fixed(side.model):
         return
     optimizer = torch.optim.SGD(side.model.parameters(), RATE, MOMENTUM)

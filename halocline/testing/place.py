@@ -1,4 +1,4 @@
-"""Where the ranks of a pool run: this machine over loopback, or wherever a subclass takes them."""
+"""Where the ranks of a pool run: on this machine over loopback, or wherever a subclass starts them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ PRELOADED = ("halocline.testing.pool", "torch._dynamo")  # an optimizer's first 
 
 
 class RankPlace:
-    """Loopback. A rank process gets a pickled copy; the parent keeps the store that the ranks meet at."""
+    """Where the ranks of a pool run: here, processes on this machine that talk over loopback.
+
+    A rank process gets a pickled copy of this object. The parent keeps the store at which the ranks meet. Subclasses
+    start ranks elsewhere, or over another transport.
+    """
 
     address = "127.0.0.1"
     #: Start ranks by a fork of a process that has imported torch. Not where they need variables that are read at that

@@ -4,7 +4,7 @@
         totals = pool.run(train_one_epoch, "config.json")  # one result per rank
 
 The parent owns the store the ranks met at and one pipe per rank; a rank that dies takes neither with it.
-No wait is without a deadline. After a failure nobody knows which messages are still under way between the
+No wait is without a deadline. After a failure it is unknown which messages are still under way between the
 ranks, so the processes are killed, and the next call starts fresh ones. To expect an error cheaply, catch it
 inside the function and return it.
 """
@@ -49,7 +49,10 @@ WORN = 100  # threads of a rank: gloo keeps three for each process group, and ea
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank made of a call. `text` is the traceback, the manner of death, or where the rank was stuck."""
+    """What one rank made of a call. `text` is the traceback, how the process ended, or where the rank was stuck.
+
+    `kind` is value (it returned), error (it raised), died, or hung (no answer by the deadline).
+    """
 
     rank: int
     kind: Literal["value", "error", "died", "hung"]
@@ -64,7 +67,10 @@ class Outcome:
 
 
 class RankError(HaloclineError):
-    """A call failed on some rank. `rank` is the one to look at first, `outcomes` what every rank did."""
+    """A call failed on some rank. `rank` is the one to look at first, `outcomes` what every rank did.
+
+    The text has the traceback of that rank, and one line for each of the others.
+    """
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         super().__init__(outcomes)
@@ -79,10 +85,12 @@ class RankError(HaloclineError):
 
 
 def _failed(outcomes: list[Outcome]) -> bool:
+    """Did any rank do other than return a value?"""
     return any(outcome.kind != "value" for outcome in outcomes)
 
 
 def _culprit(outcomes: list[Outcome]) -> Outcome:
+    """The outcome to look at first."""
     # A death makes its neighbours raise, and a raise makes its neighbours wait: look for the cause in that order.
     severity = {"died": 0, "error": 1, "hung": 2, "value": 3}
     return min(outcomes, key=lambda outcome: (severity[outcome.kind], outcome.when))
@@ -128,7 +136,7 @@ class RankPool:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """What each rank made of the call, whatever that was; `grace` shortens the wait after the first failure."""
+        """The outcome of the call on each rank, errors included; `grace` shortens the wait after the first failure."""
         own = per_rank if per_rank is not None else [()] * self.size
         if len(own) != self.size:
             raise HaloclineError(f"per_rank has {len(own)} entries for {self.size} ranks; give one tuple per rank")
@@ -154,6 +162,7 @@ class RankPool:
         self.close()
 
     def _started(self) -> _Ranks:
+        """Processes that are alive and have joined; started anew where some have died."""
         if self._ranks is not None and not self._ranks.all_alive():
             self.close()  # one died between two calls, or before it joined
         ranks = self._ranks = self._ranks or _Ranks(self.size, self.collective_timeout, self.place)
@@ -162,6 +171,7 @@ class RankPool:
         return ranks
 
     def _exchange(self, jobs: list[bytes], deadline: float, grace: float) -> list[Outcome]:
+        """Send a job to each rank and gather what came of it. Any failure ends all processes."""
         outcomes: list[Outcome] = []
         try:
             ranks = self._started()
@@ -175,7 +185,7 @@ class RankPool:
 
 
 class _Ranks:
-    """One generation of processes. It is used until something goes wrong, then killed; it is never mended."""
+    """One generation of processes. It is used until something goes wrong, then killed; it is never repaired."""
 
     def __init__(self, size: int, timeout: float, place: RankPlace) -> None:
         self.place = place
@@ -188,6 +198,7 @@ class _Ranks:
         self.joined: list[Outcome] = []
 
     def all_alive(self) -> bool:
+        """Does every process still run?"""
         return all(process.is_alive() for process in self.processes)
 
     def threads(self) -> int:
@@ -196,6 +207,7 @@ class _Ranks:
         return max(len(list(folder.iterdir())) if folder.is_dir() else 0 for folder in folders)
 
     def join(self) -> list[Outcome]:
+        """What each rank made of joining the others; waits for the slowest import of torch."""
         self.joined = self.joined or self.gather(START_DEADLINE, GRACE)
         return self.joined
 
@@ -211,6 +223,7 @@ class _Ranks:
             timer.cancel()
 
     def send(self, jobs: list[bytes]) -> None:
+        """A job to each rank."""
         for pipe, job in zip(self.pipes, jobs, strict=True):
             with suppress(OSError):  # that rank is dead, which gather() finds and reports
                 pipe.send_bytes(job)
@@ -229,6 +242,7 @@ class _Ranks:
         return [outcomes[rank] for rank in range(len(self.pipes))]
 
     def _ready(self, outcomes: dict[int, Outcome], timeout: float) -> set[int]:
+        """Ranks that have answered or ended; waits for the first of them."""
         waiting: dict[Any, int] = {}
         for rank in range(len(self.pipes)):
             if rank not in outcomes:
@@ -236,6 +250,7 @@ class _Ranks:
         return {waiting[one] for one in wait(list(waiting), timeout)}
 
     def _receive(self, rank: int) -> Outcome:
+        """One rank's answer, or how its process ended."""
         try:
             if self.pipes[rank].poll():
                 return _decoded(rank, self.pipes[rank].recv_bytes())
@@ -245,8 +260,10 @@ class _Ranks:
         return Outcome(rank, "died", text=self.place.manner_of_death(self.processes[rank]), when=time.monotonic_ns())
 
     def _hung(self, late: list[int], waited: float) -> list[Outcome]:
-        for rank in late:
-            _ask_for_stack(self.processes[rank])
+        """Outcomes of the ranks that did not answer, each with its stack."""
+        for process in (self.processes[rank] for rank in late):
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)  # on which it writes its stack to its file
         if late:
             time.sleep(0.1)  # for the signal to be handled
         text = f"was still running after {waited:.1f} s, at"
@@ -262,6 +279,7 @@ class _Ranks:
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile.TemporaryDirectory[str]) -> None:
+    """Kill the processes and free what the parent holds for them."""
     _kill(processes)
     for pipe in pipes:
         pipe.close()
@@ -269,6 +287,7 @@ def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile
 
 
 def _kill(processes: list[BaseProcess]) -> None:
+    """Kill all processes first, then wait for each."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
@@ -276,12 +295,8 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join(5.0)
 
 
-def _ask_for_stack(process: BaseProcess) -> None:
-    if process.pid is not None and process.is_alive():
-        os.kill(process.pid, signal.SIGUSR1)
-
-
 def _decoded(rank: int, reply: bytes) -> Outcome:
+    """A rank's answer; an error of its own where a result cannot be unpickled here."""
     try:
         return cast(Outcome, pickle.loads(reply))
     except Exception as error:  # noqa: BLE001 - whatever a result's own unpickling raises
@@ -294,6 +309,7 @@ def _decoded(rank: int, reply: bytes) -> Outcome:
 def _rank_main(
     rank: int, pipe: Connection, stack: str, *, size: int, port: int, timeout: float, place: RankPlace
 ) -> None:
+    """A rank's whole life: join the others, then run jobs until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_die_with_parent, args=(Path(stack), place), daemon=True).start()
     with Path(stack).open("w") as stacks:
@@ -314,6 +330,7 @@ def _die_with_parent(stack: Path, place: RankPlace) -> None:
 
 
 def _next_job(pipe: Connection) -> bytes:
+    """The next job; empty at the end of the pipe."""
     try:
         return pipe.recv_bytes()
     except (EOFError, OSError):
@@ -321,6 +338,7 @@ def _next_job(pipe: Connection) -> bytes:
 
 
 def _join(rank: int, size: int, port: int, timeout: float, place: RankPlace) -> None:
+    """Meet the other ranks at the parent's store and make the default process group."""
     torch.set_num_threads(1)
     place.enter(rank)
     store, limit = place.store(port), timedelta(seconds=timeout)
@@ -330,6 +348,7 @@ def _join(rank: int, size: int, port: int, timeout: float, place: RankPlace) -> 
 
 
 def _call(job: bytes) -> Any:
+    """Run one job, with torch's random stream at its beginning."""
     sys.path[:], call, own = pickle.loads(job)  # the path first: it may be what makes the function importable
     fn, args, kwargs = pickle.loads(call)
     torch.manual_seed(0)
@@ -337,6 +356,7 @@ def _call(job: bytes) -> Any:
 
 
 def _reply(rank: int, call: Callable[[], Any]) -> bytes:
+    """The outcome of a call, pickled."""
     try:
         return pickle.dumps(Outcome(rank, "value", call()))
     except Exception as error:  # noqa: BLE001 - every error of the function is the rank's answer
@@ -344,6 +364,7 @@ def _reply(rank: int, call: Callable[[], Any]) -> bytes:
 
 
 def _failure(rank: int, error: Exception) -> Outcome:
+    """The outcome of a call that has raised."""
     when, text = time.monotonic_ns(), "".join(traceback.format_exception(error))
     return Outcome(rank, "error", error=_portable(error), text=text, when=when)
 

@@ -1,11 +1,11 @@
-"""The tests that every store passes: a new kind of store inherits them, and is proven."""
+"""The tests that every store passes. A new kind of store inherits them."""
 
 from __future__ import annotations
 
 import pickle
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,27 @@ _SHAPES = {"NCDHW": (3, 2, 5, 7, 6), "NHWC": (2, 9, 8, 3), "NW": (4, 11)}
 
 
 class StoreTests(ABC):
-    """For pytest: a subclass whose name begins with ``Test`` says how its store is made, and inherits the tests.
+    """Tests for any store. A subclass whose name begins with ``Test`` says how its store is made, and inherits the
+    tests.
 
-    ``make`` is given an array with the samples along its first dim, ``dims`` that name all its dims ("NCDHW"), and an
-    empty folder. It writes the array in whatever way is to be tested, and returns a store of it.
+        class TestMyStore(StoreTests):
+            def make(self, array, dims, folder):
+                np.save(folder / "x.npy", array)
+                return MyStore(folder / "x.npy", dims)
+
+    ``make`` gets an array with the samples along its first dim, ``dims`` that name all its dims ("NCDHW"), and an empty
+    folder. It writes the array in whatever way is to be tested, and returns a store of it.
     """
 
     #: A store that cannot hold some of these names those that it can.
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "int16", "uint8", "int64", "bool")
 
     @abstractmethod
-    def make(self, array: Array, dims: str, folder: Path) -> Store: ...
+    def make(self, array: Array, dims: str, folder: Path) -> Store:
+        """Write ``array`` and open it as a store."""
 
     def test_whole_samples(self, tmp_path: Path) -> None:
+        """Samples of several shapes come whole, with their dims in the order of ``store.dims``."""
         for number, (dims, shape) in enumerate(_SHAPES.items()):
             array = _numbers(shape, "float32")
             store = self.make(array, dims, _folder(tmp_path, number))
@@ -46,6 +54,7 @@ class StoreTests(ABC):
                 _equal(store.read_new(sample), _turned(array, dims, store)[sample])
 
     def test_every_dtype(self, tmp_path: Path) -> None:
+        """Every dtype that the store names is stored without loss."""
         for number, dtype in enumerate(self.dtypes):
             array = _numbers((2, 4, 5, 3), dtype)
             store = self.make(array, "NCHW", _folder(tmp_path, number))
@@ -54,12 +63,14 @@ class StoreTests(ABC):
                 _equal(store.read_new(sample), _turned(array, "NCHW", store)[sample])
 
     def test_numbers_that_are_none_come_as_they_are(self, tmp_path: Path) -> None:
+        """NaN, infinities, negative zero and denormals keep their bits."""
         array = np.array([[0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45]] * 2, np.float32)
         store = self.make(array, "NW", tmp_path)
         numbers = store.read_new(1).astype("float32")
         assert numbers.tobytes() == array[1].tobytes()
 
     def test_random_boxes_into_arrays_with_any_strides(self, tmp_path: Path) -> None:
+        """Any box goes into arrays that are strided, reversed or transposed, and nothing beside the box is written."""
         dice = np.random.default_rng(7)
         for number, (dims, shape) in enumerate(_SHAPES.items()):
             array = _numbers(shape, "float32")
@@ -81,6 +92,7 @@ class StoreTests(ABC):
         assert memory.tobytes() == before.tobytes(), "something outside the box was written"
 
     def test_samples_of_one_number(self, tmp_path: Path) -> None:
+        """A sample may have no dims at all."""
         array = _numbers((5,), "float32")
         store = self.make(array, "N", tmp_path)
         assert store.shape == ()
@@ -91,6 +103,7 @@ class StoreTests(ABC):
             _equal(out, array[sample].astype("float64"))
 
     def test_other_dtypes(self, tmp_path: Path) -> None:
+        """Reads convert to any dtype that holds the stored numbers."""
         pairs = [("int16", "float32"), ("uint8", "int64"), ("float32", "float64"), ("float64", "float32")]
         for number, (stored, wanted) in enumerate(pairs):
             if stored not in self.dtypes:
@@ -103,6 +116,7 @@ class StoreTests(ABC):
                 _equal(out, _turned(array, "NCHW", store)[1].astype(wanted))
 
     def test_integers_become_others_only_if_they_fit(self, tmp_path: Path) -> None:
+        """A number too large for the wanted dtype is an error that names it; it never wraps round."""
         if "int16" not in self.dtypes:
             return
         array = np.arange(24, dtype="int16").reshape(2, 3, 4)
@@ -116,24 +130,28 @@ class StoreTests(ABC):
         _equal(store.read_new(1), _turned(array, "NCW", store)[1])
 
     def test_floats_become_no_integers(self, tmp_path: Path) -> None:
+        """Floating-point numbers are never rounded to integers."""
         store = self.make(_numbers((2, 3, 4), "float32"), "NCW", tmp_path)
         for dtype in ("int32", "uint8", "bool"):
             with refused(DataError, "float32", dtype):
                 store.read(0, _all(store), np.empty(store.shape, dtype))
 
     def test_empty_boxes(self, tmp_path: Path) -> None:
+        """A box may hold nothing, anywhere in the sample."""
         store = self.make(_numbers((2, 3, 4), "float32"), "NCW", tmp_path)
         for lo, hi in ((0, 0), (2, 2), (3, 3)):
             box = (Interval(lo, hi), *map(whole, store.shape[1:]))
             assert store.read_new(1, box).shape == shape_of(box)
 
     def test_wrong_shapes_are_refused(self, tmp_path: Path) -> None:
+        """An array of another shape than the box is an error that names its shape."""
         store = self.make(_numbers((2, 3, 4), "float32"), "NCW", tmp_path)
         for shape in ((2, 4), (4, 3), (3, 4, 1), (12,), ()):
             with refused(DataError, str(list(shape))):
                 store.read(0, _all(store), np.empty(shape, "float32"))
 
     def test_boxes_that_leave_the_sample_are_refused(self, tmp_path: Path) -> None:
+        """A box that reaches out of the sample is an error, not a shorter read."""
         store = self.make(_numbers((2, 3, 4), "float32"), "NCW", tmp_path)
         first, second = store.shape
         for box in ([(0, first + 1), (0, second)], [(-1, 1), (0, second)], [(first, first + 2), (0, 1)], [(0, 1)]):
@@ -142,6 +160,7 @@ class StoreTests(ABC):
                 store.read(0, wrong, np.empty(shape_of(wrong), "float32"))
 
     def test_samples_that_are_not_there_are_refused(self, tmp_path: Path) -> None:
+        """Negative and too large numbers of samples are errors."""
         store = self.make(_numbers((2, 3, 4), "float32"), "NCW", tmp_path)
         for sample in (-1, 2, 1 << 40):
             with refused(DataError, str(sample)):
@@ -158,6 +177,7 @@ class StoreTests(ABC):
             _equal(other.read_new(sample), _turned(array, "NCHW", store)[sample])
 
     def test_two_threads_at_once(self, tmp_path: Path) -> None:
+        """Threads may read at once; those of a loader do."""
         array = _numbers((6, 2, 16, 17), "float32")
         store = self.make(array, "NCHW", tmp_path)
         truth = _turned(array, "NCHW", store)
@@ -170,9 +190,11 @@ class StoreTests(ABC):
                 store.read(sample, box, out)
                 _equal(out, truth[sample][slices(box)].astype("float64"))
 
-        _in_threads([lambda: work(1), lambda: work(2)])
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(work, (1, 2)))  # raises what a thread has raised
 
     def test_closed_and_read_again(self, tmp_path: Path) -> None:
+        """A closed store opens its files again when it is read."""
         array = _numbers((2, 3, 4), "float32")
         with self.make(array, "NCW", tmp_path) as store:
             store.read_new(0)
@@ -180,11 +202,13 @@ class StoreTests(ABC):
         _equal(store.read_new(1), _turned(array, "NCW", store)[1])
 
     def test_it_says_where_a_sample_lies(self, tmp_path: Path) -> None:
+        """Errors name a sample's place, so every sample must have one."""
         store = self.make(_numbers((2, 3, 4), "float32"), "NCW", tmp_path)
         assert store.name
         assert all(store.where(sample) for sample in range(2))
 
     def test_chunks_are_named_in_the_order_of_the_dims(self, tmp_path: Path) -> None:
+        """Chunk sizes have one entry for each dim."""
         store = self.make(_numbers((2, 3, 4, 5), "float32"), "NCHW", tmp_path)
         assert store.chunks is None or len(store.chunks) == len(store.dims)
 
@@ -223,6 +247,7 @@ def _overlay(copy: Array, memory: Array, view: Array) -> Array:
 
 
 def _numbers(shape: tuple[int, ...], dtype: str) -> Array:
+    """The same random numbers for the same shape."""
     dice = np.random.default_rng(sum(shape))
     if np.dtype(dtype).kind == "f":
         return dice.standard_normal(shape).astype(dtype)
@@ -230,6 +255,7 @@ def _numbers(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def _turned(array: Array, dims: str, store: Store) -> Array:
+    """The samples as the store should deliver them."""
     return array.transpose([dims.index(letter) for letter in "N" + store.dims])
 
 
@@ -250,24 +276,6 @@ def _folder(parent: Path, number: int) -> Path:
 
 def _equal(array: Array, wanted: Array) -> None:
     np.testing.assert_array_equal(array, wanted)
-
-
-def _in_threads(jobs: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-
-    def body(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:  # noqa: BLE001  raised again below, in the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @contextmanager

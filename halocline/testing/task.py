@@ -1,4 +1,4 @@
-"""What ``halocline check`` is asked to do: which network, on which inputs, cut how. Everything a rank must know."""
+"""What ``halocline check`` is asked to do: which network, on which inputs, cut how. All that a rank must know."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class BadUsage(HaloclineError, ValueError):
 
 @dataclass(frozen=True)
 class NetworkTask:
-    """The same on every rank. The first input is the volume."""
+    """One check, the same on every rank: the network by name, its inputs by shape, and the cut.
+
+    The first input is the volume.
+    """
 
     target: str
     arguments: Mapping[str, Any]
@@ -82,6 +85,7 @@ def make_task(
 
 
 def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the inputs: those given, or those of the workload; raises for shapes that do not fit it."""
     known = WORKLOADS.get(target)
     if known is None and ":" not in target:
         known_names = ", ".join(WORKLOADS)
@@ -102,7 +106,7 @@ def _text(*shapes: Sequence[int]) -> str:
 
 
 def _cut(volume: Sequence[int], ranks: int | None, cut: Mapping[str, int] | None) -> dict[str, int]:
-    """The cut as asked for, or the volume's first spatial dim over all ranks (two, if nobody says)."""
+    """The cut as asked for, or the volume's first spatial dim over all ranks (two by default)."""
     allowed = axes_of(volume)
     plan = dict(cut) if cut else {allowed[min(1, len(allowed) - 1)]: 2 if ranks is None else ranks}
     unknown = [axis for axis in plan if axis not in allowed]

@@ -1,4 +1,8 @@
-"""What the ranks of :class:`WorldTests` run. Each body returns complaints; none means that the world kept its word."""
+"""What the ranks run in :class:`WorldTests`. Each body returns complaints; an empty list means that the world kept
+its word.
+
+Bodies are plain functions of a module, so that worlds whose ranks are processes can pickle them.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,14 @@ def values(rank: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
     return made.to(device)
 
 
-def same(world: World, found: Tensor, expected: Tensor) -> bool:
+def same(world: World, actual: Tensor, expected: Tensor) -> bool:
     """Alike in shape, dtype and device; and in values, where the world moves any."""
-    alike = (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
-    return alike and (not world.capabilities.moves_data or torch.equal(found, expected))
+    alike = (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
+    return alike and (not world.capabilities.moves_data or torch.equal(actual, expected))
 
 
 def everyone(world: World) -> tuple[int, ...]:
+    """All ranks."""
     return tuple(range(world.size))
 
 
@@ -49,6 +54,7 @@ def pass_on(world: World, message: Tensor, label: Label = LABEL) -> PendingExcha
 
 
 def previous(world: World) -> int:
+    """The rank before this one, round the ring."""
     return (world.rank - 1) % world.size
 
 
@@ -56,13 +62,14 @@ def previous(world: World) -> int:
 
 
 def every_dtype(world: World, device: str) -> Complaints:
-    found = []
+    """Pass messages of all dtypes and sizes round a ring."""
+    complaints = []
     for dtype in DTYPES:
         for size in SIZES:
             (came,) = pass_on(world, values(world.rank, size, dtype, device)).wait()
             if not same(world, came, values(previous(world), size, dtype, device)):
-                found.append(f"{size} elements of {dtype} came otherwise than they were sent")
-    return found
+                complaints.append(f"{size} elements of {dtype} came otherwise than they were sent")
+    return complaints
 
 
 def every_layout(world: World, device: str) -> Complaints:
@@ -72,14 +79,14 @@ def every_layout(world: World, device: str) -> Complaints:
         "conjugated": lambda x: x.conj(),
         "imaginary part": lambda x: x.conj().imag,
     }
-    found = []
+    complaints = []
     for name, laid_out in layouts.items():
         for size in (1, 1000):
             mine, theirs = (laid_out(values(r, size, torch.complex64, device)) for r in (world.rank, previous(world)))
             (came,) = pass_on(world, mine).wait()
             if not same(world, came, theirs.clone()):
-                found.append(f"a {name} message of {size} elements came otherwise than it was sent")
-    return found
+                complaints.append(f"a {name} message of {size} elements came otherwise than it was sent")
+    return complaints
 
 
 def several_at_once(world: World, device: str) -> Complaints:
@@ -92,14 +99,14 @@ def several_at_once(world: World, device: str) -> Complaints:
         receives = [Receive(peer, mine.numel()) for peer in peers]
         pending.append((turn, mine.numel(), world.begin(sends, receives, mine, everyone(world), LABEL)))
     Random(world.rank).shuffle(pending)
-    found = []
+    complaints = []
     for turn, size, exchange in pending:
         for peer, came in zip(peers, exchange.wait(), strict=True):
             if not same(world, came, torch.full((size,), float(100 * turn + peer), device=device)):
-                found.append(f"exchange {turn}: what came from rank {peer} is not what it sent")
+                complaints.append(f"exchange {turn}: what came from rank {peer} is not what it sent")
         if exchange.wait()[0] is not exchange.wait()[0]:
-            found.append("waiting again gives something else")
-    return found
+            complaints.append("waiting again gives something else")
+    return complaints
 
 
 def by_tag(world: World, device: str) -> Complaints:
@@ -127,20 +134,20 @@ def before_it_is_asked_for(world: World, device: str) -> Complaints:
         for tag, size in enumerate(sizes)
     ]
     world.sum(torch.ones(3, device=device), everyone(world), SUM)
-    found = []
+    complaints = []
     for tag, size in reversed(list(enumerate(sizes))):
         room = torch.full((size,), -1.0, device=device)
         world.begin_tagged([], [(before, room, tag)], LABEL).wait()
         if not same(world, room, torch.full((size,), float(before), device=device)):
-            found.append(f"{size} elements that were sent early came otherwise")
+            complaints.append(f"{size} elements that were sent early came otherwise")
     for send in sends:
         send.wait()
-    return found
+    return complaints
 
 
 def written_after_the_wait(world: World, device: str) -> Complaints:
     """Once an exchange is waited for, its messages belong to the caller again."""
-    found = []
+    complaints = []
     for size in (10, 40_000):
         message = torch.full((size,), float(world.rank), device=device)
         exchange = pass_on(world, message)
@@ -148,17 +155,18 @@ def written_after_the_wait(world: World, device: str) -> Complaints:
         message.fill_(-1)
         world.sum(torch.ones(1, device=device), everyone(world), SUM)
         if not same(world, came, torch.full((size,), float(previous(world)), device=device)):
-            found.append(f"{size} elements changed after the wait")
+            complaints.append(f"{size} elements changed after the wait")
     if world.begin([], [], torch.ones(1, device=device), everyone(world), LABEL).wait():
-        found.append("an exchange of nothing brought something")
-    return found
+        complaints.append("an exchange of nothing brought something")
+    return complaints
 
 
 # ---- sums and other reductions ----
 
 
 def sums(world: World, device: str, dtypes: tuple[torch.dtype, ...]) -> Complaints:
-    found = []
+    """Sum small whole numbers, blocking and not, in all dtypes."""
+    complaints = []
     for dtype in dtypes:
         for size in SIZES:
             mine = values(world.rank, size, dtype, device)
@@ -167,8 +175,8 @@ def sums(world: World, device: str, dtypes: tuple[torch.dtype, ...]) -> Complain
             world.begin_sum(strided, everyone(world), SUM).wait()
             for how, total in {"sum": world.sum(mine, everyone(world), SUM), "begin_sum": strided}.items():
                 if not same(world, total, true):
-                    found.append(f"{how} of {size} elements of {dtype} is wrong")
-    return found
+                    complaints.append(f"{how} of {size} elements of {dtype} is wrong")
+    return complaints
 
 
 def bits_of_sums(world: World, device: str) -> list[str]:
@@ -191,7 +199,7 @@ def _digest(tensor: Tensor) -> str:
 
 def among_some(world: World, device: str) -> Complaints:
     """Sums of the first and last rank alone; reductions; a broadcast from the last."""
-    found = []
+    complaints = []
     some = (0, world.size - 1)
     if world.rank in some:
         for size in (3, 100_000):
@@ -199,17 +207,17 @@ def among_some(world: World, device: str) -> Complaints:
             world.begin_sum(total, some, SUM).wait()
             total = world.sum(total, some, SUM)
             if not same(world, total, torch.full((size,), 2.0 * (1 + world.size), device=device)):
-                found.append(f"a sum of {size} elements over two of the ranks is wrong")
+                complaints.append(f"a sum of {size} elements over two of the ranks is wrong")
     ones = torch.tensor([1 << world.rank, 7], device=device)
     common = world.combined(~ones, everyone(world), torch.bitwise_and, SUM)
     if not same(world, common, torch.tensor([~((1 << world.size) - 1), ~7], device=device)):
-        found.append("a reduction by bitwise_and is wrong")
+        complaints.append("a reduction by bitwise_and is wrong")
     highest = torch.tensor([1 << (world.size - 1), 7], device=device)
     if not same(world, world.maximum(ones, everyone(world), SUM), highest):
-        found.append("a maximum is wrong")
+        complaints.append("a maximum is wrong")
     if not same(world, world.broadcast(ones, tuple(reversed(everyone(world))), SUM), highest):
-        found.append("a broadcast from the last rank is wrong")
-    return found
+        complaints.append("a broadcast from the last rank is wrong")
+    return complaints
 
 
 # ---- duplicates and events ----
@@ -217,28 +225,29 @@ def among_some(world: World, device: str) -> Complaints:
 
 def duplicates(world: World, device: str, wide: bool) -> Complaints:
     """The same tags in both, in the other order; then a thread in each; then one closes."""
-    twin, found = world.duplicate(wide), []
+    twin, complaints = world.duplicate(wide), []
     theirs = torch.full((50,), 1000.0, device=device)
     in_twin, in_world = pass_on(twin, theirs), pass_on(world, values(world.rank, 50, torch.float32, device))
     if not same(world, in_world.wait()[0], values(previous(world), 50, torch.float32, device)):
-        found.append("a message of the duplicate came in the original")
+        complaints.append("a message of the duplicate came in the original")
     if not same(world, in_twin.wait()[0], theirs):
-        found.append("a message of the original came in the duplicate")
+        complaints.append("a message of the original came in the duplicate")
 
     def talk(which: World, number: float) -> None:
+        """Sums in one of the worlds, beside those of the other thread."""
         for size in (1, 400, 70_000) * 4:
             total = which.sum(torch.full((size,), number, device=device), everyone(world), SUM)
             if not same(world, total, torch.full((size,), number * world.size, device=device)):
-                found.append(f"two threads, each in a world of its own: a sum of {size} elements is wrong")
+                complaints.append(f"two threads, each in a world of its own: a sum of {size} elements is wrong")
 
     thread = threading.Thread(target=talk, args=(twin, 2.0), daemon=True)
     thread.start()
     talk(world, 1.0)
     thread.join(max(10.0, world.deadline))
-    found += ["the thread in the duplicate did not end"] * thread.is_alive()
+    complaints += ["the thread in the duplicate did not end"] * thread.is_alive()
     twin.close()
     talk(world, 3.0)
-    return found
+    return complaints
 
 
 def events(world: World, device: str) -> Complaints:
@@ -282,14 +291,17 @@ def failure_of(call: Callable[[], object]) -> tuple[str, float]:
 
 
 def while_one_is_silent(world: World, device: str) -> tuple[str, float]:
+    """Rank 1 sleeps past the deadline."""
     return _while_rank_1(lambda: time.sleep(4 * world.deadline), world, device)
 
 
 def while_one_has_left(world: World, device: str) -> tuple[str, float]:
+    """Rank 1 says that it leaves."""
     return _while_rank_1(world.leave, world, device)
 
 
 def while_one_dies(world: World, device: str) -> tuple[str, float]:
+    """Rank 1 ends its process."""
     return _while_rank_1(lambda: os._exit(9), world, device)
 
 
@@ -317,7 +329,7 @@ def the_first_to_come(world: World, device: str) -> Complaints | None:
     if not twin.capabilities.waits_for_any:
         twin.close()
         return None
-    found: Complaints = []
+    complaints: Complaints = []
     if world.rank == 0:
         slow, fast = (twin.begin_tagged([], [(peer, torch.empty_like(like), 3)], LABEL) for peer in (1, 2))
         end = time.monotonic() + world.deadline
@@ -330,17 +342,18 @@ def the_first_to_come(world: World, device: str) -> Complaints | None:
         twin.begin_tagged([(1, like, 4)], [], LABEL).wait()
         which.append(twin.wait_any([slow], end))
         slow.wait()
-        found += [] if which == [1, None, 0] else [f"wait_any said {which}, and should have said [1, None, 0]"]
+        complaints += [] if which == [1, None, 0] else [f"wait_any said {which}, and should have said [1, None, 0]"]
     elif world.rank == 1:
         twin.begin_tagged([], [(0, torch.empty_like(like), 4)], LABEL).wait()
         twin.begin_tagged([(0, like, 3)], [], LABEL).wait()
     elif world.rank == 2:
         twin.begin_tagged([(0, like, 3)], [], LABEL).wait()
     twin.close()
-    return found
+    return complaints
 
 
 def process_and_capabilities(world: World, device: str) -> tuple[int, object]:
+    """This rank's process number, and what its world says of itself."""
     return os.getpid(), world.capabilities
 
 
@@ -350,7 +363,7 @@ def process_and_capabilities(world: World, device: str) -> tuple[int, object]:
 def behind_long_work(world: World, device: str, side_stream: bool) -> Complaints:
     """Messages and sums of tensors that the device has yet to compute, and whose memory it has just used otherwise."""
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
-    found = []
+    complaints = []
     with torch.cuda.stream(stream):
         for turn, late in enumerate(_late_values(world, device)):
             (came,) = pass_on(world, late).wait()
@@ -360,10 +373,10 @@ def behind_long_work(world: World, device: str, side_stream: bool) -> Complaints
             world.begin_sum(summed, everyone(world), SUM).wait()
             true = float(sum(turn + rank for rank in everyone(world)))
             if not bool((doubled == 2 * (turn + previous(world))).all()):
-                found.append(f"turn {turn}: a message went before its values were computed, or was read too early")
+                complaints.append(f"turn {turn}: a message went before its values were computed, or was read too early")
             if not bool((total == true).all() and (summed == true).all()):
-                found.append(f"turn {turn}: a sum began before its values were computed, or was read too early")
-    return found
+                complaints.append(f"turn {turn}: a sum began before its values were computed, or was read too early")
+    return complaints
 
 
 def _late_values(world: World, device: str) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""A whole zoo through the check, one network after another on the same ranks."""
+"""Checks a whole zoo, one network after another on the same rank processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ..errors import HaloclineError
 from ..zoo import find_zoo
-from .check import NetworkReport, check_network
+from .check import NetworkReport, check_task
 from .pool import RankError, RankPool
 from .task import NetworkTask, make_task
 
@@ -29,7 +28,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class ZooReport:
-    """What was found of each network, by name."""
+    """The reports of all networks of a zoo, by name."""
 
     zoo: str
     ranks: int
@@ -53,23 +52,19 @@ def check_zoo(
     name: str,
     *,
     only: Sequence[str] = (),
-    ranks: int | None = None,
-    cut: Mapping[str, int] | None = None,
-    dtype: str = "float64",
-    steps: int = 0,
-    seed: int = 0,
     deadline: float | None = None,
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
     done: Callable[[str, str, NetworkReport], None] = lambda number, name, report: None,
+    **options: Any,
 ) -> ZooReport:
     """Every network of a zoo, or ``only`` those named, as `check_network` does one.
 
-    ``done`` is told of each: such as "3 of 49", the name, and what was found.
+    ``options`` are ranks, cut, dtype, steps and seed of :func:`check_network`. ``done`` is told of each network: its
+    number such as "3 of 49", its name, and its report.
     """
     zoo = find_zoo(name)
-    asked = {"ranks": ranks, "cut": cut, "dtype": dtype, "steps": steps, "seed": seed}
-    tasks = {one: make_task(f"{name}/{one}", **asked) for one in only or zoo.names}  # type: ignore[arg-type]
+    tasks = {one: make_task(f"{name}/{one}", **options) for one in only or zoo.names}
     zoo.package()
     first = next(iter(tasks.values()))
     reports: dict[str, NetworkReport] = {}
@@ -77,24 +72,23 @@ def check_zoo(
         for number, (one, task) in enumerate(tasks.items(), 1):
             count = f"{number} of {len(tasks)}"
             started = time.monotonic()
-            report = _found(task, ready, deadline or DEADLINE, partial(_say_with, say, f"{count}, {one}: "))
+
+            def tell(text: str, prefix: str = f"{count}, {one}: ") -> None:
+                say(prefix + text)
+
+            report = _checked(task, ready, deadline or DEADLINE, tell)
             reports[one] = replace(report, seconds=time.monotonic() - started)
             done(count, one, reports[one])
     return ZooReport(name, first.ranks, first.cut, reports)
 
 
-def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:
-    say(prefix + text)
-
-
-def _found(task: NetworkTask, pool: RankPool, deadline: float, say: Callable[[str], None]) -> NetworkReport:
+def _checked(task: NetworkTask, pool: RankPool, deadline: float, say: Callable[[str], None]) -> NetworkReport:
     """A refusal is an answer. Any other failure of the ranks is a defect of the library, one of one rank is not."""
     nothing = NetworkReport(task.target, "broken", ranks=task.ranks, cut=dict(task.cut), dtype=task.dtype)
-    asked = {"cut": task.cut, "dtype": task.dtype, "steps": task.steps, "seed": task.seed}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of others are no news here
-            report = check_network(task.target, deadline=deadline, pool=pool, say=say, **asked)  # type: ignore[arg-type]
+            report = check_task(task, deadline, pool, say)
     except RankError as error:
         return replace(nothing, verdict="wrong", why=str(error))
     except HaloclineError as error:

@@ -1,8 +1,10 @@
-"""Weather to train on, as Kurth et al. 2018 had it from a climate model: storms, rivers of vapour, and all the rest.
+"""Synthetic weather with the statistics of Kurth et al. 2018, who had theirs from a climate model.
 
-Sample after sample is a moment of one weather, which a seed gives. Storms and rivers are born, move and pass, on smooth
-noise that drifts; labels follow from the same geometry. Any box of a sample is worked out by itself, with the bits that
-it has in the whole: by sums, products and quotients, which round alike, and sines tabulated along all of a dim.
+A sample is a map of 16 channels with storms and rivers of vapour; the labels say which pixel belongs to which. Samples
+follow each other in time: storms and rivers are born, move and pass, on smooth noise that drifts.
+
+Any box of a sample is computed by itself, with the bits that it has in the whole: sums, products and quotients round
+alike everywhere, and sines are tabulated along a whole dim.
 """
 
 from __future__ import annotations
@@ -144,6 +146,7 @@ class Storm(Event):
         return (down * down + across * across) * (math.pi / self.area)
 
     def traits(self, width: int, box: Plane) -> Traits:
+        """What the storm adds to each trait on a box: a warm core, and wind that circles it."""
         down, across = self.offsets(width, box)
         core = self.strength / (1 + self.distance(width, box)) ** 2
         wind = core * math.sqrt(math.pi / self.area)
@@ -163,6 +166,7 @@ class River(Event):
         return along * along + aside * aside
 
     def traits(self, width: int, box: Plane) -> Traits:
+        """What the river adds to each trait on a box: vapour, and wind along it."""
         far = self.distance(width, box)
         vapour = self.strength / (1 + far * far)
         return Traits(vapour=vapour, flow_x=math.cos(self.angle) * vapour, flow_y=math.sin(self.angle) * vapour)
@@ -183,6 +187,7 @@ class Weather:
             raise ValueError(f"{self.storms} storms and {self.rivers} rivers: there must be at least one of each")
 
     def at(self, sample: int) -> tuple[list[Storm], list[River]]:
+        """The storms and rivers of a sample."""
         return (
             [Storm(*self._event(_STORMS, slot, sample, STORM, self.storms)) for slot in range(self.storms)],
             [River(*self._event(_RIVERS, slot, sample, RIVER, self.rivers)) for slot in range(self.rivers)],
@@ -190,6 +195,7 @@ class Weather:
 
     def _event(self, stream: int, slot: int, sample: int, label: int, count: int) -> tuple[float, ...]:
         """What is now in a slot of a stream. One follows another, and slots change at different times."""
+        # Slots are born at different samples, so that not all change at once.
         life, age = divmod(sample + slot * LIFE // count, LIFE)
         y, x, drift_y, drift_x, strength, angle, bend = drawn(self.seed, stream, life * count + slot, 7).tolist()
         area = FREQUENCIES[label] * self.height * self.width / count
@@ -200,6 +206,7 @@ class Weather:
         return area, y * self.height, x * self.width, strength, math.pi * (angle - 0.5) * 0.7, 0.8 * (bend - 0.5)
 
     def labels(self, sample: int, box: Box) -> Array:
+        """The class of each pixel of a box; a storm lies over a river."""
         plane = (box[0], box[1])
         classes = np.full(shape_of(box), BACKGROUND)
         storms, rivers = self.at(sample)
@@ -210,9 +217,11 @@ class Weather:
         return classes
 
     def channels(self, sample: int, box: Box) -> Array:
+        """A box of the channels: grain, smooth noise, and how strongly each channel shows each trait."""
         plane = (box[1], box[2])
         shown = grain(self.seed, sample, (len(CHANNELS), self.height, self.width), box) * np.float32(GRAIN)
         seen = [event.traits(self.width, plane) for events in self.at(sample) for event in events]
+        # Each trait summed over all storms and rivers, once for all channels.
         together = [sum(each) for each in zip(*seen, strict=True)]
         responses = list(CHANNELS.values())
         for place, channel in enumerate(range(*box[0])):
@@ -232,7 +241,10 @@ class Weather:
 
 @dataclass(frozen=True)
 class WeatherChannels:
-    """For a store, which may go to another process: ``box`` of the channels of a sample."""
+    """The channels as a store reads them.
+
+    A class, so that it can be pickled and its seed shows in the store's identity.
+    """
 
     weather: Weather
 
@@ -242,6 +254,8 @@ class WeatherChannels:
 
 @dataclass(frozen=True)
 class WeatherLabels:
+    """The labels as a store reads them."""
+
     weather: Weather
 
     def __call__(self, sample: int, box: Box) -> Array:

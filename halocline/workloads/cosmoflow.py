@@ -52,6 +52,7 @@ class CosmoFlow(nn.Module):
         self.features = nn.Sequential(
             *(_stage(channels[i], channels[i + 1], i == STRIDED, i < pools, batch_norm) for i in range(len(CHANNELS)))
         )
+        # What is left of the cube when the dense layers see it.
         flat = channels[-1] * math.prod(_halved(s, pools + 1) for s in sizes)
         last = nn.Linear(16 * width, parameters)
         self.head = nn.Sequential(
@@ -62,6 +63,7 @@ class CosmoFlow(nn.Module):
             last.weight.mul_(START)  # so that the first answers are about as large as the targets
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, redshifts, D, H, W] to [N, parameters]."""
         return self.head(self.features(x))
 
 
@@ -77,6 +79,7 @@ def _halved(size: int, times: int) -> int:
 
 
 def _stage(channels_in: int, channels_out: int, strided: bool, pooled: bool, batch_norm: bool) -> nn.Sequential:
+    """A convolution, and what follows it."""
     layers: list[nn.Module] = [nn.Conv3d(channels_in, channels_out, 3, 2 if strided else 1, 1, bias=False)]
     if batch_norm:
         layers.append(nn.BatchNorm3d(channels_out))
@@ -93,10 +96,12 @@ def _initialise(module: nn.Module) -> None:
 
 
 def _dense(inputs: int, outputs: int, dropout: float) -> list[nn.Module]:
+    """A dense layer, and what follows it."""
     return [nn.Linear(inputs, outputs), nn.LeakyReLU(SLOPE), *([nn.Dropout(dropout)] if dropout else [])]
 
 
 def loss(output: Tensor, batch: Batch) -> Tensor:
+    """The mean squared error over all parameters."""
     return F.mse_loss(output, batch["y"])
 
 

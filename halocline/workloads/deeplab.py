@@ -66,6 +66,7 @@ class DeepLab(nn.Module):
                 nn.init.zeros_(block.expand.weight)  # at first it passes on what it gets (Goyal et al. 2017)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, H, W] to logits of the same size; sides must be multiples of 8."""
         if any(size % MULTIPLE for size in x.shape[2:]):
             raise ValueError(f"a map of {list(x.shape[2:])} does not halve three times; use multiples of {MULTIPLE}")
         deep, low = self.encoder(x)
@@ -77,11 +78,12 @@ class DeepLab(nn.Module):
 
 @dataclass(frozen=True)
 class Make:
-    """Convolutions with their norms, or with what stands for those."""
+    """Makes convolutions with their norms, or with halving in place of norms."""
 
     batch_norm: bool
 
     def norm(self, channels: int) -> nn.Sequential:
+        """A norm, or what stands for it, and ReLU."""
         return nn.Sequential(nn.BatchNorm2d(channels) if self.batch_norm else Halve(), nn.ReLU(inplace=True))
 
     def after(
@@ -94,12 +96,18 @@ class Make:
 
 
 class Halve(nn.Module):
+    """Stands where a norm would: keeps sums of two features in the range of one."""
+
     def forward(self, x: Tensor) -> Tensor:
+        """Half of the input."""
         return x * 0.5
 
 
 class Encoder(nn.Module):
-    """Returned are the last features, and those of the first convolution in the last block of the first group."""
+    """The ResNet.
+
+    Returns the last features, and the inner features of the last block in the first group, for the skip.
+    """
 
     def __init__(self, make: Make, channels_in: int, width: int, blocks: Sequence[int]) -> None:
         super().__init__()
@@ -108,11 +116,13 @@ class Encoder(nn.Module):
         for number, (count, dilation) in enumerate(zip(blocks, DILATIONS, strict=True)):
             inner = width * 2**number
             for place in range(count):
+                # The last block of the first group halves; later groups look further instead.
                 stride = 2 if number == 0 and place == count - 1 else 1
                 self.blocks.append(DeepLabBottleneck(make, channels, inner, stride, dilation))
                 channels = EXPANSION * inner
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Deep features at an eighth of the size, and low ones at a quarter."""
         x, lows = self.stem(x), []
         for block in self.blocks:
             x, low = block(x)
@@ -135,6 +145,7 @@ class DeepLabBottleneck(nn.Module):
         self.subsample = nn.MaxPool2d(1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The block's output, and its inner features."""
         ready = self.norm(x)
         inner = self.reduce(ready)
         old = self.subsample(x) if self.project is None else self.project(ready)
@@ -153,15 +164,18 @@ class Pyramid(nn.Module):
         self.join = make.after((len(rates) + 2) * channels_out, channels_out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """All branches side by side, joined to the width of one."""
         mean = self.pooled(x.mean((2, 3), keepdim=True)).expand(-1, -1, *x.shape[2:])
         return self.join(torch.cat([*(branch(x) for branch in self.branches), mean], 1))
 
 
 def _doubled(channels: int) -> nn.Sequential:
+    """A transposed convolution that doubles the size."""
     return nn.Sequential(nn.ConvTranspose2d(channels, channels, 3, 2, 1, output_padding=1), nn.ReLU(inplace=True))
 
 
 def _plain(channels_in: int, channels_out: int) -> nn.Sequential:
+    """A convolution without a norm."""
     return nn.Sequential(nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.ReLU(inplace=True))
 
 

@@ -1,13 +1,13 @@
-"""Scans of a thin specimen by a convergent beam of electrons, by the physics of them: 4D-STEM.
+"""Synthetic 4D-STEM: scans of a thin specimen by a convergent beam of electrons, computed from the physics.
 
-Specimen: atoms on a lattice that is turned, shifted and shaken by chance, each a Gaussian in the projected potential.
-Beam: a disc of plane waves out of focus, aimed at each place of the scan in turn. The specimen shifts the wave's phase
-in proportion to the potential. What the camera counts is the squared modulus of the Fourier transform of the wave
-behind it, with the noise of counting electrons.
+The specimen is a lattice of atoms, randomly turned, shifted and displaced; each atom is a Gaussian in the projected
+potential. The beam is a disc of plane waves out of focus, aimed at each place of the scan in turn. The specimen shifts
+the wave's phase in proportion to the potential. The camera counts the squared modulus of the Fourier transform of the
+wave behind the specimen, with the noise of counting electrons.
 
-The defocus is such that a pixel of the camera is one of the specimen: the disc is then a shadow image of what the beam
-falls on, blurred by diffraction and shifted from place to place. Phases themselves leave no trace in a count, only
-how they change.
+The defocus is chosen such that a pixel of the camera is a pixel of the specimen: the disc is then a shadow image of
+what the beam falls on, blurred by diffraction and shifted from place to place. A phase by itself leaves no trace in a
+count; only its changes do.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def scans(
 
 @lru_cache(maxsize=KEPT)
 def _potential(scan: Scan, sample: int) -> Floats:
+    """The whole map of a sample: a Gaussian for each atom."""
     axis = np.arange(scan.size)
     total = np.zeros((scan.size, scan.size))
     for row, column, height in _atoms(scan, sample):
@@ -112,6 +113,8 @@ def _atoms(scan: Scan, sample: int) -> Floats:
 
 @lru_cache(maxsize=KEPT)
 def _pattern(scan: Scan, sample: int, place: int) -> npt.NDArray[np.float32]:
+    """What the camera shows while the beam stands at one place."""
+    # A thin specimen changes the phase of the wave only.
     wave = _beam(scan, place) * np.exp(1j * scan.phase * _potential(scan, sample))
     expected = np.abs(np.fft.fftshift(np.fft.fft2(wave, norm="ortho"))) ** 2 * scan.electrons
     return _counted(scan, sample, place, expected)

@@ -1,4 +1,4 @@
-"""What is measured of a network's answers: sums that are global for every cut, in float64."""
+"""Metrics of a network's answers: sums over batches in float64, global whatever the cut."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Confusion:
 
     @torch.no_grad()
     def update(self, output: Tensor, batch: Batch) -> None:
+        """Add a batch; every rank calls it, and gets the counts of all ranks."""
         truth, guess = batch["y"].long(), output.argmax(1)
         pairs = torch.where((truth >= 0) & (truth < self._classes), truth * self._classes + guess, -1)
         number = self._classes**2
@@ -44,6 +45,7 @@ class Confusion:
         return float(self.counts.diagonal().sum() / total) if total else 0.0
 
     def result(self) -> dict[str, float]:
+        """Means over the classes that occur."""
         by_class = self.by_class()
         return {
             "mean_iou": float(by_class["iou"].nanmean()),
@@ -60,6 +62,7 @@ class Regression:
 
     @torch.no_grad()
     def update(self, output: Tensor, batch: Batch) -> None:
+        """Add a batch; every rank calls it."""
         truth = batch["y"].double()
         error = output.double() - truth
         count = torch.tensor(float(truth.numel()))
@@ -67,8 +70,10 @@ class Regression:
         self._sums += torch.stack([part.detach().double().cpu().reshape(()) for part in sums])
 
     def result(self) -> dict[str, float]:
+        """Errors, and one minus the squared error over the variance of the truth."""
         count, squares, absolute, total, total_squares = self._sums.tolist()
         count = count or 1.0
+        # In float64: targets are of order one, so that the difference keeps its digits.
         variance = total_squares / count - (total / count) ** 2
         mse = squares / count
         return {"mse": mse, "mae": absolute / count, "explained": 1 - mse / variance if variance > 0 else 0.0}
@@ -82,8 +87,10 @@ class Accuracy:
 
     @torch.no_grad()
     def update(self, output: Tensor, batch: Batch) -> None:
+        """Add a batch; every rank calls it."""
         self._right += float((output.argmax(1) == batch["y"]).sum())
         self._all += batch["y"].numel()
 
     def result(self) -> dict[str, float]:
+        """The share that is right."""
         return {"accuracy": self._right / max(1, self._all)}

@@ -57,6 +57,7 @@ class ResNet(nn.Module):
                 nn.init.zeros_(block.way[-1].get_parameter("weight"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] to logits of the classes."""
         return self.head(self.groups(self.stem(x)))
 
 
@@ -76,15 +77,18 @@ class ResNetBottleneck(nn.Module):
         self.past = nn.Identity() if same else nn.Sequential(*_convolution(channels, EXPANSION * inner, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The sum of both ways."""
         return F.relu(self.way(x) + self.past(x))
 
 
 def _convolution(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    """A convolution without bias, and its norm."""
     convolution = nn.Conv2d(channels_in, channels_out, kernel, stride, kernel // 2, bias=False)
     return convolution, nn.BatchNorm2d(channels_out)
 
 
 def _initialise(module: nn.Module) -> None:
+    """He's initialisation by the number of outputs."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
@@ -98,10 +102,12 @@ class Stripes:
     classes: int
 
     def label(self, sample: int) -> int:
+        """The class of a sample."""
         return int(drawn(self.seed, _CLASS, sample, 1)[0] * self.classes)
 
     def image(self, sample: int, box: Box) -> Array:
         """Any box by itself, with the same bits as in the whole."""
+        # Classes in a square: as many slopes as widths.
         slopes = math.isqrt(self.classes - 1) + 1
         width, slope = divmod(self.label(sample), slopes)
         cycles, angle = self.size / 16 * 4 ** (width / max(1, slopes - 1)), math.pi * slope / slopes
@@ -113,7 +119,10 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Images:
-    """For a store, which may go to another process."""
+    """The images as a store reads them.
+
+    A class, so that it can be pickled and its seed shows in the store's identity.
+    """
 
     stripes: Stripes
 
@@ -123,6 +132,8 @@ class Images:
 
 @dataclass(frozen=True)
 class StripeLabels:
+    """The classes as a store reads them."""
+
     stripes: Stripes
 
     def __call__(self, sample: int, box: Box) -> int:
@@ -139,6 +150,7 @@ def fields(samples: int, seed: int = 0, size: int = 224, classes: int = 1000) ->
 
 
 def loss(output: Tensor, batch: Batch) -> Tensor:
+    """Cross entropy over the samples of the whole batch."""
     return F.cross_entropy(output, batch["y"][:, 0])
 
 
@@ -146,6 +158,7 @@ class RowAccuracy(Accuracy):
     """Of classes that stand in rows of one."""
 
     def update(self, output: Tensor, batch: Batch) -> None:
+        """Add a batch whose labels are rows of one number."""
         super().update(output, {"y": batch["y"][:, 0]})
 
 

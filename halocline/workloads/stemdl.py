@@ -54,6 +54,7 @@ class FCDenseNet(nn.Module):
         self.bottom = StemdlBlock(channels, growth, kernel, counts[pools], dropout)
         self.rise, self.up = nn.ModuleList(), nn.ModuleList()
         for before, count in zip(counts[pools:], counts[pools + 1 :], strict=False):
+            # Only what the block below made goes up.
             made = before * growth
             self.rise.append(nn.ConvTranspose2d(made, made, 3, 2, 1, output_padding=1))
             channels = made + skips.pop()
@@ -62,6 +63,7 @@ class FCDenseNet(nn.Module):
         self.last = nn.Conv2d(channels, outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, patterns, H, W] to the potential, of the same size."""
         x, skips = self.first(x), []
         for block, shrink in zip(self.down, self.shrink, strict=True):
             x = torch.cat([x, block(x)], 1)
@@ -82,6 +84,7 @@ class StemdlBlock(nn.Module):
         self.layers = nn.ModuleList(_layer(channels + i * growth, growth, kernel, dropout) for i in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
+        """What all layers made, side by side."""
         made: list[Tensor] = []
         for layer in self.layers:
             made.append(layer(torch.cat([x, *made], 1)))
@@ -95,6 +98,7 @@ def _layer(channels: int, growth: int, kernel: int, dropout: float) -> nn.Sequen
 
 
 def _transition(channels: int) -> nn.Sequential:
+    """Halves the map between two blocks."""
     return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels, 1), nn.MaxPool2d(2))
 
 

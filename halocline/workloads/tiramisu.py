@@ -64,6 +64,7 @@ class Tiramisu(nn.Module):
         self.apply(initialise)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, H, W] to logits of the same size."""
         if any(size % self.multiple for size in x.shape[2:]):
             raise ValueError(f"a map of {list(x.shape[2:])} does not halve evenly; use multiples of {self.multiple}")
         x, skips = self.stem(x), []
@@ -88,6 +89,7 @@ class TiramisuBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
+        """What each layer made."""
         new: list[Tensor] = []
         for layer in self.layers:
             new.append(layer(torch.cat([x, *new], 1)))
@@ -97,6 +99,7 @@ class TiramisuBlock(nn.Module):
 def _convolution(
     channels_in: int, channels_out: int, kernel: int, stride: int, dropout: float, batch_norm: bool
 ) -> nn.Sequential:
+    """A convolution, and what follows it."""
     layers: list[nn.Module] = [nn.Conv2d(channels_in, channels_out, kernel, stride, kernel // 2)]
     if batch_norm:
         layers.append(nn.BatchNorm2d(channels_out))

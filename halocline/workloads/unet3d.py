@@ -42,6 +42,7 @@ class UNet3d(nn.Module):
         self.head = nn.Conv3d(2 * width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, D, H, W] to logits of the same size; sides must be multiples of 8."""
         if any(size % MULTIPLE for size in x.shape[2:]):
             raise ValueError(
                 f"a volume of {list(x.shape[2:])} does not halve {DEPTH} times; use multiples of {MULTIPLE}"
@@ -53,6 +54,7 @@ class UNet3d(nn.Module):
             x = self.pool(x)
         x = self.bottom(x)
         for rise, block in zip(self.rise, self.up, strict=True):
+            # Skips come back in the opposite order.
             x = block(torch.cat([skips.pop(), rise(x)], 1))
         return self.head(x)
 
@@ -63,6 +65,7 @@ def block(channels_in: int, middle: int, channels_out: int) -> nn.Sequential:
 
 
 def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+    """One convolution with its norm and ReLU."""
     # The bias does nothing under a batch norm; it is there because the published network has it.
     convolution = nn.Conv3d(channels_in, channels_out, 3, padding="same")
     return convolution, nn.BatchNorm3d(channels_out), nn.ReLU(inplace=True)
@@ -75,7 +78,7 @@ def loss(output: Tensor, batch: Batch) -> Tensor:
 
 
 def _dice_loss(shares: Tensor, truth: Tensor) -> Tensor:
-    """From sums over the whole batch; the ones keep a class that nobody has from dividing by zero."""
+    """From sums over the whole batch; the ones keep an absent class from dividing by zero."""
     total = torch.zeros((), dtype=shares.dtype, device=shares.device)
     for number in range(shares.shape[1]):
         share, there = shares[:, number], (truth == number).to(shares.dtype)

@@ -66,6 +66,7 @@ def universes(samples: int, seed: int = 0, size: int = 64) -> dict[str, Field]:
 
 
 def targets(seed: int, sample: int) -> Floats:
+    """The parameters of one universe."""
     drawn = Draw(GlobalBox.all_of((len(PARAMETERS),)), _CPU, (seed, sample)).uniform(torch.float64)
     return drawn.sub_(0.5).numpy()
 
@@ -78,12 +79,14 @@ def deviations(parameters: Floats) -> Floats:
 def scatter(size: int) -> float:
     """Variance of the guess at a parameter from how much a cube fluctuates, and nothing else."""
     power = _spectrum(size)
+    # The effective number of independent waves.
     waves = _both(power, size).sum() ** 2 / _both(power**2, size).sum()
     return float(1 / (2 * waves) / (REDSHIFTS * REACH**2))
 
 
 @lru_cache(maxsize=2 * REDSHIFTS)
 def _channel(cubes: Cubes, sample: int, redshift: int) -> Array:
+    """One redshift of one universe: white noise, shaped in Fourier space."""
     shape = (cubes.size,) * 3
     white = Draw(GlobalBox.all_of(shape), _CPU, (cubes.seed, sample)).normal(torch.float32, 10 + 2 * redshift)
     waves = np.fft.rfftn(white.numpy(), axes=(0, 1, 2)) * _share(cubes.size)

@@ -1,11 +1,11 @@
-"""Bodies by chance, as a CT scanner sees them: an organ in a body, and lesions in the organ.
+"""Synthetic CT scans: a body with an organ, and lesions in the organ.
 
-A body is an ellipsoid with a spine, a second organ that looks nearly like the first, and the organ itself: a large
-ellipsoid that waves along its surface deform. Lesions are small balls within it, darker than the organ and as dark as
-much of the rest. Edges are as wide as the scanner's blur, and the noise is by voxel.
+A body is an ellipsoid with a spine, a second organ that looks almost like the first, and the organ itself: a large
+ellipsoid whose surface is deformed by waves. Lesions are small balls within it, darker than the organ and as dark as
+much of the rest. Edges are as wide as the scanner's blur; noise is drawn by voxel.
 
-All of it is worked out voxel by voxel from coordinates, with sums and products alone, so that any box of a volume costs
-its own voxels and has the very bits of the whole.
+Everything is computed voxel by voxel from coordinates, with sums and products alone, so that a box of a volume costs
+its own voxels and has the bits of the whole.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Scans:
         axes = _axes(self.size, box[1:])
         volume = np.full(tuple(i.size for i in box[1:]), AIR)
         for shape, intensity in body(self.seed, sample).layers():
+            # A linear edge: cheap, and the same bits for every box.
             share = np.clip(0.5 + shape.depth(axes) * (self.size / BLUR), 0.0, 1.0)
             volume = volume + share * (intensity - volume)
         noise = Draw(GlobalBox((1, *(self.size,) * 3), box), _CPU, (self.seed, sample)).normal(torch.float64, 10)
@@ -109,6 +110,7 @@ def volumes(samples: int, seed: int = 0, size: int = 32) -> dict[str, Field]:
 
 
 def body(seed: int, sample: int) -> Body:
+    """The shapes of one sample, drawn by its number."""
     chance = _Chance(seed, sample)
     organ = Ellipsoid(
         chance.about([0.5, 0.48, 0.36], 0.04),

@@ -17,9 +17,11 @@ Batch = Mapping[str, Tensor]
 class Meter(Protocol):
     """Sums over batches, global whatever the cut; what they come to is asked for at the end."""
 
-    def update(self, output: Tensor, batch: Batch) -> None: ...
+    def update(self, output: Tensor, batch: Batch) -> None:
+        """Add a batch. Every rank calls it."""
 
-    def result(self) -> dict[str, float]: ...
+    def result(self) -> dict[str, float]:
+        """The metrics by name, the same on every rank."""
 
 
 @dataclass(frozen=True)

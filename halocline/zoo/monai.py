@@ -1,16 +1,20 @@
-"""Networks of MONAI 1.6.1: 49 of its 3D segmenters, transformers, generators, classifiers and registration nets.
+"""Networks of MONAI 1.6.1: 49 of its 3D segmenters, transformers, generators, classifiers and registration
+networks.
 
-Volumes are the smallest at which a network still does all it does; many are longer in depth than across, which is cheap
-and tells the dims apart. Networks with batch norm at the bottom keep several voxels there: over two, rounding alone
-would spoil any comparison. Left out: HyenaNDUNETR and DAF3D (their packages do not install), Generator (no volume goes
-in), NaViT (a list goes in).
+Volumes are the smallest at which a network still does all it does. Many are longer in depth than across, which is cheap
+and tells the dims apart. Networks with batch norm at the bottom keep several voxels there: over two voxels, rounding
+alone would spoil any comparison.
+
+Left out: HyenaNDUNETR and DAF3D (their packages do not install), Generator (no volume goes in), NaViT (a list goes in).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from . import Zoo, ZooEntry
+from . import Input, Zoo, ZooEntry
 
 STEP = torch.zeros(1, dtype=torch.long)  # of a diffusion
 CONTEXT = (1, 3, 4)  # tokens a diffusion is conditioned on
@@ -23,57 +27,46 @@ SWIN = {"spatial_dims": 3, "feature_size": 12, "window_size": 5}
 RESIDUAL = {"spatial_dims": 3, "num_classes": 2, "widen_factor": 0.25}
 PLAIN_3D = {"spatial_dims": 3, "in_channels": 1}
 IN_3D = {"pretrained": False, **PLAIN_3D}
+CUBE, PATCH = (32, 32, 32), (16, 16, 16)
+CONDITIONED = {"with_conditioning": True, "cross_attention_dim": CONTEXT[-1]}
+TOPOLOGY = {"channel_mul": 0.25, "num_blocks": 4, "num_depths": 3, "use_downsample": True, "spatial_dims": 3}
 
 
 def volume(depth: int = 32, height: int | None = None, *, channels: int = 1) -> tuple[int, ...]:
+    """The shape of one volume, as wide as it is high."""
     side = depth if height is None else height
     return (1, channels, depth, side, side)
 
 
+def net(name: str, inputs: list[Input], *args: Any, **options: Any) -> ZooEntry:
+    """``Name(*args, **options)`` of MONAI. What stands in parentheses behind a name tells variants apart."""
+    return ZooEntry(name, lambda n: getattr(n, name.partition("(")[0])(*args, **options), tuple(inputs))
+
+
+# Encoders and decoders with skips: halos at every level, and tiles that shrink and grow.
 SEGMENTERS = (
-    ZooEntry("UNet", lambda n: n.UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=2), (volume(),)),
-    ZooEntry("BasicUNet", lambda n: n.BasicUNet(3, 1, 2, features=(8, 8, 16, 32, 64, 8)), (volume(),)),
-    ZooEntry(
-        "BasicUNetPlusPlus", lambda n: n.BasicUNetPlusPlus(3, 1, 2, features=(8, 8, 16, 32, 64, 8)), (volume(32, 16),)
-    ),
-    ZooEntry("AttentionUnet", lambda n: n.AttentionUnet(3, 1, 2, (8, 16, 32), (2, 2)), (volume(),)),
-    ZooEntry(
+    net("UNet", [volume()], 3, 1, 2, (8, 16, 32), (2, 2), num_res_units=2),
+    net("BasicUNet", [volume()], 3, 1, 2, features=(8, 8, 16, 32, 64, 8)),
+    net("BasicUNetPlusPlus", [volume(32, 16)], 3, 1, 2, features=(8, 8, 16, 32, 64, 8)),
+    net("AttentionUnet", [volume()], 3, 1, 2, (8, 16, 32), (2, 2)),
+    net(
         "DynUNet",
-        lambda n: n.DynUNet(
-            *(3, 1, 2, [3, 3, 3, 3], [1, 2, 2, 2], [2, 2, 2]),
-            filters=[8, 16, 32, 32],
-            res_block=True,
-            deep_supervision=False,
-        ),
-        (volume(),),
+        [volume()],
+        *(3, 1, 2, [3, 3, 3, 3], [1, 2, 2, 2], [2, 2, 2]),
+        filters=[8, 16, 32, 32],
+        res_block=True,
+        deep_supervision=False,
     ),
-    ZooEntry(
-        "FlexibleUNet",
-        lambda n: n.FlexibleUNet(1, 2, "resnet18", spatial_dims=3, decoder_channels=(32, 16, 8, 8, 8)),
-        (volume(64, 32),),
-    ),
-    ZooEntry("SegResNet", lambda n: n.SegResNet(3, 8, 1, 2), (volume(),)),
-    ZooEntry("SegResNet(deconv)", lambda n: n.SegResNet(3, 8, 1, 2, upsample_mode="deconv"), (volume(),)),
-    ZooEntry(
-        "SegResNetVAE",
-        lambda n: n.SegResNetVAE((32, 32, 32), spatial_dims=3, init_filters=8, in_channels=1, out_channels=2),
-        (volume(),),
-    ),
-    ZooEntry("SegResNetDS", lambda n: n.SegResNetDS(3, 8, 1, 2, blocks_down=(1, 2, 2), dsdepth=2), (volume(),)),
-    ZooEntry("SegResNetDS2", lambda n: n.SegResNetDS2(3, 8, 1, 2, blocks_down=(1, 2, 2), dsdepth=2), (volume(),)),
-    ZooEntry("VNet", lambda n: n.VNet(3, 1, 2), (volume(32, 16),)),
-    ZooEntry("HighResNet", lambda n: n.HighResNet(3, 1, 2), (volume(16),)),
-    ZooEntry("MedNeXt", lambda n: n.MedNeXt(3, 8, 1, 2), (volume(32, 16),)),
-    ZooEntry(
-        "DiNTS",
-        lambda n: n.DiNTS(
-            n.TopologyInstance(
-                channel_mul=0.25, num_blocks=4, num_depths=3, use_downsample=True, spatial_dims=3, device="cpu"
-            ),
-            *(1, 2),
-        ),
-        (volume(),),
-    ),
+    net("FlexibleUNet", [volume(64, 32)], 1, 2, "resnet18", spatial_dims=3, decoder_channels=(32, 16, 8, 8, 8)),
+    net("SegResNet", [volume()], 3, 8, 1, 2),
+    net("SegResNet(deconv)", [volume()], 3, 8, 1, 2, upsample_mode="deconv"),
+    net("SegResNetVAE", [volume()], CUBE, spatial_dims=3, init_filters=8, in_channels=1, out_channels=2),
+    net("SegResNetDS", [volume()], 3, 8, 1, 2, blocks_down=(1, 2, 2), dsdepth=2),
+    net("SegResNetDS2", [volume()], 3, 8, 1, 2, blocks_down=(1, 2, 2), dsdepth=2),
+    net("VNet", [volume(32, 16)], 3, 1, 2),
+    net("HighResNet", [volume(16)], 3, 1, 2),
+    net("MedNeXt", [volume(32, 16)], 3, 8, 1, 2),
+    ZooEntry("DiNTS", lambda n: n.DiNTS(n.TopologyInstance(device="cpu", **TOPOLOGY), 1, 2), (volume(),)),
     ZooEntry(
         "VISTA3D",
         lambda n: n.vista3d132(encoder_embed_dim=16, in_channels=1),
@@ -82,30 +75,22 @@ SEGMENTERS = (
     ),
 )
 
+# Attention over tokens of a cut volume, in windows or over all of them.
 TRANSFORMERS = (
-    ZooEntry("UNETR", lambda n: n.UNETR(1, 2, (32, 32, 32), feature_size=8, **TOKENS), (volume(),)),
-    ZooEntry("SwinUNETR", lambda n: n.SwinUNETR(1, 2, **SWIN), (volume(64, 32),)),
-    ZooEntry("SwinUNETR(v2)", lambda n: n.SwinUNETR(1, 2, use_v2=True, **SWIN), (volume(64, 32),)),
-    ZooEntry("ViT", lambda n: n.ViT(1, (32, 32, 32), (16, 16, 16), num_layers=2, **TOKENS), (volume(),)),
-    ZooEntry("ViTAutoEnc", lambda n: n.ViTAutoEnc(1, (32, 32, 32), (16, 16, 16), num_layers=2, **TOKENS), (volume(),)),
-    ZooEntry(
-        "MaskedAutoEncoderViT",
-        lambda n: n.MaskedAutoEncoderViT(
-            1, (32, 32, 32), (16, 16, 16), num_layers=2, spatial_dims=3, **TOKENS, **DECODER
-        ),
-        (volume(),),
-    ),
+    net("UNETR", [volume()], 1, 2, CUBE, feature_size=8, **TOKENS),
+    net("SwinUNETR", [volume(64, 32)], 1, 2, **SWIN),
+    net("SwinUNETR(v2)", [volume(64, 32)], 1, 2, use_v2=True, **SWIN),
+    net("ViT", [volume()], 1, CUBE, PATCH, num_layers=2, **TOKENS),
+    net("ViTAutoEnc", [volume()], 1, CUBE, PATCH, num_layers=2, **TOKENS),
+    net("MaskedAutoEncoderViT", [volume()], 1, CUBE, PATCH, num_layers=2, spatial_dims=3, **TOKENS, **DECODER),
 )
 
+# Autoencoders, diffusion models and discriminators: several inputs, and norms that another input steers.
 GENERATORS = (
-    ZooEntry("AutoEncoder", lambda n: n.AutoEncoder(3, 1, 2, (8, 16), (2, 2)), (volume(),)),
-    ZooEntry("VarAutoEncoder", lambda n: n.VarAutoEncoder(3, (1, 32, 32, 32), 1, 8, (8, 16), (2, 2)), (volume(),)),
-    ZooEntry("AutoencoderKL", lambda n: n.AutoencoderKL(3, 1, 1, *LEVELS, **LATENT), (volume(16),)),
-    ZooEntry(
-        "SPADEAutoencoderKL",
-        lambda n: n.SPADEAutoencoderKL(3, 2, 1, 1, *LEVELS, **LATENT),
-        (volume(16, 8), volume(16, 8, channels=2)),
-    ),
+    net("AutoEncoder", [volume()], 3, 1, 2, (8, 16), (2, 2)),
+    net("VarAutoEncoder", [volume()], 3, (1, *CUBE), 1, 8, (8, 16), (2, 2)),
+    net("AutoencoderKL", [volume(16)], 3, 1, 1, *LEVELS, **LATENT),
+    net("SPADEAutoencoderKL", [volume(16, 8), volume(16, 8, channels=2)], 3, 2, 1, 1, *LEVELS, **LATENT),
     ZooEntry(
         "VQVAE",
         lambda n: n.VQVAE(
@@ -118,65 +103,41 @@ GENERATORS = (
         (volume(),),
         dtype="float32",
     ),
-    ZooEntry("DiffusionModelUNet", lambda n: n.DiffusionModelUNet(3, 1, 1, *LEVELS, **DIFFUSION), (volume(16), STEP)),
-    ZooEntry(
-        "DiffusionModelUNet(cond)",
-        lambda n: n.DiffusionModelUNet(
-            3, 1, 1, *LEVELS, with_conditioning=True, cross_attention_dim=CONTEXT[-1], **DIFFUSION
-        ),
-        (volume(16), STEP, CONTEXT),
-    ),
-    ZooEntry(
-        "SPADEDiffusionModelUNet",
-        lambda n: n.SPADEDiffusionModelUNet(3, 1, 1, 2, *LEVELS, **DIFFUSION),
-        (volume(16, 8), STEP, volume(16, 8, channels=2)),
-    ),
-    ZooEntry(
+    net("DiffusionModelUNet", [volume(16), STEP], 3, 1, 1, *LEVELS, **DIFFUSION),
+    net("DiffusionModelUNet(cond)", [volume(16), STEP, CONTEXT], 3, 1, 1, *LEVELS, **CONDITIONED, **DIFFUSION),
+    net("SPADEDiffusionModelUNet", [volume(16, 8), STEP, volume(16, 8, channels=2)], 3, 1, 1, 2, *LEVELS, **DIFFUSION),
+    net(
         "ControlNet",
-        lambda n: n.ControlNet(
-            *(3, 1, *LEVELS),
-            conditioning_embedding_in_channels=1,
-            conditioning_embedding_num_channels=(8,),
-            **DIFFUSION,
-        ),
-        (volume(16), STEP, volume(16)),
+        [volume(16), STEP, volume(16)],
+        *(3, 1, *LEVELS),
+        **{"conditioning_embedding_in_channels": 1, "conditioning_embedding_num_channels": (8,), **DIFFUSION},
     ),
-    ZooEntry(
-        "SPADENet",
-        lambda n: n.SPADENet(3, 1, 1, 2, [16, 16, 16], [8, 16], z_dim=4),
-        (volume(16, channels=2), volume(16)),
-    ),
-    ZooEntry("PatchDiscriminator", lambda n: n.PatchDiscriminator(3, 8, 1), (volume(),)),
-    ZooEntry(
-        "MultiScalePatchDiscriminator",
-        lambda n: n.MultiScalePatchDiscriminator(2, 2, 3, 8, 1, minimum_size_im=64),
-        (volume(64),),
-    ),
+    net("SPADENet", [volume(16, channels=2), volume(16)], 3, 1, 1, 2, [16, 16, 16], [8, 16], z_dim=4),
+    net("PatchDiscriminator", [volume()], 3, 8, 1),
+    net("MultiScalePatchDiscriminator", [volume(64)], 2, 2, 3, 8, 1, minimum_size_im=64),
 )
 
+# A cut volume becomes a whole vector: global pools and dense layers.
 CLASSIFIERS = (
     ZooEntry("ResNet18", lambda n: n.resnet18(n_input_channels=1, **RESIDUAL), (volume(),)),
-    ZooEntry(
-        "ResNet50",
-        lambda n: n.resnet50(n_input_channels=1, shortcut_type="B", **RESIDUAL),
-        (volume(),),
-    ),
+    ZooEntry("ResNet50", lambda n: n.resnet50(n_input_channels=1, shortcut_type="B", **RESIDUAL), (volume(),)),
     ZooEntry("ResNetFeatures18", lambda n: n.ResNetFeatures("resnet18", **IN_3D), (volume(64),)),
-    ZooEntry("DenseNet121", lambda n: n.DenseNet121(3, 1, 2, init_features=16, growth_rate=8), (volume(64),)),
+    net("DenseNet121", [volume(64)], 3, 1, 2, init_features=16, growth_rate=8),
     ZooEntry("SENet154/SEResNet50", lambda n: n.SEResNet50(num_classes=2, **PLAIN_3D), (volume(64, 48),)),
     ZooEntry("EfficientNet-b0", lambda n: n.EfficientNetBN("efficientnet-b0", num_classes=2, **IN_3D), (volume(64),)),
-    ZooEntry("Regressor", lambda n: n.Regressor((1, 32, 32, 32), (2,), (4, 8), (2, 2)), (volume(),)),
-    ZooEntry("Classifier", lambda n: n.Classifier((1, 32, 32, 32), 2, (4, 8), (2, 2)), (volume(),)),
-    ZooEntry("Discriminator", lambda n: n.Discriminator((1, 32, 32, 32), (4, 8), (2, 2)), (volume(),)),
-    ZooEntry("Critic", lambda n: n.Critic((1, 32, 32, 32), (4, 8), (2, 2)), (volume(),)),
+    net("Regressor", [volume()], (1, *CUBE), (2,), (4, 8), (2, 2)),
+    net("Classifier", [volume()], (1, *CUBE), 2, (4, 8), (2, 2)),
+    net("Discriminator", [volume()], (1, *CUBE), (4, 8), (2, 2)),
+    net("Critic", [volume()], (1, *CUBE), (4, 8), (2, 2)),
 )
 
+# Fields of displacements, and sampling at any place.
 REGISTRATION = (
-    ZooEntry("RegUNet", lambda n: n.RegUNet(3, 1, 8, 2, out_channels=3), (volume(),)),
-    ZooEntry("GlobalNet", lambda n: n.GlobalNet((32, 32, 32), 3, 1, 8, 2), (volume(),), dtype="float32"),
-    ZooEntry("LocalNet", lambda n: n.LocalNet(3, 1, 8, (0, 1, 2)), (volume(32, 16),)),
-    ZooEntry("VoxelMorphUNet", lambda n: n.VoxelMorphUNet(3, 2, 16, (8, 16), (16, 8)), (volume(32, 16, channels=2),)),
-    ZooEntry("VoxelMorph", lambda n: n.VoxelMorph(), (volume(32, 16), volume(32, 16))),
+    net("RegUNet", [volume()], 3, 1, 8, 2, out_channels=3),
+    ZooEntry("GlobalNet", lambda n: n.GlobalNet(CUBE, 3, 1, 8, 2), (volume(),), dtype="float32"),
+    net("LocalNet", [volume(32, 16)], 3, 1, 8, (0, 1, 2)),
+    net("VoxelMorphUNet", [volume(32, 16, channels=2)], 3, 2, 16, (8, 16), (16, 8)),
+    net("VoxelMorph", [volume(32, 16), volume(32, 16)]),
 )
 
 ENTRIES = (*SEGMENTERS, *TRANSFORMERS, *GENERATORS, *CLASSIFIERS, *REGISTRATION)

@@ -1,7 +1,10 @@
 """Neural operators of neuraloperator 2.0.0 in two and three dims: Fourier, U-shaped, tensorised and spherical ones.
 
 Each spectral layer transforms the whole field, keeps its lowest modes and multiplies them by complex weights, which
-opt_einsum contracts. Fields are longer along one dim than along the others, and not powers of two throughout.
+opt_einsum contracts. A field that is cut in space is therefore brought together one dim at a time.
+
+Fields are longer along one dim than along the others, and not all sizes are powers of two: a mistake in the order of
+dims or in the size of a tile shows.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 from . import Zoo, ZooEntry
 
 PLANE, CUBE, SPHERE = (2, 3, 32, 24), (1, 2, 16, 12, 12), (2, 3, 16, 32)
+# Few channels: what is checked is the spectral part.
 NARROW = {"in_channels": 3, "out_channels": 2, "hidden_channels": 8, "n_layers": 2}
 SOLID = {"in_channels": 2, "out_channels": 1, "hidden_channels": 6, "n_layers": 2}
+# Weights stay factors of a tensor decomposition and are never multiplied out.
 FACTORS = {"rank": 0.5, "implementation": "factorized"}
 U_SHAPED = {
     "in_channels": 3,
@@ -22,6 +27,7 @@ U_SHAPED = {
     "channel_mlp_skip": "linear",
     "uno_out_channels": [8, 12, 12, 8],
 }
+# The field shrinks and grows again, by its modes.
 SHRINKS = (1.0, 0.5, 1.0, 2.0)
 
 ENTRIES = (

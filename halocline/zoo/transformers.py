@@ -1,7 +1,7 @@
 """Networks on images from Hugging Face transformers 5.22.2, built from small configurations: nothing is downloaded.
 
-Widths and depths are small, kernels, strides and heads as published. What would let a narrow network forget its input
-is changed: weights that start too small for it (``LOUD``), layer scales of a millionth, a dropout of 0.999.
+Widths and depths are small; kernels, strides and heads are as published. What would let a narrow network forget its
+input is changed: weights that start too small for it (``LOUD``), layer scales of a millionth, a dropout of 0.999.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from . import Zoo, ZooEntry
 IMAGE = (2, 3, 64, 64)  # batch norm at the bottom sees more than one pixel
 CLASSES = "ForImageClassification"
 PIXELS = "ForSemanticSegmentation"
+# A narrow network with the usual small weights hardly depends on its input.
 LOUD = {"initializer_range": 0.3}
 WIDTHS = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}
 TOKENS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -24,21 +25,23 @@ PYRAMID = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attenti
 
 
 def network(family: str, head: str = CLASSES, /, **options: Any) -> Callable[[Any], nn.Module]:
-    """``FamilyHead`` of ``FamilyConfig(**options)``."""
+    """A builder of ``FamilyHead(FamilyConfig(**options))``."""
     return lambda t: getattr(t, family + head)(getattr(t, f"{family}Config")(**options))
 
 
 def on_backbone(family: str, backbone: str, settings: dict[str, Any], **options: Any) -> Callable[[Any], nn.Module]:
-    """A segmenter on the features of another family."""
+    """A builder of a segmenter that works on the features of another family."""
     return lambda t: getattr(t, family + PIXELS)(
         getattr(t, f"{family}Config")(backbone_config=getattr(t, f"{backbone}Config")(**settings), **options)
     )
 
 
 def image(name: str, build: Callable[[Any], nn.Module], size: tuple[int, ...] = IMAGE, **keywords: Any) -> ZooEntry:
+    """An entry whose input is a batch of images."""
     return ZooEntry(name, build, (size,), keywords)
 
 
+# Convolutions only: halos, strides, depthwise kernels.
 CONVOLUTIONS = (
     image("ResNet", network("ResNet", embedding_size=8, **WIDTHS)),
     image("RegNet", network("RegNet", embedding_size=8, groups_width=4, **WIDTHS)),
@@ -71,6 +74,7 @@ CONVOLUTIONS = (
     image("FocalNet", network("FocalNet", embed_dim=8, **WIDTHS)),
 )
 
+# Convolutions and attention in turn.
 MIXED = (
     image(
         "MobileViT",
@@ -95,6 +99,7 @@ MIXED = (
     ),
 )
 
+# Patches become tokens; windows are shifted by rolls.
 TRANSFORMERS = (
     image("ViT", network("ViT", image_size=64, patch_size=8, **TOKENS)),
     image("BEiT", network("Beit", image_size=64, patch_size=8, use_relative_position_bias=True, **TOKENS)),
@@ -123,6 +128,7 @@ TRANSFORMERS = (
     ),
 )
 
+# An answer for each pixel: features of several sizes are brought together.
 DENSE = (
     image("SegFormer", network("Segformer", PIXELS, decoder_hidden_size=16, **PYRAMID)),
     image("GLPN", network("GLPN", "ForDepthEstimation", decoder_hidden_size=16, **PYRAMID)),

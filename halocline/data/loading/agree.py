@@ -1,4 +1,8 @@
-"""Bad samples: all ranks learn in the same step which there are, and why."""
+"""Bad samples: all ranks learn in the same step which samples are bad, and why.
+
+A rank that raised alone would leave the others waiting; a rank that skipped a sample alone would train on another
+batch.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,7 @@ def _text(error: BaseException) -> str:
 
 
 def _error(text: str, teller: int) -> BaseException:
+    """The error again, on a rank that did not raise it, with the rank that did."""
     content = json.loads(text)
     if len(content) == 4:
         where, sample, box, why = content

@@ -1,7 +1,9 @@
-"""Augmentation as geometry: another box of the sample is read, and nothing is moved.
+"""Augmentation as geometry: a rank reads another box of the sample, and no data move between ranks.
 
-An augmentation draws, for a sample of an epoch, *moves* of named dims; all fields that have these dims make the same
-moves. What it draws depends on seed, epoch and sample alone.
+For each sample of an epoch an augmentation draws *changes of view* of named dims. All fields that have these dims
+change alike, so labels follow their volumes. What is drawn depends on seed, epoch and sample alone, never on the mesh.
+
+    loader = hc.data.Loader(fields, mesh, augment=[hc.data.Crop(D=64, H=64, W=64), hc.data.Flip("D", "H")])
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ Sizes = Mapping[str, int]
 
 
 class Dice:
-    """Numbers for one sample of one epoch."""
+    """Random numbers for one sample of one epoch.
+
+    The same on every rank, so that all ranks see the same augmentation.
+    """
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
         self._key, self._sample, self._thrown = keys(seed, epoch, GEOMETRY_STREAM)[0], sample, 0
@@ -26,6 +31,7 @@ class Dice:
     def below(self, count: int) -> int:
         """0 to ``count - 1``; each as likely, to one part in 2^64."""
         self._thrown += 1
+        # The upper half of a 128-bit product: uniform, without a division.
         return keys(self._key, self._sample, self._thrown)[1] * count >> 64
 
     def chance(self, probability: float) -> bool:
@@ -34,7 +40,10 @@ class Dice:
 
 
 class ViewChange(NamedTuple):
-    """One change of view, of dims by their letters."""
+    """One change of view: a method of :class:`SampleView` by name, the dims by their letters, and its numbers.
+
+    Fields that have none of the dims ignore it.
+    """
 
     what: str
     letters: str
@@ -74,9 +83,11 @@ class Flip:
             raise DataError(f"Flip: dims are given one by one, as Flip('D', 'H'), not {letters}")
 
     def letters(self) -> str:
+        """The dims that may be reversed."""
         return "".join(self._letters)
 
     def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+        """One draw for each dim, in the order given."""
         return [ViewChange("flip", letter) for letter in self._letters if dice.chance(self._chance)]
 
 
@@ -89,9 +100,11 @@ class Rotate90:
             raise DataError(f"Rotate90: give the two dims of a plane, one letter each, not {first!r} and {second!r}")
 
     def letters(self) -> str:
+        """The two dims of the plane."""
         return self._plane
 
     def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+        """One draw: how many quarter turns."""
         turns = 2 * dice.below(2) if self._half else dice.below(4)
         if not self._half and len({sizes[letter] for letter in self._plane}) > 1:
             text = " and ".join(f"{letter} of {sizes[letter]}" for letter in self._plane)
@@ -106,9 +119,11 @@ class Crop:
         self._sizes, self._centre = sizes, centre
 
     def letters(self) -> str:
+        """The dims that become shorter."""
         return "".join(self._sizes)
 
     def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+        """One draw for each dim, where the crop begins; none for a crop in the centre."""
         turns = []
         for letter, size in self._sizes.items():
             room = sizes[letter] - size
@@ -128,9 +143,11 @@ class Shift:
             raise DataError(f"Shift: give the largest shift of each dim, 0 or more, not {most}")
 
     def letters(self) -> str:
+        """The dims that are shifted."""
         return "".join(self._most)
 
     def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+        """One draw for each dim, from minus to plus its largest shift."""
         drawn = ((letter, dice.below(2 * most + 1) - most) for letter, most in self._most.items())
         return [ViewChange(self._what, letter, (by,)) for letter, by in drawn if by]
 

@@ -1,7 +1,8 @@
-"""Memory that batches are read into, used again when nobody looks at it any more.
+"""Memory that batches are read into. It is reused as soon as nothing refers to it any more.
 
-A batch that is handed out holds a *lease*: while any tensor on that memory lives (the batch itself, what autograd saved
-of it, a list the user keeps), it is not written to. Whoever keeps more batches than there are buffers gets more.
+A batch that is handed out holds a *lease*: its memory is not overwritten while any tensor on it lives, be it the batch
+itself, what autograd saved of it, or a list that the user keeps. A user who keeps more batches than there are buffers
+gets more buffers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class Memory:
-    """A run of bytes: pinned where there is a GPU, shared where reader processes write into it."""
+    """A run of bytes: pinned where batches go to a GPU, shared where reader processes write into it."""
 
     def __init__(self, size: int, *, shared: bool = False, pinned: bool = False) -> None:
         size = max(size, 1)
@@ -44,6 +45,7 @@ class Memory:
             self.descriptor = os.memfd_create("halocline-batch")
             os.ftruncate(self.descriptor, size)
             self.bytes: Array = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+            # The mapping stays valid without the descriptor; readers open it by its path before that.
             weakref.finalize(self, os.close, self.descriptor)
         elif pinned:
             self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
@@ -58,7 +60,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Target:
-    """An array on a memory, as another process can find it."""
+    """An array on a shared memory, described by numbers so that another process can find it."""
 
     offset: int
     shape: tuple[int, ...]
@@ -92,7 +94,7 @@ class Buffer:
 
 
 class Arena:
-    """Memory that grows in blocks and is let go of as a whole."""
+    """Memory that grows in blocks and is freed as a whole."""
 
     def __init__(self, **kind: bool) -> None:
         self._kind, self._blocks, self._used = kind, list[Memory](), 0
@@ -121,6 +123,7 @@ class Pool:
         self._maker.start()
 
     def _prepare(self) -> None:
+        """Make all buffers and touch their pages, in a thread beside the first steps."""
         for _ in range(self._limit):
             buffer = self._make()
             buffer.memory.bytes[:: mmap.PAGESIZE] = 0
@@ -133,6 +136,7 @@ class Pool:
 
     def take(self) -> Buffer:
         """A free buffer: waits for one where all that may be made are in use."""
+        # Short waits: the maker may end without a buffer for us.
         while self._maker.is_alive():
             with suppress(queue.Empty):
                 return self._free.get(timeout=0.05)
@@ -142,6 +146,7 @@ class Pool:
             return self._make() if self.made < self._limit else self._wait()
 
     def _wait(self) -> Buffer:
+        """Wait a moment for a buffer to come back; then make one more, and say once in the log why."""
         try:
             return self._free.get(timeout=0.0 if self._said else _PATIENCE)
         except queue.Empty:
@@ -170,7 +175,7 @@ class BufferLease:
         self._counted = _Counted(pool, self.buffer)
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Room in the buffer, for whoever fills it."""
+        """An array in the buffer, to be filled by readers."""
         self.arrays[name] = self.buffer.array(name, shape, dtype)
         return self.arrays[name]
 
@@ -186,7 +191,7 @@ class BufferLease:
         self._counted.release(0)
 
     def lose(self) -> None:
-        """Somebody who hangs may still write into it: it is not used again."""
+        """Never reuse the buffer: a reader that hangs may still write into it."""
         self._pool.made -= 1
 
 
@@ -198,6 +203,7 @@ class _Counted:
         self._holders, self._next = {0}, 1
 
     def hold(self) -> int:
+        """A new holder; the buffer goes back to the pool when all have released it."""
         holder, self._next = self._next, self._next + 1
         self._holders.add(holder)
         return holder

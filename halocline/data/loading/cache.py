@@ -1,8 +1,10 @@
-"""The in-memory store: tiles read once, kept in host memory under a budget, and fetched from whoever holds them.
+"""Samples kept in host memory: each is read from disk once, and later fetched from the ranks that hold it.
 
-Every sample has a *home*: the ranks that need it in epoch 0, each with its own part of the sample as it lies on disk.
-The home ranks read it when it is first needed and keep it. From then on whoever needs a box of it gets it from them,
-and the disk is left alone. Who holds what follows from the order of epoch 0 and the budget, so that no rank ever asks.
+Every sample has a *home*: the ranks that need it in epoch 0. Each of them holds its own part of the sample, as it lies
+on disk. The home ranks read the sample when it is first needed and keep it, as far as the budget allows. From then on
+they send boxes of it to the ranks that need them, and the disk is idle.
+
+Who holds what follows from the order of epoch 0 and from the budget, so that every rank knows it without asking.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ Coordinates = Mapping[str, int]
 
 
 class SampleCache:
-    """``grid`` cuts the samples as they lie; ``budget`` is in bytes, a rank's own."""
+    """One rank's part of the cache.
+
+    ``grid`` cuts samples as they lie on disk; ``budget`` is in bytes, for this rank.
+    """
 
     def __init__(
         self, fields: Fields, grid: Grid, batch_axis: str | None, order: Order, budget: int, shared: bool = False
@@ -38,22 +43,22 @@ class SampleCache:
 
     def _settle(self, order: Order, budget: int) -> dict[int, int]:
         """The group in which each kept sample is at home."""
-        room, cost, homes = [budget] * self._groups, self._largest_share(), dict[int, int]()
+        room, homes = [budget] * self._groups, dict[int, int]()
+        # Bytes of a sample on the rank that holds most of it, so that all ranks keep the same samples.
+        cost = sum(map(self._largest_tile, self._fields.values()))
         places = list(order.permutation(0))
         for start in range(0, len(places), order.batch):
             batch = places[start : start + order.batch]
             for group, piece in enumerate(Partition.even(len(batch), self._groups).pieces()):
                 for sample in batch[slice(*piece)]:
+                    # In the order of epoch 0: what comes first stays, and what comes later is read each time.
                     if room[group] >= cost:
                         room[group] -= cost
                         homes[sample] = group
         return homes
 
-    def _largest_share(self) -> int:
-        """Bytes of a sample on the rank that holds most of it, so that all ranks keep the same samples."""
-        return sum(self._largest_tile(each) for each in self._fields.values())
-
     def _largest_tile(self, each: Field) -> int:
+        """Bytes of a field's largest tile, rounded up as the arena does."""
         sizes = []
         for letter, size in zip(each.dims, each.source.shape, strict=True):
             cut = self._grid.cuts.get(letter)
@@ -105,11 +110,11 @@ class SampleCache:
         return box, self._tiles[sample, name], memory
 
     def forget(self, samples: Iterable[int]) -> None:
-        """They were not read after all, or nobody knows whether: the next batch that needs them reads them."""
+        """Mark samples as not read: the next batch that needs them reads them again."""
         self._loaded.difference_update(samples)
 
     def drop(self, sample: int) -> None:
-        """Let go of a bad sample's tiles; nobody will ask for them."""
+        """Free the tiles of a bad sample; no rank asks for them any more."""
         for name in self._fields:
             self._tiles.pop((sample, name), None)
 
@@ -125,5 +130,6 @@ class SampleCache:
         """The ranks of a group among which a field is cut, and that stand as this one on all other axes."""
         axes = self._grid.axes(each.dims)
         for places in product(*(range(self._mesh.sizes[axis]) for axis in axes)):
+            # Ranks that hold the same part on other axes each serve their own peers.
             where = {**self._me, **dict(zip(axes, places, strict=True))}
             yield {**where, self._axis: group} if self._axis else where

@@ -1,4 +1,4 @@
-"""Boxes on their way from the ranks that hold a sample in memory to those that need it in this step."""
+"""Sends boxes of cached samples from the ranks that hold them to the ranks that need them in this step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Targets = Mapping[tuple[int, str], Array]
 
 
 class SampleExchange:
-    """For one step: both ends work out the same list of parts for each pair of ranks, and nobody asks."""
+    """One step's exchange.
+
+    Both ends work out the same list of parts for each pair of ranks, so that no requests are sent.
+    """
 
     def __init__(self, cache: SampleCache, layout: BatchLayout, step: Step, positions: list[int]) -> None:
         self._cache, self._layout, self._step = cache, layout, step
@@ -34,6 +37,7 @@ class SampleExchange:
         batch = self._layout.batch(len(self._step.samples))
         mine = self._layout.group(self._mesh.coordinates)
         for position in self._positions:
+            # The group of ranks that works on this sample in this step.
             needing = next(g for g, piece in enumerate(batch.pieces()) if piece.lo <= position < piece.hi)
             home = self._cache.home(self._step.samples[position])
             for name in self._layout.fields:
@@ -49,6 +53,7 @@ class SampleExchange:
         view = self._layout.views(self._step.epoch, sample)[name]
         box = self._layout.needed(name, self._mesh.coordinates)
         if view.fills(box):
+            # Before the parts are put: a shift leaves places that no part covers.
             target.fill(each.fill)
         for where in self._cache.ranks(each, home):
             holder = self._mesh.rank_at(where)
@@ -60,6 +65,7 @@ class SampleExchange:
                     self.incoming[holder].append((place, each.kept_dtype))
 
     def _hand_out(self, position: int, name: str, needing: int) -> None:
+        """What this rank holds of one sample and the ranks of the group ``needing`` want."""
         each, sample = self._layout.fields[name], self._step.samples[position]
         view = self._layout.views(self._step.epoch, sample)[name]
         mine = self._cache.home_box(each, self._mesh.coordinates)
@@ -70,6 +76,7 @@ class SampleExchange:
                     self.outgoing[needer].append(self._cache.part(sample, name, piece.source))
 
     def _send(self, world: World) -> int:
+        """One message for each pair of ranks; waits for all of them. Returns the bytes that arrived."""
         sends = [Send(peer, _packed(parts)) for peer, parts in sorted(self.outgoing.items())]
         expected = sorted(self.incoming.items())
         receives = [
@@ -94,6 +101,7 @@ def _packed(parts: list[Array]) -> torch.Tensor:
 
 
 def _unpack(message: torch.Tensor, parts: list[tuple[Array, np.dtype[np.generic]]]) -> None:
+    """Copy the parts of a message to their places, converted to the dtype of the batch."""
     data, at = message.numpy(), 0
     for place, dtype in parts:
         size = place.size * dtype.itemsize

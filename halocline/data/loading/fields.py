@@ -1,4 +1,8 @@
-"""What a batch is made of: fields, their dims by name, and the frame that they share."""
+"""What a batch is made of: fields, their dims by letter, and the sizes that fields share.
+
+All fields of a sample are cut and augmented together. Dims are known by letters (C, T, D, H, W), so that a label map
+without channels follows its volume.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,12 @@ _WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
 class Field:
     """One tensor of a batch: where it is read, and what is done to its values.
 
-    ``dtype``: the tensor's; by default that of the store, but int64 for integers without channels, which are class
-    numbers to the losses of torch. ``channels``: those that are read, by number. ``fill``: what stands where a shift
-    leaves nothing. ``rim``: how much of the neighbours' part is read as well, by letter, so that the first layer need
-    not ask for it.
+    ``dtype`` is the tensor's; by default that of the store, but int64 for integers without channels, which torch's
+    losses take for class numbers. ``channels`` are those that are read, by number. ``fill`` stands where a shift leaves
+    nothing. ``rim`` is how much of the neighbours' part is read as well, by letter, so that the first layer need not
+    exchange it.
+
+        Field(store, dtype=torch.bfloat16, values=[Normalize((0.5,), (0.25,))], rim={"D": 1})
     """
 
     store: Store
@@ -121,6 +127,7 @@ def frame_of(fields: Fields, shared: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, each in fields.items():
         for letter, size in zip(each.dims, each.source.shape, strict=True):
+            # Channels may differ by field, as may dims that are neither cut nor moved.
             if letter == "C" or (letter not in shared and sizes.get(letter, size) != size):
                 continue
             if sizes.setdefault(letter, size) != size:

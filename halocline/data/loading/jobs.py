@@ -1,4 +1,4 @@
-"""One box of one sample, to be read: planned here, done by a reader, in this process or another."""
+"""One box of one sample to be read: planned by the pipeline, done by a reader in this process or another."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def _in_place(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _take_over(after: torch.Tensor, tile: Array, values: Sequence[Value]) -> None:
+    """Put a transform's result into the tile, where it did not work in place."""
     if after.dtype == torch.bfloat16:
         after = after.float()
     numbers = after.detach().resolve_conj().resolve_neg().numpy()

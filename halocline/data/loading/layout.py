@@ -1,4 +1,8 @@
-"""Who reads what: which samples of a batch, and which box of each, fall to the rank at given coordinates."""
+"""Which samples of a batch, and which box of each, belong to the rank at given coordinates.
+
+Everything here follows from the arguments of the loader, so that any rank can work out any other rank's part: exchanges
+need no requests.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,7 @@ class BatchLayout:
         _check_planes(fields, augment)
         shared = {*cut, *(letter for each in augment for letter in each.letters())} - {SAMPLES}
         self._frame = frame_of(fields, "".join(sorted(shared)))
+        # The sizes after augmentation, from the first sample; all others must agree.
         self._sizes = drawn_moves(self._augment, self._frame, Dice(seed, 0, 0))[1]
         spatial = {letter: axis for letter, axis in cut.items() if letter != SAMPLES}
         self.grid = Grid.of(mesh, spatial, self._sizes, multiple, points)
@@ -46,6 +51,7 @@ class BatchLayout:
             mesh.check_axis(axis)
         self.batch_axis = axis if axis is not None and mesh.sizes[axis] > 1 else None
         self.groups = mesh.sizes[axis] if axis is not None else 1
+        # Asked for several times in a step: for the reads, the exchange and the values.
         self._views = lru_cache(maxsize=1024)(self._new_views)
         self._shapes = {name: self.views(0, 0)[name].shape for name in fields}
 
@@ -63,6 +69,7 @@ class BatchLayout:
         return self._views(epoch if self._augment else 0, sample if self._augment else 0)
 
     def _new_views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
+        """Draw the augmentation of one sample; raises where it leads to another size than that of the first sample."""
         moves, sizes = drawn_moves(self._augment, self._frame, Dice(self.seed, epoch, sample))
         if sizes != self._sizes:
             raise DataError(f"augmentation gives samples of {self._sizes} and of {sizes}; a batch has one size")
@@ -101,6 +108,7 @@ class BatchLayout:
 
 
 def _check_letters(cut: Mapping[str, str], augment: Sequence[Augmentation]) -> None:
+    """Raise for augmentations of channels or samples, and for an axis that would cut two dims."""
     for each in augment:
         if set(each.letters()) & {"C", SAMPLES}:
             raise DataError(f"{type(each).__name__} moves {each.letters()}: channels and samples are not space")

@@ -1,11 +1,13 @@
-"""Batches of samples that are cut over a mesh: every rank reads its own boxes, and no rank reads another's.
+"""The loader: batches of samples that are cut over a mesh. Every rank reads its own boxes and no others.
 
     loader = hc.data.Loader({"x": volumes, "y": labels}, mesh, batch=4, cut={"N": "data", "D": "depth"})
     for epoch in range(10):
         for batch in loader:
             loss = criterion(model(batch["x"]), batch["y"])
 
-The samples of a step are the same for every mesh, as are their values after augmentation.
+The samples of a step, and their values after augmentation, are the same for every mesh. A :class:`Loader` owns the
+reading threads or processes, the buffers, and a duplicate of the mesh's world in which the loaders of all ranks
+exchange samples; :meth:`Loader.close` ends them.
 """
 
 from __future__ import annotations
@@ -31,11 +33,10 @@ from ..stores.store import SAMPLES, Store
 from .augment import Augmentation
 from .buffers import Pool
 from .cache import SampleCache
-from .device_copier import DeviceCopier
-from .fields import Field, Fields, as_fields
+from .fields import Field, as_fields
 from .layout import BatchLayout
 from .order import Order
-from .pipeline import ALONE, Batch, Pipeline
+from .pipeline import ALONE, Batch, DeviceCopier, Pipeline
 from .prefetcher import Prefetcher
 from .readers import make_readers
 
@@ -122,8 +123,11 @@ class Loader:
         self._copier = None if device is None else DeviceCopier(torch.device(device))
         self._check_same(mesh, augment, [memory, prefetch, epochs, on_bad_sample])
         self._readers = make_readers(readers, [each.source for each in self.fields.values()], processes)
-        self._pool = Pool(prefetch + 2, self._largest(), shared=self._readers.shared, pinned=self._pins(device))
+        shared = self._readers.shared
+        pinned = device is not None and torch.device(device).type == "cuda" and not shared
+        self._pool = Pool(prefetch + 2, self._largest(), shared=shared, pinned=pinned)
         self._cache = self._make_cache(memory) if memory else None
+        # The prefetchers of all ranks talk beside the training step, and must not mix with its messages.
         self._world = mesh.world.duplicate() if mesh.size > 1 else mesh.world
         self._pipeline = Pipeline(
             self.layout, self.order, self._pool, self._readers, self._cache, self._world, on_bad_sample, self._copier
@@ -131,7 +135,7 @@ class Loader:
         self._prefetch, self._last = prefetch, None if epochs is None else epochs * self.order.steps
         self._prefetcher: Prefetcher | None = None
         self._tick, self._resumed = 0, True  # the next step; a new loader stands at a beginning
-        self._clock = _Clock()
+        self._steps, self._waited, self._began, self._now = 0, 0.0, 0.0, 0.0  # for the report
         self._closed, self._agreed = False, False  # has every rank raised what ended the last prefetcher?
 
     # -- what is read, and by whom
@@ -145,10 +149,8 @@ class Loader:
             for name, each in self.fields.items()
         }
 
-    def _pins(self, device: torch.device | str | None) -> bool:
-        return device is not None and torch.device(device).type == "cuda" and not self._readers.shared
-
     def _make_cache(self, memory: int) -> SampleCache:
+        """The cache, with a warning on rank 0 if it cannot hold all samples."""
         layout = self.layout
         cache = SampleCache(
             self.fields, layout.home, layout.batch_axis, self.order, memory, shared=self._readers.shared
@@ -165,13 +167,19 @@ class Loader:
         """All ranks must mean the same data: a rank that sees other files would read other samples."""
         if mesh.size == 1:
             return
-        what = [_description(self.fields), self.order, dict(self.layout.grid.cuts), list(map(_plain, augment)), options]
+        stores = [_description(name, each) for name, each in self.fields.items()]
+        changes = [(type(each).__name__, sorted(getattr(each, "__dict__", {}).items())) for each in augment]
+        what = [stores, self.order, dict(self.layout.grid.cuts), changes, options]
         text = re.sub(r"\b0x[0-9a-f]+", "", repr(what))  # addresses of objects, which each process has of its own
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         least, most = extremes(mesh.world, torch.tensor([word]), _LABEL)
         if least != most:
+            here = "; ".join(
+                f"{name}: {len(f.source)} of {list(f.source.shape)} in {f.source.name}"
+                for name, f in self.fields.items()
+            )
             raise DataError(
-                f"the ranks describe their data differently: rank {mesh.rank} has {_summary(self.fields)}; "
+                f"the ranks describe their data differently: rank {mesh.rank} has {here}; "
                 "check that all see the same files in the same order, with the same arguments"
             )
 
@@ -189,6 +197,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """The next epoch; after ``load_state_dict`` the rest of the one that was left."""
         if not self._resumed:
+            # An epoch that was left early is not finished: the next one begins.
             self._go_to(-(-self._tick // self.order.steps) * self.order.steps)
         self._resumed = False
         end = (self.epoch + 1) * self.order.steps
@@ -201,10 +210,12 @@ class Loader:
             del batch  # its memory is free as soon as the caller lets go of it
 
     def _next(self) -> Batch | None:
+        """The batch of the next step, from the prefetcher; None where all its samples are bad."""
         if self._closed:
             raise DataError("this loader was closed; make another one")
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._pipeline, self._tick, self._prefetch, self._last)
+            # A loader that is dropped without close() still ends its thread.
             self._forgotten = weakref.finalize(self, self._prefetcher.end)
             self._agreed = False
         try:
@@ -214,26 +225,32 @@ class Loader:
                 self._agreed = isinstance(error, DataError)
                 self._stop()
             raise
-        self._clock.waited(self._prefetcher.waited)
-        self._tick += 1
+        self._now = time.perf_counter()
+        if self._steps:
+            self._waited += self._prefetcher.waited
+        else:  # the first batch has nothing to hide behind, and is not counted
+            self._began = self._now
+        self._steps, self._tick = self._steps + 1, self._tick + 1
         if batch is not None and self._copier is not None:
             for tensor in batch.values():
                 self._copier.received(tensor)
         return batch
 
     def _go_to(self, tick: int) -> None:
+        """Make ``tick`` the next step; what was prepared for other steps is dropped."""
         if tick != self._tick:
             self._stop()
         self._tick = tick
 
     def _stop(self) -> None:
+        """End the prefetcher. Waits until it rests at the same step as those of the other ranks."""
         if self._prefetcher is not None:
             prefetcher, self._prefetcher = self._prefetcher, None
             self._forgotten.detach()
             prefetcher.stop(self._world.deadline or ALONE)
 
     def close(self) -> None:
-        """End the readers and let go of all memory. All ranks together, at the same step."""
+        """End the readers and free all memory. All ranks call it at the same step."""
         if self._closed:
             return
         self._closed = True
@@ -286,7 +303,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader stood, on whatever mesh that was."""
+        """Resume where another loader stopped, on any mesh."""
         for name in ("seed", "samples", "batch", "shuffle", "drop_last"):
             if state[name] != getattr(self.order, name):
                 raise DataError(
@@ -302,9 +319,9 @@ class Loader:
         """What this rank has read, moved and waited for until now."""
         counts, cache = self._pipeline.counts, self._cache
         return LoaderReport(
-            steps=self._clock.steps,
-            waited=self._clock.total,
-            wait_share=self._clock.share,
+            steps=self._steps,
+            waited=self._waited,
+            wait_share=self._waited / (self._now - self._began) if self._now > self._began else 0.0,
             read_bytes=counts.read_bytes,
             moved_bytes=counts.moved_bytes,
             held_bytes=0 if cache is None else cache.nbytes,
@@ -324,46 +341,13 @@ def _check_cut(cut: Mapping[str, str], mesh: Mesh) -> None:
             raise DataError(f"cut={dict(cut)}: it maps letters of dims to axes of the mesh; write cut={turned}")
 
 
-class _Clock:
-    """How long steps waited for data. The first batch has nothing to hide behind, and is not counted."""
-
-    def __init__(self) -> None:
-        self.steps, self.total = 0, 0.0
-        self._began = self._now = 0.0
-
-    def waited(self, seconds: float) -> None:
-        self._now = time.perf_counter()
-        if self.steps:
-            self.total += seconds
-        else:
-            self._began = self._now
-        self.steps += 1
-
-    @property
-    def share(self) -> float:
-        return self.total / (self._now - self._began) if self._now > self._began else 0.0
-
-
-def _description(fields: Fields) -> list[Any]:
-    return [
-        (name, *_stored(f.source), str(f.dtype), dict(f.rim), f.fill, *map(_value, f.values))
-        for name, f in fields.items()
-    ]
-
-
-def _stored(store: Store) -> list[Any]:
-    return [store.identity, store.dims, store.shape, str(store.dtype), len(store)]
+def _description(name: str, each: Field) -> list[Any]:
+    """All that decides which numbers a field delivers, in a form that is the same on all ranks."""
+    store = each.source
+    stored = [store.identity, store.dims, store.shape, str(store.dtype), len(store)]
+    return [name, *stored, str(each.dtype), dict(each.rim), each.fill, *map(_value, each.values)]
 
 
 def _value(value: Any) -> str:
+    """A transform as text that is equal on all ranks."""
     return repr(value) if is_dataclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _plain(augmentation: Augmentation) -> Any:
-    return type(augmentation).__name__, sorted(getattr(augmentation, "__dict__", {}).items())
-
-
-def _summary(fields: Fields) -> str:
-    return "; ".join(
-        f"{name}: {len(f.source)} of {list(f.source.shape)} in {f.source.name}" for name, f in fields.items()
-    )

@@ -1,4 +1,4 @@
-"""Which samples make up each batch: from seed and epoch alone, so that it is the same for every mesh."""
+"""Which samples make up each batch. Depends on seed and epoch alone, so that it is the same for every mesh."""
 
 from __future__ import annotations
 
@@ -59,5 +59,6 @@ class Order:
 
 @lru_cache(maxsize=4)
 def _permutation(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
+    # The order of random words: a permutation that any machine computes alike.
     words = bits((samples,), (whole(samples),), keys(seed, epoch, ORDER_STREAM), torch.device("cpu"))
     return tuple(words.argsort(stable=True).tolist())

@@ -1,6 +1,7 @@
-"""One step's batch: its reads begun, and later what was read agreed on, exchanged, and handed out.
+"""Prepares the batch of one step: starts its reads, and later agrees on errors, exchanges samples and builds
+tensors.
 
-Steps are begun and finished in order, in one thread a rank, so that all ranks exchange the same things in turn.
+One thread on each rank starts and finishes the steps in order, so that all ranks exchange the same things in turn.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...errors import BadSample, DataError
 from ...geometry import Box, Partition, shape_of, whole
-from ...tensor import wrap_with_halo
+from ...tensor import unwrap, wrap_with_halo
 from ...world import World
 from ..stores.seen import parts_of
 from ..stores.store import Array
 from .agree import agreed
 from .buffers import BufferLease, Memory, Pool
 from .cache import SampleCache
-from .device_copier import DeviceCopier
 from .exchange import SampleExchange
 from .jobs import TileJob, transform
 from .layout import BatchLayout
@@ -65,7 +66,7 @@ class Counts:
 
 @dataclass
 class Started:
-    """A step whose reads are under way."""
+    """A step whose reads are under way: its buffer, the arrays to fill, and the reads to wait for."""
 
     tick: int
     step: Step
@@ -79,7 +80,11 @@ class Started:
 
 
 class Pipeline:
-    """Makes batches: ``start`` begins the reads of a step, ``finish`` gives its batch. Only one thread uses it."""
+    """Makes batches: ``start`` begins the reads of a step, ``finish`` waits for them and gives the batch.
+
+    Only the prefetcher's thread uses it. ``finish`` communicates, so that all ranks must finish the same steps in the
+    same order.
+    """
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class Pipeline:
         return started
 
     def _begin(self, started: Started) -> None:
+        """Submit the reads of a step: this rank's own boxes, and samples that come into its cache."""
         step = started.step
         started.targets = self._rooms(step, started.lease)
         mine = self._layout.positions(len(step.samples), self._me)
@@ -129,6 +135,7 @@ class Pipeline:
                     self._read_own(started, position)
 
     def _rooms(self, step: Step, lease: BufferLease) -> dict[tuple[int, str], Array]:
+        """An array in the buffer for each position of the batch that is this rank's, and each field."""
         mine = self._layout.positions(len(step.samples), self._me)
         targets: dict[tuple[int, str], Array] = {}
         for name, each in self._layout.fields.items():
@@ -146,6 +153,7 @@ class Pipeline:
             at = self._layout.at(name, sample, step.epoch, box)
             fill = each.fill if views[name].fills(box) else None
             job = TileJob(each.source, sample, target, parts_of(views[name], box, target), at, fill, values=each.values)
+            # Without augmentation every epoch reads the same numbers: one look is enough.
             job.check = self._layout.augmented or (name, sample) not in self._checked
             started.looked_at.append((name, sample))
             self._submit(started, position, job, started.lease.buffer.memory)
@@ -162,6 +170,7 @@ class Pipeline:
             self._submit(started, position, job, memory)
 
     def _submit(self, started: Started, position: int, job: TileJob, memory: Memory) -> None:
+        """Hand a job to the readers, unless its sample is known to be bad."""
         if started.step.samples[position] in self.bad:
             return
         size = job.store.dtype.itemsize
@@ -181,34 +190,37 @@ class Pipeline:
         return batch
 
     def abandon(self, started: Started) -> None:
-        """As if it had never begun: it failed, or comes after one that did. Nobody writes into its memory any more."""
+        """Undo a step that failed, or that comes after one that did. Afterwards no reader writes into its memory."""
         reads = [future for _, future in started.reads]
         for future in reads:
             future.cancel()
         if self._cache is not None:
             self._cache.forget(started.fresh)
+        # A reader that hangs may still write: its buffer must not be used again.
         if wait(reads, _LAST_READS).not_done:
             started.lease.lose()
         else:
             started.lease.close()
 
     def _finished(self, started: Started) -> Batch | None:
+        """Wait for the reads, agree on bad samples, fetch cached samples, and build the batch.
+
+        All ranks take the same path.
+        """
         step = started.step
         errors = _errors(started.reads, self._world.deadline or ALONE)
+        # Whether any rank reads is known to all, so that all take part in the agreement or none does.
         if started.from_disk:
             self._judge(started, errors)
             self._checked.update(started.looked_at)  # what lies on disk does not change
         late: dict[int, BaseException] = {}
         if self._cache is not None and any(self._cache.keeps(sample) for sample in step.samples):
             late = self._fetch(started, self._good(step))
-        if not started.from_disk or (self._cache is not None and self._transforms):
+        transforms = any(each.values for each in self._layout.fields.values())
+        if not started.from_disk or (self._cache is not None and transforms):
             self._judge(started, late)
         good = self._good(step)
         return self._batch(started, good) if good else None
-
-    @property
-    def _transforms(self) -> bool:
-        return any(each.values for each in self._layout.fields.values())
 
     def _good(self, step: Step) -> list[int]:
         return [position for position, sample in enumerate(step.samples) if sample not in self.bad]
@@ -247,8 +259,10 @@ class Pipeline:
         return errors
 
     def _batch(self, started: Started, good: list[int]) -> Batch:
+        """The good samples of a step as tensors; each group of ranks may have lost a different number of samples."""
         step = started.step
         pieces = self._layout.batch(len(step.samples)).pieces()
+        # Each group of ranks may have lost a different number of samples.
         kept = [sum(piece.lo <= position < piece.hi for position in good) for piece in pieces]
         mine = self._layout.positions(len(step.samples), self._me)
         rows = [position - mine.lo for position in good if mine.lo <= position < mine.hi]
@@ -273,8 +287,32 @@ class Pipeline:
         return wrap_with_halo(wide, (whole(wide.shape[0]), *own), layout.sharding(name, batch), reach)
 
 
+class DeviceCopier:
+    """Copies batches to a GPU from pinned memory, on a stream of its own beside the step that runs.
+
+    The prefetcher's thread copies and waits for the copy, so that the host's buffer is free afterwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._stream is None:
+            return tensor.to(self._device).to(dtype)
+        with torch.cuda.stream(self._stream):  # all of it: another stream's work would not be waited for
+            copy = tensor.to(self._device, non_blocking=True).to(dtype)
+        self._stream.synchronize()
+        return copy
+
+    def received(self, tensor: Tensor) -> None:
+        """It is used on the caller's stream from now on: no copy may take its memory before that is done with it."""
+        if self._stream is not None:
+            unwrap(tensor).record_stream(torch.cuda.current_stream(self._device))
+
+
 def _errors(reads: list[tuple[int, Future[None]]], deadline: float) -> dict[int, BaseException]:
-    """All are waited for, so that nobody writes into the buffer any more."""
+    """Wait for all reads, so that none writes into the buffer any more; their errors by position."""
     errors: dict[int, BaseException] = {}
     end = time.monotonic() + deadline
     for position, future in reads:

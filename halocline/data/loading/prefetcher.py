@@ -1,4 +1,8 @@
-"""A thread that prepares batches ahead of the step that needs them."""
+"""A thread that prepares batches ahead of the step that needs them.
+
+It owns the pipeline: only this thread calls it. The training thread asks for steps and receives batches, or the error
+that ended the preparation.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ _AT_EXIT = 3.0  # seconds, twice at most
 class Prefetcher:
     """Works on the steps from ``first`` on, and is never more than ``ahead`` of those that were asked for.
 
-    How far it goes depends on that alone. So the prefetchers of all ranks, which exchange data, come to rest at
-    the same step, whatever their speed.
+    How far it goes depends on that alone. The prefetchers of all ranks, which exchange data, therefore stop at the same
+    step, however fast each of them is.
     """
 
     def __init__(self, pipeline: Pipeline, first: int, ahead: int, last: int | None = None) -> None:
@@ -61,11 +65,11 @@ class Prefetcher:
         return batch
 
     def end(self) -> None:
-        """Nobody asks any more. Safe in finalizers: it takes no lock, and the thread looks every second."""
+        """Ask the thread to end. Safe in finalizers: takes no lock; the thread notices within a second."""
         self._ended = True
 
     def stop(self, deadline: float) -> None:
-        """Come to rest where the other ranks' prefetchers do, and let go of what was prepared."""
+        """Stop at the same step as the other ranks' prefetchers, and drop what was prepared."""
         with self._moved:
             self._ended = True
             self._moved.notify()
@@ -76,7 +80,7 @@ class Prefetcher:
             self._ready.get()
 
     def _at_exit(self) -> None:
-        """The program ends, and nobody closed the loader: a thread that is in torch's code then would abort it."""
+        """The program ends with the loader still open: a thread inside torch's code would then abort the process."""
         self._exiting = True
         with suppress(DataError):
             self.stop(_AT_EXIT)
@@ -85,6 +89,7 @@ class Prefetcher:
             self._thread.join(_AT_EXIT)
 
     def _run(self) -> None:
+        """The thread's main function."""
         try:
             self._feed()
         finally:
@@ -92,8 +97,13 @@ class Prefetcher:
                 atexit.unregister(self._at_exit)
 
     def _feed(self) -> None:
+        """Start steps as far ahead as allowed, finish the oldest, and hand it out.
+
+        An error is the last thing handed out.
+        """
         try:
             while self._wait():
+                # All steps that may be begun are begun, so that their reads overlap.
                 while self._next < self._limit:
                     self._begun.append(self._pipeline.start(self._next))
                     self._next += 1

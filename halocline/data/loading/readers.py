@@ -1,6 +1,7 @@
 """Who reads: threads of this process, or processes that write into shared memory.
 
-HDF5 lets one thread of a process read at a time. Several readers of it are therefore processes; of all else, threads.
+HDF5 lets one thread of a process read at a time, so that several readers of HDF5 are processes; of all other formats,
+threads.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class ThreadReaders:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="halocline-reader")
 
     def submit(self, job: TileJob, memory: Memory) -> Future[None]:
+        """In one of the threads."""
         return self._threads.submit(job.run)
 
     def close(self) -> None:
+        """Waits for reads that are under way."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -67,6 +70,8 @@ class ProcessReaders:
         return self._helpers.pids
 
     def submit(self, job: TileJob, memory: Memory) -> Future[None]:
+        """In one of the processes, which maps the memory by its path in ``/proc``."""
+        # The number tells memories apart whose descriptors were reused.
         place = f"/proc/{os.getpid()}/fd/{memory.descriptor}", memory.bytes.nbytes, memory.number
         return self._helpers.threads.submit(self._fill, memory, place, job)
 
@@ -75,6 +80,7 @@ class ProcessReaders:
         self._helpers.call(fill, place, id(job.store), job.sent(memory))
 
     def close(self) -> None:
+        """Ends the processes."""
         self._helpers.close()
 
 
@@ -86,13 +92,10 @@ def fill(place: Place, store: int, job: TileJob) -> None:
     """In a reader process: do the job on the memory of the process that asks. Files stay open from job to job."""
     torch.set_num_threads(1)
     if place not in _memories:
-        _memories[place] = _mapped(*place)
+        path, size, _ = place
+        with open(path, "r+b") as file:  # noqa: PTH123
+            _memories[place] = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     replace(job, store=_stores.setdefault(store, job.store)).received(_memories[place]).run()
-
-
-def _mapped(path: str, size: int, number: int) -> Array:
-    with open(path, "r+b") as file:  # noqa: PTH123
-        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
 
 
 def make_readers(count: int, stores: Sequence[Store], processes: bool | None) -> Readers:

@@ -1,7 +1,7 @@
-"""Transforms of values: element by element, on each rank's own tile, in place where it can be.
+"""Transforms of values: element by element, on each rank's own tile, in place where possible.
 
-A transform is called with the tile of one sample (a torch tensor, never cut further) and :class:`At`, which says what
-the tile is of the whole. It must do the same to an element whatever tile it lies in.
+A transform is called with the tile of one sample (a torch tensor that is not cut further) and :class:`At`, which says
+what the tile is of the whole. It must do the same to an element whatever tile the element lies in.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class At:
         dim = self.dims.index(letter)
         if len(numbers) not in (1, self.shape[dim]):
             raise DataError(f"{len(numbers)} numbers were given, and {letter} has size {self.shape[dim]}")
+        # This tile's part of them.
         own = numbers if len(numbers) == 1 else numbers[slice(*self.box[dim])]
         return torch.tensor(own, dtype=like.dtype).reshape(-1, *(1,) * (len(self.dims) - dim - 1))
 
@@ -99,7 +100,10 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal noise of that standard deviation, by global index. Give several different ``number``s."""
+    """Normal noise of that standard deviation, drawn by global index.
+
+    Several in one field need different ``number``s.
+    """
 
     sigma: float
     number: int = 0
@@ -111,7 +115,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Recode:
-    """Classes by other numbers: ``Recode({4: 3})``; what is not named stays."""
+    """Gives classes other numbers: ``Recode({4: 3})``; classes that are not named stay."""
 
     codes: Mapping[int, int]
 

@@ -1,4 +1,4 @@
-"""How ranks agree while they stage: small tables heard by all, and errors raised by all together."""
+"""How ranks agree while they stage: each contributes a row of numbers, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 Table = NDArray[np.int64]
 
 LABEL = Label("stage", "agreement")
-HEARTBEAT = 0.25  # seconds between agreements while somebody still works: far below any deadline
+HEARTBEAT = 0.25  # seconds between agreements while any rank still works: far below any deadline
 _TEXT = 4096  # bytes of an error that all ranks get to see
 
 
 class Consensus:
-    """All ranks. Those with a *seat* have a row in what is heard; the others listen."""
+    """Agreement among all ranks. Those with a *seat* contribute a row to each table; the others only receive it."""
 
     def __init__(self, world: World, patience: float) -> None:
         self.world, self.patience = world, patience
@@ -37,6 +37,7 @@ class Consensus:
 
     def hear(self, row: Sequence[int], error: str | None = None) -> Table:
         """Everybody's row, by seat. Where some rank has an error, all raise that of the first."""
+        # The last column says who has failed; the text follows from the first of them.
         mine = [*row, int(error is not None)]
         table = self.gathered(torch.tensor(mine, dtype=torch.int64)).numpy()
         failed = np.flatnonzero(table[:, -1])
@@ -86,6 +87,7 @@ def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
     """The ranks that work, one a node, and the number of this rank's node among them."""
     here = node_info_of(os.environ)
     host = zlib.crc32(socket.gethostname().encode())
+    # Hosts by a hash of their names, since tables hold numbers.
     table = consensus.hear([1 + here.local_rank, host, here.node])
     workers = tuple(int(rank) for rank in np.flatnonzero(table[:, 0] == 1))
     if not workers:
@@ -94,6 +96,7 @@ def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
 
 
 def _own(workers: tuple[int, ...], rank: int, table: Any) -> int:
+    """The node of a rank that does not work: that of the worker on the same host."""
     if rank in workers:
         return workers.index(rank)
     alike = [node for node, worker in enumerate(workers) if (table[worker, 1:] == table[rank, 1:]).all()]

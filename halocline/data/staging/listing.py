@@ -1,4 +1,4 @@
-"""What there is to stage: one walk over the source, by one rank, told to all others."""
+"""Lists the files to stage: rank 0 walks over the source once and broadcasts the listing."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: 
         entries = [entry for entry in scan if not entry.name.startswith(PREFIX)]
     if not entries and prefix and wanted(prefix[:-1]):
         yield File(prefix[:-1], -1, 0)
+    # By device and inode: a link may lead back to a folder above under another name.
     here = _identity(folder)
     if here in above:
         raise StageError(f"{folder!a} is a link to a folder above it; remove the link or exclude it by a pattern")
@@ -93,6 +94,7 @@ def _walk(folder: str, prefix: str, above: tuple[tuple[int, int], ...], wanted: 
 
 
 def _file(entry: os.DirEntry[str], path: str) -> File:
+    """One entry of a folder; raises for links to nowhere and for what is not a plain file."""
     try:
         status = entry.stat()
     except OSError as error:
@@ -128,6 +130,7 @@ def matcher(pattern: str) -> Matcher:
 
 
 def _meaning(part: str) -> str:
+    """One part of a pattern as a regular expression."""
     if _WILD.fullmatch(part) and part.startswith("["):
         return part.replace("[!", "[^", 1)
     return _MEANING.get(part) or re.escape(part)

@@ -1,7 +1,7 @@
-"""A node's own storage: files come under their names whole or not at all, and a journal knows their checksums.
+"""A node's own storage. A file appears under its name complete or not at all; a journal records its checksum.
 
-Beside the data lie ``.halocline-stage.jsonl``, the journal, a line for each file that was finished, and, while staging
-runs, the folder ``.halocline-stage`` with the files that are not.
+Beside the data lie the journal ``.halocline-stage.jsonl``, with a line for each finished file, and, while staging runs,
+the folder ``.halocline-stage`` with the files that are being written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Damaged(OSError):
 
 
 class NodeStore:
-    """Where one node keeps what is staged. One staging at a time has it."""
+    """The storage of one node. A lock on the journal makes sure that one staging at a time uses it."""
 
     def __init__(self, destination: Path, node: int) -> None:
         self.root = Path(str(destination).replace("{node}", str(node)))
@@ -57,11 +57,12 @@ class NodeStore:
             raise
         self._journal = journal
         self._read_journal()
-        # Whatever a killed staging left: it has ended, since its lock is ours.
+        # Remains of a killed staging: it has ended, since this process holds its lock.
         shutil.rmtree(self.parts, ignore_errors=True)
         self.parts.mkdir(exist_ok=True)
 
     def _take(self, journal: int) -> None:
+        """Lock the journal, or raise where another staging holds it."""
         import fcntl
 
         try:
@@ -75,6 +76,7 @@ class NodeStore:
             pass  # a file system without locks
 
     def _read_journal(self) -> None:
+        """Sizes, times and checksums of files that earlier runs finished."""
         text = (self.root / JOURNAL).read_bytes()
         for line in text.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
@@ -112,10 +114,12 @@ class NodeStore:
             return np.fromiter(pool.map(is_held, files), dtype=np.bool_, count=len(files))
 
     def _is_held(self, file: File) -> bool:
+        """Does the file lie here with the size and time that it had in the source? Its checksum is then known, too."""
         try:
             status = self.path(file).stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
+        # A file that no journal knows was copied by other means: its size has to do.
         size, modified, crc = self._written.get(file.path, (file.size, file.modified, None))
         whole = stat.S_ISREG(status.st_mode) and status.st_size == file.size == size and modified == file.modified
         if whole and crc is not None:
@@ -123,6 +127,7 @@ class NodeStore:
         return whole
 
     def _is_intact(self, file: File, tick: Tick) -> bool:
+        """Does the file have the checksum in the journal? Removed where it does not."""
         if self.checksums.get(file.path) == checksum(self.path(file), tick):
             return True
         self.checksums.pop(file.path, None)
@@ -161,7 +166,7 @@ class NodeStore:
 
 
 class PartialFile:
-    """A file on its way, under a name that nobody takes for it."""
+    """A file that is being written, under a temporary name."""
 
     def __init__(self, store: NodeStore, file: File, path: Path) -> None:
         self.store, self.file, self.path = store, file, path

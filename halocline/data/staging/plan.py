@@ -1,8 +1,9 @@
-"""Who reads what, who passes it on to whom, and in which order: pure functions that every node works out alike.
+"""Decides who reads which file, who passes it on to whom, and when. Pure functions: every node computes the same
+plan.
 
-A file goes from its giver along a chain of all nodes that lack it, in the order of a ring that begins at the giver, cut
-into blocks. Every node sends and receives each byte at most once: with many givers that is as good as each sending to
-each, and with a single one better by the number of nodes.
+A file goes from its giver along a chain of all nodes that lack it. The chain follows a ring of nodes that begins at the
+giver, and the file travels in blocks. Every node sends and receives each byte at most once. With many givers this is as
+fast as everyone sending to everyone; with a single giver it is faster by the number of nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """By node: the files to read from the source, and the jobs to give, those held already first."""
+    """For each node: the files that it reads from the source, and the jobs that it
+    gives, files that it holds already first.
+    """
 
     reads: list[list[int]]
     jobs: list[list[RelayJob]]
@@ -78,6 +81,7 @@ def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> StagingPlan:
     reading, giving = np.zeros(nodes), np.zeros(nodes)
     giver = np.full(len(sizes), -1)
     for file in sorted(np.flatnonzero(lacking.any(0)).tolist(), key=lambda file: -sizes[file]):
+        # Reading from the source and sending from memory are balanced separately.
         load, able = (giving, held[:, file]) if held[:, file].any() else (reading, wanted[:, file])
         candidates = np.flatnonzero(able)
         giver[file] = candidates[np.argmin(load[candidates])]
@@ -85,16 +89,13 @@ def make_plan(sizes: Sequence[int], wanted: Marks, held: Marks) -> StagingPlan:
     plan = StagingPlan([[] for _ in range(nodes)], [[] for _ in range(nodes)])
     # Held files first: they can go while others are read. Otherwise by path, as they lie in their folders.
     for file in sorted(np.flatnonzero(giver >= 0).tolist(), key=lambda file: (not held[giver[file], file], file)):
-        _assign(plan, file, int(giver[file]), sizes[file], lacking[:, file], bool(held[giver[file], file]))
+        node = int(giver[file])
+        if not held[node, file]:
+            plan.reads[node].append(file)
+        receivers = [other for other in np.flatnonzero(lacking[:, file]).tolist() if other != node]
+        if receivers:
+            plan.jobs[node].append(job_of(file, sizes[file], node, receivers, nodes))
     return plan
-
-
-def _assign(plan: StagingPlan, file: int, giver: int, size: int, lacking: NDArray[np.bool_], held: bool) -> None:
-    if not held:
-        plan.reads[giver].append(file)
-    receivers = [node for node in np.flatnonzero(lacking).tolist() if node != giver]
-    if receivers:
-        plan.jobs[giver].append(job_of(file, size, giver, receivers, len(lacking)))
 
 
 def job_of(file: int, size: int, giver: int, receivers: Sequence[int], nodes: int) -> RelayJob:
@@ -133,6 +134,7 @@ class Streams:
         return blocks
 
     def _segments(self, giver: int, ready: int) -> tuple[Segment, ...]:
+        """The next bytes of a giver's jobs that fill one block; small files share a block."""
         segments, room = [], self.block_bytes
         number, start = self._places[giver]
         while number < ready and room:

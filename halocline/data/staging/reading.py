@@ -1,4 +1,4 @@
-"""A few threads read a node's share of the source; all threads of the node record what they did in one progress."""
+"""Threads that read a node's share of the source, and the progress that all threads of a node record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKOFF, LONGEST = 0.1, 5.0  # seconds before the second attempt, doubled for ea
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try."""
+    """How hard to try: the arguments of ``stage`` that all threads need."""
 
     threads: int
     retries: int
@@ -34,7 +34,7 @@ class Effort:
 
 
 class StagingProgress:
-    """What a node has and lacks. Threads write, the one that agrees with other nodes reads."""
+    """What a node has and lacks. Several threads write it; the thread that agrees with other nodes reads it."""
 
     def __init__(self, node: int, files: Sequence[File], wanted: Iterable[int], held: Iterable[int]) -> None:
         self.node, self.files = node, files
@@ -105,6 +105,7 @@ class SourceReaders:
             wait([thread], 1.0)  # one that hangs in a read is left behind
 
     def _work(self) -> None:
+        """One thread: files from the common queue until it is empty or staging stops."""
         while not self.progress.stopping.is_set():
             try:
                 file = self._waiting.popleft()
@@ -137,6 +138,7 @@ class SourceReaders:
         )
 
     def _copy(self, file: File, tick: Tick) -> None:
+        """One attempt: to a temporary name, then under the file's own."""
         part = self.store.part(file)
         try:
             self._read(file, part, tick)
@@ -145,6 +147,7 @@ class SourceReaders:
             part.discard()
 
     def _read(self, file: File, part: PartialFile, tick: Tick) -> None:
+        """Copy the bytes in pieces; raises where the source has changed since it was listed."""
         room = memoryview(bytearray(min(PIECE, file.size + 1)))
         self.progress.tally("opens")
         with Path(self.listing.root, file.path).open("rb", buffering=0) as source:
@@ -158,6 +161,7 @@ class SourceReaders:
 
 
 def _check_unchanged(file: File, now: os.stat_result) -> None:
+    """Raise where size or time differ from those in the listing."""
     if now.st_size != file.size:
         raise Damaged(f"the source changed while it was staged: {file.size:,} bytes when listed, {now.st_size:,} now")
     if now.st_mtime_ns != file.modified:

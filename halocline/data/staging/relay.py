@@ -1,7 +1,7 @@
-"""Files passed on between nodes: read from where they lie, sent along chains block by block, written by threads.
+"""Passes files on between nodes: read from local storage, sent along chains block by block, written by threads.
 
-What goes wrong here never stops a round: the other nodes count on its messages. It is written in the progress, and all
-nodes act on it at their next agreement.
+An error here never stops a round, because the other nodes wait for this node's messages. It is recorded in the
+progress, and all nodes act on it at their next agreement.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class FileSender:
                 raise OSError("it is shorter than it was")
         except OSError as error:
             self.progress.give_up(f"its copy of {file} under {self.store.root} cannot be passed on: {reason(error)}")
+        # Without a known checksum of the source, the one that was just computed.
         crc = self.store.checksums.get(file.path, self._crc)
         begin = max(0, segment.start - file.size)
         room[count:] = crc.to_bytes(TRAILER, "little")[begin : begin + segment.length - count]
@@ -69,6 +70,7 @@ class FileSender:
         self._crc = 0
 
     def _read(self, room: memoryview) -> int:
+        """Fill ``room`` and add the bytes to the checksum; how many there were."""
         filled = 0
         while self._source is not None and (count := self._source.readinto(room[filled:])):
             filled += count
@@ -130,6 +132,7 @@ class FileReceiver:
             arrival.part.discard()
 
     def _work(self, mine: queue.Queue[tuple[Segment, memoryview] | None]) -> None:
+        """One writing thread: segments of its own files, in order of arrival."""
         while (item := mine.get()) is not None:
             segment, data = item
             try:
@@ -140,6 +143,7 @@ class FileReceiver:
                 self.progress.give_up(reason(error))
 
     def _take(self, segment: Segment, data: memoryview) -> None:
+        """Write a segment; the last one of a file gives the file its name."""
         number = segment.job.file
         if segment.start == 0:
             self._open[number] = IncomingFile(self.store.part(self.progress.files[number]))
@@ -149,6 +153,7 @@ class FileReceiver:
             self.progress.land(number, "received")
 
     def _fail(self, segment: Segment, error: OSError) -> None:
+        """Discard what was written, and ask for the file once more or give up."""
         number, giver = segment.job.file, segment.job.chain[0]
         file, arrival = self.progress.files[number], self._open.pop(number, None)
         if arrival is not None:
@@ -166,7 +171,7 @@ class FileReceiver:
 
 
 class Relay:
-    """One node's part in the rounds."""
+    """One node's part in the rounds of exchanges."""
 
     def __init__(
         self, world: World, workers: tuple[int, ...], store: NodeStore, progress: StagingProgress, effort: Effort
@@ -182,18 +187,20 @@ class Relay:
 
     def round(self, blocks: list[Block]) -> None:
         """A step begins before the last has ended: what it sends on came at the one before that."""
-        route, before = itinerary(blocks, self.progress.node), nothing_came
+        route, before = itinerary(blocks, self.progress.node), None
         for step in range(route.steps):
             now = self._begin(route, step)
-            before()
+            if before is not None:
+                before()
             before = now
-        before()
+        if before is not None:
+            before()
 
     def _begin(self, route: Itinerary, step: int) -> Callable[[], None]:
         """Begin to exchange; what comes back waits for the end of it."""
         sends = [Send(self.workers[peer], self._message(segments)) for peer, segments in route.sends[step].items()]
         expected = list(route.receives[step].items())
-        receives = [Receive(self.workers[peer], _length(segments)) for peer, segments in expected]
+        receives = [Receive(self.workers[peer], sum(each.length for each in segments)) for peer, segments in expected]
         exchange = self.world.begin(sends, receives, BYTES, self.workers, LABEL)
 
         def finish() -> None:
@@ -203,6 +210,7 @@ class Relay:
         return finish
 
     def _message(self, segments: list[Segment]) -> Tensor:
+        """The segments for one peer as one message."""
         pieces = []
         for segment in segments:
             self.progress.tally("passed_bytes", data_bytes(segment))
@@ -211,6 +219,7 @@ class Relay:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _piece(self, segment: Segment) -> Tensor:
+        """A segment's bytes: from a file of this node's, or as they arrived two steps ago."""
         if segment.job.chain[0] != self.progress.node:
             return self._carried.pop((segment.job.file, segment.start))
         piece = torch.empty(segment.length, dtype=torch.uint8)
@@ -218,18 +227,12 @@ class Relay:
         return piece
 
     def _receive(self, segments: list[Segment], message: Tensor) -> None:
+        """Write what arrived, and keep what has to be sent on."""
         for segment, piece in zip(segments, message.split([segment.length for segment in segments]), strict=True):
             if segment.job.chain[-1] != self.progress.node:
+                # Sent on two steps later; the writing thread reads the same memory, and neither changes it.
                 self._carried[segment.job.file, segment.start] = piece
             self.arrivals.put(segment, _memory(piece))
-
-
-def nothing_came() -> None:
-    """Before the first step."""
-
-
-def _length(segments: list[Segment]) -> int:
-    return sum(segment.length for segment in segments)
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -117,6 +117,7 @@ def stage(
     _check(readers, count, retries, timeout)
     begun = time.monotonic()
     world = mesh.world if isinstance(mesh, Mesh) else mesh or this_world()
+    # Staging may run beside a training step of the same ranks.
     own = world.duplicate()
     try:
         staging = Staging(Consensus(own, timeout), Path(destination), Effort(readers, retries, timeout))
@@ -135,6 +136,7 @@ def stage(
 
 
 def _check(readers: int, count: int | None, retries: int, timeout: float) -> None:
+    """Raise for arguments out of range."""
     least = {"readers": (readers, 1), "count": (1 if count is None else count, 1), "retries": (retries, 0)}
     for name, (value, minimum) in least.items():
         if value < minimum:
@@ -184,11 +186,16 @@ class Staging:
     def _take_stock(self, verify: bool) -> Marks:
         """Which node holds which files; leftovers are removed, and there is room for the rest."""
         own = self.consensus.together(partial(self._look, verify) if self.works else None, self.name)
+        # One bit a file: a million files are 125 kB a node.
         row = np.packbits(own if own is not None else np.zeros(len(self.sizes), dtype=np.bool_))
         table = self.consensus.gathered(torch.from_numpy(row)).numpy()
         return np.unpackbits(table, axis=1, count=len(self.sizes)).astype(np.bool_)
 
     def _look(self, verify: bool, tick: Tick) -> Marks:
+        """Open this node's storage and see what it holds.
+
+        Raises where the destination lies in the source or is too small.
+        """
         here = self.store.root.resolve()
         if self.source.resolve() in (here, *here.parents, *(here / file.path for file in self.listing.files[:1])):
             raise StageError(f"the destination {here} lies inside the source {self.source}; stage to another place")
@@ -222,7 +229,11 @@ class Staging:
 
 
 class Worker:
-    """A node at work: threads read and write, while rounds of blocks go between nodes."""
+    """A node at work: threads read and write files, while rounds of blocks travel between nodes.
+
+    The main thread agrees with the other nodes before each round; whatever the threads report goes through the
+    progress.
+    """
 
     def __init__(self, staging: Staging, held: Marks, plan: StagingPlan) -> None:
         self.consensus, self.staging, node = staging.consensus, staging, staging.node
@@ -262,6 +273,9 @@ class Worker:
                 self.progress.news.clear()
 
     def _row(self) -> list[int]:
+        """What this node tells the others before a round: jobs that can go, files it
+        lacks, a file to resend, bytes it lacks.
+        """
         progress, jobs = self.progress, self.streams.jobs[self.staging.node]
         while self._ready < len(jobs) and jobs[self._ready].file in progress.landed:
             self._ready += 1
@@ -277,7 +291,7 @@ class Worker:
             time.sleep(self.staging.effort.backoff(0))
 
     def _watch(self, table: Table, moving: bool) -> None:
-        """Every wait inside has its deadline; this one is for what nobody thought of."""
+        """Give up when nothing has moved for longer than all inner deadlines together: a last resort."""
         now, seen = time.monotonic(), table.tobytes()
         if moving or seen != self._last[0]:
             self._last = seen, now

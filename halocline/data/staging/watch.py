@@ -1,4 +1,7 @@
-"""Work that may hang: a read of a shared file system can last for ever, and nothing can interrupt it."""
+"""Work that may hang: a read from a shared file system can block for ever, and nothing can interrupt it.
+
+Such work runs in a thread of its own, which is abandoned if it makes no progress.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ T = TypeVar("T")
 
 
 class Abandoned(Exception):
-    """Raised inside work that nobody waits for any more."""
+    """Raised inside work that was given up."""
 
 
 class Watched(Generic[T]):
@@ -40,6 +43,7 @@ class Watched(Generic[T]):
     def wait(self, seconds: float) -> bool:
         """Is it done, or given up for stalled?"""
         done = bool(wait([self._future], seconds).done)
+        # The thread cannot be stopped: it is left behind, and its next tick raises inside it.
         if not done and time.monotonic() - self._last > self.patience:
             self._abandoned = True
         return done or self._abandoned

@@ -18,22 +18,16 @@ from .zarr import Zarr
 
 #: Words that the makers of files use for dims.
 _WORDS = {
-    "sample": "N",
-    "batch": "N",
-    "channel": "C",
-    "time": "T",
-    "depth": "D",
-    "level": "D",
-    "lev": "D",
-    "z": "D",
-    "height": "H",
-    "latitude": "H",
-    "lat": "H",
-    "y": "H",
-    "width": "W",
-    "longitude": "W",
-    "lon": "W",
-    "x": "W",
+    word: letter
+    for letter, words in {
+        "N": "sample batch",
+        "C": "channel",
+        "T": "time",
+        "D": "depth level lev z",
+        "H": "height latitude lat y",
+        "W": "width longitude lon x",
+    }.items()
+    for word in words.split()
 }
 
 Kind = type[HDF5] | type[Zarr] | type[Npy] | type[Nifti]
@@ -90,6 +84,7 @@ def letters(names: Sequence[str | None]) -> str | None:
 
 
 def _letter(name: str) -> str:
+    """The letter that a file's name of a dim stands for; empty where the name is unknown."""
     if name in tuple(SAMPLES + ORDER):
         return name
     plain = name.lower()
@@ -108,6 +103,7 @@ def _in_nifti(path: Path) -> Iterator[Contents]:
 
 
 def _in_hdf5(path: Path) -> Iterator[Contents]:
+    """All datasets of numbers in an HDF5 file."""
     import h5py
 
     with h5py.File(path, "r") as file:
@@ -128,6 +124,7 @@ def _in_hdf5(path: Path) -> Iterator[Contents]:
 
 
 def _in_zarr(path: Path) -> Iterator[Contents]:
+    """All arrays of numbers in a Zarr group, or the array itself."""
     import zarr
 
     node = zarr.open(str(path), mode="r")
@@ -140,7 +137,9 @@ def _in_zarr(path: Path) -> Iterator[Contents]:
 
 
 def _zarr_array(name: str, data: Any) -> Contents:
+    """One Zarr array; its names of dims come from version 3 metadata or from xarray's attribute."""
     codecs = [type(codec).__name__.removesuffix("Codec").lower() for codec in data.compressors]
+    # xarray writes its own attribute in version 2 of the format.
     named = getattr(data.metadata, "dimension_names", None) or data.attrs.get("_ARRAY_DIMENSIONS") or []
     return Contents(
         name,

@@ -1,4 +1,7 @@
-"""Stores made from another store: some of its samples or channels, a channel dim added, labels read as integers."""
+"""Stores made from another store: some of its samples or channels, a channel dim added, labels read as integers.
+
+They read through the store below, which converts dtypes and checks boxes; nothing is copied in between.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .store import Array, Store
 
 
 class DerivedStore(Store):
-    """Passes on to the store below whatever a subclass does not change."""
+    """A store made from another one. Passes on to the store below whatever a subclass does not change."""
 
     def __init__(
         self, store: Store, dims: str | None = None, shape: tuple[int, ...] | None = None, dtype: Any = None
@@ -30,26 +33,32 @@ class DerivedStore(Store):
 
     @property
     def name(self) -> str:
+        """The name of the store below."""
         return self._store.name
 
     @property
     def identity(self) -> str:
+        """What is taken, and of what."""
         return f"{self._what} of {self._store.identity}"
 
     @property
     def stored_chunks(self) -> tuple[int, ...] | None:
+        """Those of the store below, where samples have its shape."""
         return self._store.chunks if self.shape == self._store.shape else None
 
     def __len__(self) -> int:
         return len(self._store)
 
     def where(self, sample: int) -> str:
+        """Where the store below keeps the sample."""
         return self._store.where(sample)
 
     def close(self) -> None:
+        """Close the store below."""
         self._store.close()
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        """The same box of the store below."""
         self._store.read(sample, box, out)
 
     def _read(self, sample: int, box: Box, target: Array) -> None:
@@ -72,15 +81,18 @@ class SampleRange(DerivedStore):
 
     @property
     def name(self) -> str:
+        """Which samples, of which store."""
         return f"{self._what} of {self._store.name}"
 
     def __len__(self) -> int:
         return self._samples.size
 
     def where(self, sample: int) -> str:
+        """Where the store below keeps the sample."""
         return self._store.where(sample + self._samples.lo)
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        """The sample counted from the first of the range."""
         self._store.read(sample + self._samples.lo, box, out)
 
 
@@ -91,6 +103,7 @@ class ChannelSubset(DerivedStore):
         if "C" not in store.dims:
             raise DataError(f"{store.name}: channels were asked for, and its dims {store.dims} have no C")
         self._channels = tuple(channels)
+        # Consecutive channels become one read.
         self._view = SampleView.of(store.shape).take(store.dims.index("C"), self._channels)
         super().__init__(store, shape=self._view.shape)
 
@@ -100,9 +113,11 @@ class ChannelSubset(DerivedStore):
 
     @property
     def name(self) -> str:
+        """Which channels, of which store."""
         return f"{self._what} of {self._store.name}"
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        """Consecutive channels are read together."""
         for source, place in parts_of(self._view, box, out):
             self._store.read(sample, source, place)
 
@@ -117,10 +132,12 @@ class OneChannel(DerivedStore):
 
     @property
     def stored_chunks(self) -> tuple[int, ...] | None:
+        """Those of the store below, with the new dim in front."""
         below = self._store.chunks
         return None if below is None else (1, *below)
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        """The box without its first dim."""
         self._store.read(sample, box[1:], out[0])
 
 
@@ -139,6 +156,7 @@ class Labels(DerivedStore):
         Store._read(self, sample, box, target)  # portions of int64, of which wider dtypes are made
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        """Integers as they are; floating-point numbers only if they are whole."""
         if self._store.dtype.kind != "f":
             self._store.read(sample, box, out)
             return

@@ -1,4 +1,4 @@
-"""Samples in files: which file holds a sample, and few of them open at a time."""
+"""Stores whose samples lie in files: which file holds a sample, with few files open at a time."""
 
 from __future__ import annotations
 
@@ -37,21 +37,26 @@ class Opened(Protocol):
         """Of the array in the file, all dims."""
 
     @property
-    def dtype(self) -> np.dtype[Any]: ...
+    def dtype(self) -> np.dtype[Any]:
+        """Of the array in the file."""
 
     @property
-    def chunks(self) -> tuple[int, ...] | None: ...
+    def chunks(self) -> tuple[int, ...] | None:
+        """What is decoded in one piece; None where the format has no chunks."""
 
-    def read(self, index: Index, out: Array) -> None: ...
+    def read(self, index: Index, out: Array) -> None:
+        """Fill ``out`` with the indexed part."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the file."""
 
 
 class FileStore(Store):
-    """``dims`` names the dims as they lie, such as "NCDHW"; with no N every file is one sample.
+    """Samples in files of one kind. ``dims`` names the dims as they lie ("NCDHW"); without N every file is one
+    sample.
 
-    All files hold arrays of one shape (but for N) and dtype. The first is looked at when the store is made; with N
-    all are, for how many samples each holds.
+    All files hold arrays of one shape (but for N) and dtype. The first file is opened when the store is made; with N
+    all files are opened, to learn how many samples each holds.
     """
 
     #: Names of files of this kind, for folders.
@@ -77,7 +82,7 @@ class FileStore(Store):
 
     @abstractmethod
     def open_file(self, path: Path) -> Opened:
-        """Open one file for reading; whatever it raises is told with the file's name."""
+        """Open one file for reading; its errors are reported with the file's name."""
 
     def dims_of_first(self, shape: tuple[int, ...]) -> str:
         """The dims where none are given, from the shape of the first file: a format may have a convention."""
@@ -85,15 +90,18 @@ class FileStore(Store):
 
     @property
     def name(self) -> str:
+        """The kind, the first path, and how many more there are."""
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
         return f"{type(self).__name__} {self.paths[0]}{more}"
 
     @property
     def identity(self) -> str:
+        """All paths, and how many samples each holds."""
         return f"{self.name}: {[str(path) for path in self.paths]}, {self._lasts}"
 
     @property
     def stored_chunks(self) -> tuple[int, ...] | None:
+        """Those of the first file, without the dim of the samples."""
         return self._chunks
 
     def __len__(self) -> int:
@@ -104,10 +112,12 @@ class FileStore(Store):
         return str(self.paths[file])
 
     def where(self, sample: int) -> str:
+        """The file, and the index in it where a file holds several samples."""
         file, index = self._find(sample)
         return f"{self.place(file)}, index {index}" if self._at >= 0 else self.place(file)
 
     def read_stored(self, sample: int, box: Box, out: Array) -> None:
+        """Open the sample's file if need be and read the box from it."""
         file, index = self._find(sample)
         wanted: list[slice | int] = list(slices(box))
         if self._at >= 0:
@@ -115,10 +125,11 @@ class FileStore(Store):
         if not self.locks:
             self._checked(file).read(tuple(wanted), out)
             return
-        with self._lock:  # nobody closes the file meanwhile
+        with self._lock:  # no other thread closes the file meanwhile
             self._checked(file).read(tuple(wanted), out)
 
     def close(self) -> None:
+        """Close all open files."""
         with self._lock:
             while self._open:
                 self._open.popitem()[1].close()
@@ -136,6 +147,7 @@ class FileStore(Store):
         return file, sample - (self._lasts[file - 1] if file else 0)
 
     def _count(self, file: int) -> int:
+        """How many samples a file holds."""
         if self._at < 0:
             return 1
         try:
@@ -153,11 +165,13 @@ class FileStore(Store):
             if opened is None:
                 opened = self._opened(file)
             self._open[file] = opened
+            # The least recently used.
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
             return opened
 
     def _opened(self, file: int) -> Opened:
+        """Open a file; any error of a format's library becomes a DataError that names the file."""
         try:
             return self.open_file(self.paths[file])
         except (DataError, MemoryError):
@@ -166,6 +180,7 @@ class FileStore(Store):
             raise DataError(f"{self.place(file)} cannot be opened: {reason(error)}") from error
 
     def _checked(self, file: int) -> Opened:
+        """An open file that holds what the first one holds, or an error that says the difference."""
         opened = self._look(file)
         shape = self._without_samples(opened.shape)
         if (

@@ -1,4 +1,4 @@
-"""HDF5 by h5py: one file a sample, or many samples in a dataset; chunked, compressed, in any order of dims."""
+"""HDF5 by h5py: one sample a file, or many samples in a dataset; chunked, compressed, with dims in any order."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ class HDF5(FileStore):
         super().__init__(paths, dims, order)
 
     def place(self, file: int) -> str:
+        """The file and the dataset."""
         return f"{self.paths[file]}, dataset {self.dataset!r}"
 
     def open_file(self, path: Path) -> OpenedHDF5:
+        """The dataset, checked for missing parts."""
         return OpenedHDF5(path, self.dataset, self.complete)
 
 
@@ -51,6 +53,7 @@ class OpenedHDF5:
             self._data = _dataset(self._file, dataset)
             _refuse_what_is_not_there(self._data, complete)
             cache = _cache_size(self._data)
+            # The size of the chunk cache can be given only when a file is opened.
             if cache > _SMALLEST_CACHE:
                 self._file.close()
                 self._file = h5py.File(path, "r", rdcc_nbytes=cache)
@@ -61,9 +64,11 @@ class OpenedHDF5:
         self.shape, self.dtype, self.chunks = tuple(self._data.shape), self._data.dtype, self._data.chunks
 
     def read(self, index: Index, out: Array) -> None:
+        """Straight into ``out``, without a copy in between."""
         self._data.read_direct(out, index if index else None)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -77,6 +82,7 @@ def datasets(file: Any) -> list[str]:
 
 
 def _dataset(file: Any, name: str) -> Any:
+    """A dataset of numbers by name; the error lists what the file holds."""
     import h5py
 
     dataset = file.get(name)
@@ -90,6 +96,7 @@ def _dataset(file: Any, name: str) -> Any:
 
 
 def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
+    """Raise where HDF5 would silently read fill values."""
     if data.external:
         raise DataError(
             f"{_named(data)} keeps its numbers in another file ({data.external[0][0]}), and HDF5 reads "
@@ -107,6 +114,7 @@ def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
 
 
 def _chunks_never_written(data: Any) -> str:
+    """What is missing of a dataset, in words; empty where nothing is."""
     if data.chunks is None:
         return "" if data.id.get_storage_size() else "nothing of it is there"
     wanted = prod(-(-size // chunk) for size, chunk in zip(data.shape, data.chunks, strict=True))
@@ -137,6 +145,7 @@ def _look_at_sources(data: Any, complete: bool) -> None:
     mapped = 0
     for source in data.virtual_sources():
         mapped += source.vspace.get_select_npoints()
+        # HDF5 looks beside the file first, then at the path as it is written.
         places = [own] if source.file_name == "." else [own.parent / source.file_name, Path(source.file_name)]
         present = next((place for place in places if place.exists()), None)
         if present is None:

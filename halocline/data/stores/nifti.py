@@ -1,4 +1,8 @@
-"""NIfTI volumes, read with nibabel. A compressed file has no chunks: each rank decompresses up to its own box."""
+"""NIfTI volumes, read with nibabel.
+
+A compressed file has no chunks: each rank decompresses it up to the end of its own box. Convert such files with
+``halocline data convert`` where reading limits a run.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ class Nifti(FileStore):
         super().__init__(paths, dims[::-1] if dims is not None else "", order)  # the last is fastest, as elsewhere
 
     def dims_of_first(self, shape: tuple[int, ...]) -> str:
+        """The letters given, or those usual for so many dims; reversed, since nibabel shows the fastest dim first."""
         if self._asked is None and len(shape) not in NIFTI_DIMS:
             raise DataError(
                 f"{self.place(0)} has {len(shape)} dims of sizes {list(reversed(shape))}; name them as nibabel shows "
@@ -40,6 +45,7 @@ class Nifti(FileStore):
         return (self._asked or NIFTI_DIMS[len(shape)])[::-1]
 
     def open_file(self, path: Path) -> OpenedNifti:
+        """A volume, opened lazily."""
         return OpenedNifti(path)
 
     def header(self, sample: int) -> Any:
@@ -61,6 +67,7 @@ class OpenedNifti:
             raise DataError(f"{path}: NIfTI is read by nibabel; pip install nibabel") from error
         image: Any = nibabel.load(path, keep_file_open=True)  # reading on in a compressed file is cheap; anew is not
         self._data, self.header = image.dataobj, image.header
+        # nibabel applies the header's scale when a slice is read.
         scaled = (self._data.slope, self._data.inter) != (1, 0)
         self.dtype = np.dtype("float64") if scaled else self._data.dtype
         if self._data.dtype.kind not in "biuf":
@@ -68,6 +75,7 @@ class OpenedNifti:
         self.shape = tuple(reversed(image.shape))
 
     def read(self, index: Index, out: Array) -> None:
+        """The box, scaled as the header says."""
         out[...] = np.asarray(self._data[tuple(reversed(index))]).transpose()
 
     def close(self) -> None:

@@ -12,14 +12,16 @@ from .store import Array
 
 
 class Npy(FileStore):
-    """A file that shrinks while it is read ends the process (SIGBUS), as with every mapped file: write anew and rename.
+    """npy files, mapped into memory. The format has no checksum: bytes that change on the disk go unnoticed.
 
-    It has no checksum: bytes that change on the disk go unnoticed.
+    A file that shrinks while it is read ends the process (SIGBUS), as with every mapped file: write a new file and
+    rename it.
     """
 
     suffixes = (".npy",)
 
     def open_file(self, path: Path) -> OpenedNpy:
+        """The mapped file."""
         return OpenedNpy(path)
 
 
@@ -29,12 +31,14 @@ class OpenedNpy:
     chunks = None
 
     def __init__(self, path: Path) -> None:
+        # Nothing is read yet but the header.
         data = np.lib.format.open_memmap(path, mode="r")
         if data.dtype.kind not in "biufc":
             raise DataError(f"{path} holds {data.dtype}, and not numbers")
         self._data, self.shape, self.dtype = data, data.shape, data.dtype
 
     def read(self, index: Index, out: Array) -> None:
+        """Copies the box; the kernel reads its pages."""
         out[...] = self._data[index]
 
     def close(self) -> None:

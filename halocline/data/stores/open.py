@@ -23,6 +23,7 @@ def open_store(
     """
     dataset = dataset.strip("/") if dataset is not None else None
     paths, kind = files_of(path)
+    # The file is looked into only where something is left to find out.
     chosen = _chosen(paths[0], dataset) if dims is None or (dataset is None and kind in (HDF5, Zarr)) else None
     name = dataset if dataset is not None else (chosen.name if chosen is not None else "")
     if dims is None:
@@ -63,6 +64,7 @@ def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
 
 
 def _chosen(path: Path, dataset: str | None) -> Contents:
+    """The one dataset that is meant, or an error that lists them."""
     there = contents(path)
     named = [each for each in there if dataset is None or each.name == dataset]
     if len(named) == 1:

@@ -1,8 +1,8 @@
 """A store: samples of one shape and dtype, of which any box is read straight into a given array.
 
-A new kind of store says how a box is read in the order in which it lies (``read_stored``); the order of dims that the
-user wants, other dtypes, and arrays with any strides are taken care of here, for all of them.
-``halocline.testing.StoreTests`` proves a new one.
+A new kind of store implements ``read_stored``, which reads a box in the order in which it lies. The base class takes
+care of the order of dims that the user wants, of other dtypes, and of arrays with any strides.
+``halocline.testing.StoreTests`` proves a new store.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ PORTION = 1 << 20
 
 
 class Store(ABC):
-    """``dims`` names the dims of a sample as they are handed out, a letter each, and ``shape`` their sizes.
+    """Samples of one shape and dtype.
 
-    ``stored`` names them as they lie. Both without ``N``, the dim of the samples.
+    ``dims`` names the dims of a sample as they are handed out, a letter each, and ``shape`` their sizes. ``stored``
+    names them as they lie. Both without ``N``, the dim of the samples. Reading is thread-safe; a store can be pickled,
+    and opens its files again in the other process.
     """
 
     #: Must one process read one box at a time, whatever its threads do?
@@ -100,7 +102,7 @@ class Store(ABC):
         return self.name
 
     def close(self) -> None:  # noqa: B027  most have none
-        """Let go of open files; reading opens them again."""
+        """Close open files; reading opens them again."""
 
     def __repr__(self) -> str:
         """<HDF5 train.h5: 24 samples of C 1, D 16, H 16, W 16, float32>"""
@@ -116,6 +118,7 @@ class Store(ABC):
     def read(self, sample: int, box: Box, out: Array) -> None:
         """Fill ``out`` with ``box`` of a sample; ``out`` may have any strides, and any dtype that numbers go into."""
         self._check(sample, box, out)
+        # The caller's array as the data lie: turning it costs nothing.
         target = out.transpose(self._back)
         lies = tuple(box[dim] for dim in self._back)
         try:
@@ -126,6 +129,7 @@ class Store(ABC):
             raise BadSample(self.where(sample), sample, box_text(self.dims, box), reason(error)) from error
 
     def _check(self, sample: int, box: Box, out: Array) -> None:
+        """Raise where sample, box or array do not fit this store."""
         if not 0 <= sample < len(self):
             raise DataError(f"{self.name}: there is no sample {sample}; it has {len(self)}")
         if len(box) != len(self.shape) or not all(whole(n).contains(i) for n, i in zip(self.shape, box, strict=True)):
@@ -138,6 +142,10 @@ class Store(ABC):
             )
 
     def _read(self, sample: int, box: Box, target: Array) -> None:
+        """Straight into the target where it has the store's dtype and is contiguous.
+
+        Else in portions through a buffer.
+        """
         if not target.size:
             return
         if target.dtype == self.dtype and target.flags.c_contiguous:
@@ -158,6 +166,7 @@ class Store(ABC):
 
 
 def _delivered(stored: str, order: str | None) -> str:
+    """The order in which dims are handed out; raises for letters that repeat or have no known order."""
     unknown = sorted(set(stored) - set(ORDER)) if order is None else []
     if len(set(stored)) != len(stored) or SAMPLES in stored:
         raise DataError(f"dims {stored!r} must name each dim of a sample by a different letter")
@@ -206,6 +215,7 @@ def portions(box: Box, most: int, chunks: Sequence[int] | None) -> Iterator[Box]
     grid = list(chunks) if chunks is not None else [1] * len(steps)
     for dim in range(len(steps)):
         rest = prod(steps) // max(1, steps[dim])
+        # Whole chunks along each dim, from the first: later dims stay long, as rows lie.
         steps[dim] = min(steps[dim], max(grid[dim], most // max(1, rest) // grid[dim] * grid[dim]))
     yield from _tiles(box, steps, grid)
 

@@ -41,14 +41,20 @@ class Zarr(FileStore):
         super().__init__(paths, dims, order)
 
     def place(self, file: int) -> str:
+        """The path, and the array in it."""
         return f"{self.paths[file]}, array {self.array!r}" if self.array else str(self.paths[file])
 
     def open_file(self, path: Path) -> OpenedZarr:
+        """The array, checked for a dtype of numbers."""
         return OpenedZarr(path, self.array, self.complete)
 
 
 class OpenedZarr:
-    """An array of an open group, checked for shards and chunks that are missing."""
+    """An array of an open group.
+
+    Zarr reads missing chunks as fill values. Where all chunks should be there, the files are looked at before each
+    read.
+    """
 
     def __init__(self, path: Path, name: str, complete: bool | None) -> None:
         import zarr
@@ -66,6 +72,7 @@ class OpenedZarr:
         self._complete = bool(node.attrs.get(COMPLETE, False)) if complete is None else complete
 
     def read(self, index: Index, out: Array) -> None:
+        """In portions of whole chunks, after a look at the files that hold them."""
         box = tuple(Interval(i.start, i.stop) if isinstance(i, slice) else Interval(i, i + 1) for i in index)
         if self._complete or self._data.shards:
             self._look_at_files(box)
@@ -75,6 +82,7 @@ class OpenedZarr:
             self._read(slices(part), room[(*slices(own), ...)])  # the dots: an array even of no dims
 
     def _read(self, index: tuple[slice, ...], out: Array) -> None:
+        """Decode straight into ``out``."""
         from zarr.buffer import cpu
 
         room: Any = out
@@ -97,6 +105,7 @@ class OpenedZarr:
                 self._look_into_shard(file, number, box)
 
     def _look_into_shard(self, file: Path, number: tuple[int, ...], box: Box) -> None:
+        """Raise where a shard lacks a chunk that the box needs."""
         if not file.stat().st_size:
             raise DataError(f"shard {file.relative_to(self._folder)} is empty: it was not written completely")
         index = self._index_of(file) if self._complete else None
@@ -124,6 +133,7 @@ class OpenedZarr:
         size = 16 * prod(counts)
         with file.open("rb") as opened:
             if codec.index_location.value == "end":
+                # The index ends with its checksum of four bytes.
                 opened.seek(max(0, file.stat().st_size - size - 4))
             read = opened.read(size)
         return np.frombuffer(read, "<u8").reshape(*counts, 2) if len(read) == size else None

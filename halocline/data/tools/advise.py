@@ -1,6 +1,7 @@
-"""What a cut makes each rank read, and how the data should be chunked for it.
+"""What a cut makes each rank read, and how data should be chunked for it.
 
-A chunk is read and decoded whole, whoever needs a part of it. Chunks that no rank shares with another cost nothing.
+A chunk is read and decoded whole, by every rank that needs a part of it. Chunks that no two ranks share cost nothing
+extra.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def _sizes(size: int, parts: int) -> list[int]:
     """Chunk sizes that fit a dim cut into ``parts``: the one for most ranks first, each dividing the next."""
     if parts == 1 or size == 0:
         return [max(1, size)]
+    # The largest size of which all cut points are multiples.
     common = [gcd(*Partition.even(size, parts * more).points[1:-1]) for more in _MORE_RANKS if parts * more <= size]
     tile = max(1, size // parts)
     fitting = [divisor for divisor in common if 4 * divisor >= tile]

@@ -1,7 +1,7 @@
-"""From one kind of file to another, in portions: no array is ever held whole.
+"""Converts from one kind of file to another, in portions: no array is ever held whole.
 
-What is written has a checksum for every chunk (but for npy, which has none), is read back and compared, and gets its
-name only then: whoever is killed on the way leaves nothing under it.
+What is written has a checksum for every chunk (except npy, which has none), is read back and compared, and gets its
+name only then: a process that is killed on the way leaves nothing under that name.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Arr
     writer = writer_of(target)
     if not 0 <= wish.level <= 9:
         raise DataError(f"compression={wish.level}: give a level from 0 (none) to 9")
+    # A single sample from a file without N stays without N.
     one = samples is None or (samples == 1 and getattr(source, "_at", -1) < 0)
     dims = wish.dims or (source.dims if one else SAMPLES + source.dims)
     if sorted(dims.replace(SAMPLES, "", 1)) != sorted(source.dims) or (SAMPLES in dims and samples is None):
@@ -94,6 +95,7 @@ def planned(source: Store, target: Path, wish: Wish, samples: int | None) -> Arr
 
 
 def _dtype(source: Store, wanted: str | None) -> np.dtype[Any]:
+    """The dtype to write; raises where it cannot hold the source's numbers."""
     try:
         dtype = np.dtype(wanted or source.dtype).newbyteorder("=")
     except TypeError:
@@ -104,6 +106,7 @@ def _dtype(source: Store, wanted: str | None) -> np.dtype[Any]:
 
 
 def _chunks(dims: str, shape: tuple[int, ...], itemsize: int, wish: Wish) -> tuple[int, ...]:
+    """The chunks asked for, or those advised for the cut."""
     sizes = dict(zip(dims, shape, strict=True))
     if wish.chunks is not None:
         chosen = _by_letter(wish.chunks, sizes, "chunks")
@@ -130,6 +133,7 @@ def _shards(plan: ArraySpec, writer: type, wanted: Mapping[str, int]) -> tuple[i
 
 
 def _by_letter(wanted: Mapping[str, int], sizes: Mapping[str, int], what: str) -> dict[str, int]:
+    """Sizes for all dims: those given, whole dims otherwise, samples one by one."""
     wrong = [letter for letter, size in wanted.items() if letter not in sizes or size < 1]
     if wrong:
         raise DataError(f"{what} {dict(wanted)}: {wrong[0]} is no dim of {''.join(sizes)}, or its size is under 1")
@@ -138,6 +142,7 @@ def _by_letter(wanted: Mapping[str, int], sizes: Mapping[str, int], what: str) -
 
 
 def _names(source: Store) -> list[str]:
+    """Names for files of single samples: those of the source's files, or numbers."""
     if isinstance(source, FileStore) and len(source.paths) == len(source):
         names = [path.name.removesuffix(".gz").rsplit(".", 1)[0] for path in source.paths]
         if len(set(names)) == len(names):
@@ -148,6 +153,7 @@ def _names(source: Store) -> list[str]:
 def _written(
     source: Store, samples: range, target: Path, plan: ArraySpec, force: bool, progress: Progress | None
 ) -> None:
+    """Write one file, read it back, compare, and give it its name."""
     _refuse_existing(target, source, force)
     with _under_another_name(target) as path:
         writer = writer_of(target)(path, plan)
@@ -163,6 +169,7 @@ Part = tuple[int, Box]  # a sample, and a box of it in the order in which it wil
 
 
 def _parts(plan: ArraySpec, samples: int) -> Iterator[Part]:
+    """The boxes of all samples, each small enough to hold and made of whole chunks."""
     at = plan.dims.find(SAMPLES)
     box = tuple(whole(size) for dim, size in enumerate(plan.shape) if dim != at)
     grid = tuple(size for dim, size in enumerate(plan.shards or plan.chunks) if dim != at)
@@ -174,9 +181,11 @@ def _parts(plan: ArraySpec, samples: int) -> Iterator[Part]:
 def _copied(
     source: Store, samples: range, part: Part, plan: ArraySpec, writer: ArrayWriter, progress: Progress | None
 ) -> int:
+    """Copy one box, turned to the new order of dims; the checksum of what was written."""
     sample, box = part
     own = plan.dims.replace(SAMPLES, "")
     numbers = np.empty(shape_of(box), plan.dtype)
+    # The source fills the array in its own order of dims.
     turned = [own.index(letter) for letter in source.dims]
     source.read(samples[sample], tuple(box[dim] for dim in turned), numbers.transpose(turned))
     _refuse_lost_digits(source, samples[sample], numbers)
@@ -198,6 +207,7 @@ def _refuse_lost_digits(source: Store, sample: int, numbers: Array) -> None:
 
 
 def _index(plan: ArraySpec, sample: int, box: Box) -> Index:
+    """Where a sample's box lies in the new array."""
     index: list[slice | int] = list(slices(box))
     if SAMPLES in plan.dims:
         index.insert(plan.dims.index(SAMPLES), sample)
@@ -207,6 +217,7 @@ def _index(plan: ArraySpec, sample: int, box: Box) -> Index:
 def _compare(
     back: Store, parts: Iterator[Part], sums: list[int], target: Path, progress: Progress | None, itemsize: int
 ) -> None:
+    """Read everything back and compare checksums."""
     for (sample, box), wanted in zip(parts, sums, strict=True):
         numbers = back.read_new(sample, box)
         if zlib.crc32(numbers.data) != wanted:
@@ -216,6 +227,7 @@ def _compare(
 
 
 def _refuse_existing(target: Path, source: Store, force: bool) -> None:
+    """Raise rather than overwrite a file without ``force``, or the source itself ever."""
     if target.exists() and not force:
         raise DataError(f"{target} exists; give --force to overwrite it")
     if any(target.absolute() == path.absolute() for path in getattr(source, "paths", ())):

@@ -1,4 +1,4 @@
-"""Counts, means and squares of many numbers, put together from parts without losing digits (Chan's formulas)."""
+"""Counts, means and squared deviations of many numbers, merged from parts without losing digits (Chan's formulas)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,7 @@ def moments_of(rows: Array) -> Array:
 
 
 def _moments_of_block(rows: Array) -> Array:
+    """Moments of a block that fits in a core's cache, in float64."""
     table = no_moments(len(rows))
     for moments, numbers in zip(table, rows, strict=True):
         row = numbers.astype(np.float64)
@@ -58,6 +59,7 @@ def merged(first: Array, second: Array) -> Array:
     count = first[:, COUNT] + second[:, COUNT]
     share = second[:, COUNT] / np.maximum(count, 1)
     table[:, ORIGIN] = origin = np.where(first[:, COUNT] > 0, first[:, ORIGIN], second[:, ORIGIN])
+    # The distance of the means, from two differences that are each exact enough.
     apart = (second[:, ORIGIN] - origin) + (second[:, OFFSET] - first[:, OFFSET])
     table[:, COUNT] = count
     table[:, OFFSET] = first[:, OFFSET] + apart * share
@@ -68,8 +70,18 @@ def merged(first: Array, second: Array) -> Array:
     return table
 
 
+def summary(table: Array) -> dict[str, tuple[Any, ...]]:
+    """The columns of statistics, a number a channel: counts as integers, NaN for channels without a finite number."""
+    count = table[:, COUNT]
+    mean, std = table[:, ORIGIN] + table[:, OFFSET], np.sqrt(table[:, SQUARES] / np.maximum(count, 1))
+    columns = {"mean": mean, "std": std, "min": table[:, MIN], "max": table[:, MAX]}
+    known = {name: tuple(np.where(count > 0, column, np.nan).tolist()) for name, column in columns.items()}
+    counts = {"count": count, "nonfinite": table[:, NONFINITE]}
+    return known | {name: tuple(column.astype(int).tolist()) for name, column in counts.items()}
+
+
 def all_merged(tables: Iterable[Array], channels: int) -> Array:
-    """In the order given: the same bits whoever made the tables."""
+    """Merged in the order given, so that the bits do not depend on which process made a table."""
     result = no_moments(channels)
     for table in tables:
         result = merged(result, table)
@@ -87,7 +99,10 @@ class PortionMoments(NamedTuple):
 
 @dataclass
 class Survey:
-    """A store in portions, and these in groups: the same for any number of processes, and so are the sums."""
+    """A store cut into portions, and these into groups.
+
+    Groups are the same for any number of processes, and so are the sums.
+    """
 
     store: Store
     classes: bool
@@ -118,7 +133,7 @@ class Survey:
             self._add(table, numbers, self.parts[part])
             if self.classes:
                 classes.update(class_counts(numbers))
-                refuse_many(classes)
+                check_classes(len(classes))
             size += numbers.nbytes
         return PortionMoments(number, table, classes, size)
 
@@ -131,6 +146,7 @@ class Survey:
         return numbers
 
     def _add(self, table: Array, numbers: Array, part: Box) -> None:
+        """Merge the moments of one portion into the rows of its channels."""
         dim = self.store.stored.find("C")
         if dim < 0:
             rows, own = numbers.reshape(1, -1), slice(0, 1)
@@ -148,20 +164,14 @@ def class_counts(numbers: Array) -> dict[int, int]:
         counts = np.bincount(flat.astype(np.int64) - lowest)
         return {lowest + int(place): int(counts[place]) for place in np.flatnonzero(counts)}
     values, occurrences = np.unique(flat, return_counts=True)
-    if len(values) > MOST_CLASSES:
-        raise too_many(len(values))
+    check_classes(len(values))
     return dict(zip(values.tolist(), occurrences.tolist(), strict=True))
 
 
-def refuse_many(classes: Counter[int]) -> None:
-    """Raise where there are more values than classes can be."""
-    if len(classes) > MOST_CLASSES:
-        raise too_many(len(classes))
-
-
-def too_many(count: int) -> DataError:
-    """The error for values that are no classes."""
-    return DataError(
-        f"there are {count} values or more, which are no classes (at most {MOST_CLASSES} are counted); "
-        "take the statistics without classes"
-    )
+def check_classes(count: int) -> None:
+    """Raise where there are more different values than classes can be."""
+    if count > MOST_CLASSES:
+        raise DataError(
+            f"there are {count} values or more, which are no classes (at most {MOST_CLASSES} are counted); "
+            "take the statistics without classes"
+        )

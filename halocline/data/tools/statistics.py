@@ -1,7 +1,8 @@
-"""What is in a store, channel by channel: means, spreads, extremes, and how often each class occurs.
+"""Statistics of a store, channel by channel: means, deviations, extremes, and how often each class occurs.
 
-Kept as JSON beside the data: ``universe.h5`` has ``universe.h5.stats.json``, ``x.zarr`` has ``x.zarr.stats.json``, and
-a folder or list of files has ``<folder>/<dataset or kind>.stats.json``. One such file holds a record for each dataset.
+They are kept as JSON beside the data: ``universe.h5`` has ``universe.h5.stats.json``, ``x.zarr`` has
+``x.zarr.stats.json``, and a folder or list of files has ``<folder>/<dataset or kind>.stats.json``. One such file holds
+a record for each dataset.
 """
 
 from __future__ import annotations
@@ -28,22 +29,7 @@ from ..loading.agree import agreed
 from ..processes import in_processes
 from ..stores.files import FileStore
 from ..stores.store import Array, Store
-from .moments import (
-    COLUMNS,
-    COUNT,
-    MAX,
-    MIN,
-    MOST_CLASSES,
-    NONFINITE,
-    OFFSET,
-    ORIGIN,
-    SQUARES,
-    PortionMoments,
-    Survey,
-    all_merged,
-    refuse_many,
-    too_many,
-)
+from .moments import COLUMNS, MOST_CLASSES, Survey, all_merged, check_classes, summary
 
 Progress = Callable[[int], None]  # called with the bytes that were read since
 
@@ -141,16 +127,7 @@ class Statistics:
         if world is not None:  # which may have copies of their own
             newest = torch.tensor([source.newest], dtype=torch.float64)
             source = replace(source, newest=float(world.maximum(newest, tuple(range(world.size)), _LABEL)))
-        return cls._from(table, dict(sorted(counts.items())) if classes else None, source)
-
-    @classmethod
-    def _from(cls, table: Array, classes: dict[int, int] | None, source: Source) -> Statistics:
-        count = table[:, COUNT]
-        mean, std = table[:, ORIGIN] + table[:, OFFSET], np.sqrt(table[:, SQUARES] / np.maximum(count, 1))
-        columns = {"mean": mean, "std": std, "min": table[:, MIN], "max": table[:, MAX]}
-        known: dict[str, Any] = {name: _tuple(np.where(count > 0, column, np.nan)) for name, column in columns.items()}
-        counts = {"count": _tuple(count.astype(int)), "nonfinite": _tuple(table[:, NONFINITE].astype(int))}
-        return cls(**known, **counts, classes=classes, source=source)
+        return cls(**summary(table), classes=dict(sorted(counts.items())) if classes else None, source=source)
 
     @cached_property
     def frequencies(self) -> dict[int, float]:
@@ -189,7 +166,10 @@ class Statistics:
     def as_json(self) -> dict[str, Any]:
         """The entries of the saved file."""
         classes = None if self.classes is None else {str(value): count for value, count in self.classes.items()}
-        columns = {name: [_or_none(x) for x in getattr(self, name)] for name in ("mean", "std", "min", "max")}
+        columns = {
+            name: [number if math.isfinite(number) else None for number in getattr(self, name)]
+            for name in ("mean", "std", "min", "max")
+        }
         return {**asdict(self), **columns, "classes": classes}
 
     @classmethod
@@ -210,6 +190,7 @@ class Statistics:
 
     @classmethod
     def _parsed(cls, record: dict[str, Any]) -> Statistics:
+        """From an entry of the saved file."""
         columns: dict[str, Any] = {
             name: tuple(math.nan if x is None else x for x in record[name])
             for name in ("count", "mean", "std", "min", "max", "nonfinite")
@@ -241,6 +222,7 @@ def _looked_at(path: Path, dataset: str) -> tuple[Path, os.stat_result]:
 
 
 def _records(path: Path) -> dict[str, Any]:
+    """All entries of a saved file, by dataset."""
     try:
         records = json.loads(path.read_text())
     except ValueError as error:
@@ -250,23 +232,19 @@ def _records(path: Path) -> dict[str, Any]:
     return records
 
 
-def _tuple(column: Array) -> tuple[Any, ...]:
-    return tuple(column.tolist())
-
-
-def _or_none(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
 def _surveyed(survey: Survey, jobs: int, world: World | None, progress: Progress | None) -> tuple[Array, Counter[int]]:
-    """This rank's groups, then those of all ranks: in the order of the groups, whoever did them."""
+    """This rank's groups, then those of all ranks: merged in the order of the groups, whichever rank did them."""
     groups = survey.groups.parts
     size, rank = (world.size, world.rank) if world is not None else (1, 0)
     tables, counts = np.zeros((groups, survey.channels, COLUMNS)), Counter[int]()
     errors: dict[int, BaseException] = {}
     try:
         for portion in in_processes(survey.group, range(rank, groups, size), jobs):
-            _enter(portion, tables, counts, progress)
+            tables[portion.group] = portion.table
+            counts.update(portion.classes)
+            check_classes(len(counts))
+            if progress is not None:
+                progress(portion.bytes)
     except Exception as error:
         if world is None:
             raise
@@ -274,14 +252,6 @@ def _surveyed(survey: Survey, jobs: int, world: World | None, progress: Progress
     if world is not None:
         tables, counts = _over_ranks(world, tables, counts, errors)
     return all_merged(tables, survey.channels), counts
-
-
-def _enter(portion: PortionMoments, tables: Array, counts: Counter[int], progress: Progress | None) -> None:
-    tables[portion.group] = portion.table
-    counts.update(portion.classes)
-    refuse_many(counts)
-    if progress is not None:
-        progress(portion.bytes)
 
 
 def _over_ranks(
@@ -292,6 +262,7 @@ def _over_ranks(
     for error in agreed(world, errors, 1).values():
         raise error
     tables = world.sum(torch.from_numpy(tables), everyone, _LABEL).numpy()  # a group is some rank's, and zero elsewhere
+    # Pairs of value and count, in rows of each rank's own.
     rows = torch.zeros(world.size, MOST_CLASSES, 2, dtype=torch.int64)
     for place, pair in enumerate(sorted(counts.items())):
         rows[world.rank, place] = torch.tensor(pair)
@@ -300,6 +271,5 @@ def _over_ranks(
     for value, count in rows.flatten(0, 1).tolist():
         together[value] += count
     together = Counter({value: count for value, count in together.items() if count})
-    if len(together) > MOST_CLASSES:
-        raise too_many(len(together))
+    check_classes(len(together))
     return tables, together

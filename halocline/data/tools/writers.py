@@ -61,6 +61,7 @@ class NpyWriter:
         """Nothing is open."""
 
     def opened(self) -> Store:
+        """With the dims as they were written."""
         return Npy([self._path], self._plan.dims, self._plan.dims.replace("N", ""))
 
 
@@ -73,18 +74,22 @@ class HDF5Writer:
         self._path, self._plan = path, plan
         self._file = h5py.File(path, "w", libver=("v110", "v110"))  # since when the file's own tables have checksums
         compressed = {"compression": "gzip", "compression_opts": plan.level, "shuffle": True} if plan.level else {}
+        # Empty and scalar datasets cannot be chunked.
         options = {"chunks": plan.chunks, "fletcher32": True, **compressed} if prod(plan.shape) and plan.shape else {}
         self._data = self._file.create_dataset(plan.dataset, plan.shape, plan.dtype, **options)
         for dim, letter in zip(self._data.dims, plan.dims, strict=True):
             dim.label = letter
 
     def write(self, index: Index, numbers: Array) -> None:
+        """Chunks are compressed as they are complete."""
         self._data[index] = numbers
 
     def close(self) -> None:
+        """Flush and close the file."""
         self._file.close()
 
     def opened(self) -> Store:
+        """With the dims as they were written."""
         return HDF5([self._path], self._plan.dataset, self._plan.dims, self._plan.dims.replace("N", ""))
 
 
@@ -111,25 +116,24 @@ class ZarrWriter:
         )
 
     def write(self, index: Index, numbers: Array) -> None:
+        """Also chunks that hold nothing but zeros."""
         self._data[index] = numbers
 
     def close(self) -> None:
+        """Mark the array as complete."""
         self._data.attrs[COMPLETE] = True
 
     def opened(self) -> Store:
+        """With the dims as they were written."""
         order = self._plan.dims.replace("N", "")
         return Zarr([self._path], self._plan.dims, order, array=self._plan.dataset)
 
 
-WRITERS: dict[str, type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]] = {
-    ".npy": NpyWriter,
-    ".h5": HDF5Writer,
-    ".hdf5": HDF5Writer,
-    ".zarr": ZarrWriter,
-}
+WriterType = type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]
+WRITERS: dict[str, WriterType] = {".npy": NpyWriter, ".h5": HDF5Writer, ".hdf5": HDF5Writer, ".zarr": ZarrWriter}
 
 
-def writer_of(path: Path) -> type[NpyWriter] | type[HDF5Writer] | type[ZarrWriter]:
+def writer_of(path: Path) -> WriterType:
     """The writer for a path, by the end of its name."""
     if path.suffix not in WRITERS:
         raise DataError(f"{path}: its name must end with one of {', '.join(WRITERS)}, which says what to write")

@@ -1,7 +1,10 @@
-"""Writing into part of a tensor, ``x[...] = value``: each rank writes what falls into its own tile.
+"""Assignment to part of a tensor, ``x[...] = value``: each rank writes what falls into its own tile.
 
-The target stays where it lies. Of the value a rank fetches what its box takes; positions held in tensors are read
-whole, and those that point into other tiles are passed over.
+The target does not move. Of the value, a rank fetches the part that its box takes. Positions held in tensors are read
+whole by every rank; those that point into another rank's tile are skipped.
+
+    x[:, 3:9] = y      # y is cut as rows 3 to 9 of x are: each rank gets its own rows of y
+    x[index] = y       # every rank reads index, and writes the rows it owns
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from torch import Tensor
 
 from ...geometry import Interval, Transposed
 from ...tensor import ShardedTensor, same_memory
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, read_whole
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, per_tile, whole_operands
 from ..table import composite, refuse, run_rule
 from .lookup import chosen_place
 from .masks import put
 from .pointwise import broadcast_shape
 from .subscript import Item, is_mask, items_of, located
-from .view import made_of, meta, normal, whole_on_every_rank
+from .view import made_of, made_of_each, meta, normal, whole_on_every_rank
 
 
 @composite(Tensor.__setitem__, family="index")
@@ -40,6 +43,13 @@ def setitem(self: Tensor, index: Any, value: Any) -> None:
     _write(self, located(items, self.shape), given, accumulate=False)
 
 
+def _without_leading_ones(value: Tensor, dims: int) -> Tensor:
+    """torch passes over leading dims of size one that the target has not."""
+    while value.ndim > dims and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
 def _as_tensor(self: Tensor, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
@@ -47,17 +57,11 @@ def _as_tensor(self: Tensor, value: Any) -> Tensor:
 
 
 def _write(self: Tensor, items: Sequence[Item], value: Tensor, accumulate: bool, rule: Any = None) -> Tensor:
-    """In place, or by another ``rule``. torch passes over leading dims of size one that the target has not."""
-    dims = _target_dims(items)
-    while value.ndim > dims and value.shape[0] == 1:
-        value = value.squeeze(0)
-    return run_rule(Tensor.__setitem__, rule or _write_rule, (self, value, tuple(items), accumulate), {})
-
-
-def _target_dims(items: Sequence[Item]) -> int:
+    """In place, or by another ``rule``."""
     positions = [item for item in items if isinstance(item, Tensor)]
-    taken = len(items) - sum(isinstance(item, int) for item in items) - len(positions)
-    return taken + max((tensor.ndim for tensor in positions), default=0)
+    taken = sum(item is None or isinstance(item, slice) for item in items)
+    value = _without_leading_ones(value, taken + max((tensor.ndim for tensor in positions), default=0))
+    return run_rule(Tensor.__setitem__, rule or _write_rule, (self, value, tuple(items), accumulate), {})
 
 
 def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
@@ -67,8 +71,7 @@ def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
         return False
     mask: Tensor = items[masks[0]].to(self.device)
     behind = len(items) - masks[0] - 1
-    while value.ndim > behind and value.shape[0] == 1:
-        value = value.squeeze(0)
+    value = _without_leading_ones(value, behind)
     if value.ndim > behind:
         return False
     if tuple(mask.shape) != tuple(self.shape[masks[0] : masks[0] + mask.ndim]):
@@ -82,12 +85,13 @@ def _fills(self: Tensor, items: Sequence[Any], value: Tensor) -> bool:
 
 
 def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumulate: bool) -> Recipe:
-    _ask_torch(target, value, items)
+    """Write ``value`` into this rank's tile of ``target``, at the part of ``items`` that falls into it."""
+    probe = meta(target)
+    probe[tuple(map(meta, items))] = meta(value).to(probe.dtype)  # torch's own error where the value does not fit
     links = _value_links(target, value, items)
-    positions = [item for item in items if isinstance(item, Operand)]
-    own = tuple(range(target.ndim))
 
     def local(work: Work, tile: Tensor, value: Tensor, items: tuple[Any, ...], accumulate: bool) -> Tensor:
+        """Write in place and return the tile. A rank into whose tile nothing falls takes part in the backward too."""
         if same_memory(tile, value):  # y[0] *= 2 writes back what it has changed in place
             value = value.clone()
         keys = [*_keys(work.box, target.shape, items)]
@@ -104,13 +108,7 @@ def _write_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumul
         _put(view, work.box, target.shape, items, value, accumulate)
         return tile
 
-    return Recipe(
-        space=target.shape,
-        reads=(Read(target, tuple(map(Link, own))), Read(value, links), *map(read_whole, positions)),
-        local=local,
-        inplace=True,
-        runs_empty=True,
-    )
+    return per_tile(target, local, Read(value, links), *whole_operands(*items), inplace=True)
 
 
 def _written_rule(target: Operand, value: Operand, items: tuple[Any, ...], accumulate: bool) -> Recipe:
@@ -123,16 +121,6 @@ def _written_rule(target: Operand, value: Operand, items: tuple[Any, ...], accum
     return replace(recipe, local=local, inplace=False)
 
 
-def _ask_torch(target: Operand, value: Operand, items: tuple[Any, ...]) -> None:
-    """torch's own error where the value does not fit."""
-    probe = meta(target)
-    probe[tuple(meta(item) for item in items)] = meta(value).to(probe.dtype)
-
-
-def _steps(item: slice, size: int) -> range:
-    return range(size)[item]
-
-
 def _value_links(target: Operand, value: Operand, items: tuple[Any, ...]) -> tuple[Link, ...]:
     """For each dim of the value: the dim of the target it is written along, by the slice's own count."""
     made: list[tuple[int, Link]] = []  # size and link of each dim of what is written, positions apart
@@ -142,7 +130,7 @@ def _value_links(target: Operand, value: Operand, items: tuple[Any, ...]) -> tup
         if isinstance(item, Operand):
             places.append(len(made) + len(places))
         elif isinstance(item, slice):
-            steps = _steps(item, target.shape[dim])
+            steps = range(target.shape[dim])[item]
             made.append((len(steps), Link(dim, Transposed(1, steps.step, padding=-steps.start))))
         elif item is None:
             made.append((1, WHOLE))
@@ -166,12 +154,13 @@ def _keys(box: Sequence[Interval], shape: Sequence[int], items: Sequence[Any]) -
         if isinstance(item, int):
             steps = range(item % size, item % size + 1)
         else:
-            steps = _steps(item if isinstance(item, slice) else slice(None), size)
-        yield _inside(steps, own)
+            steps = range(size)[item if isinstance(item, slice) else slice(None)]
         dim += 1
+        yield _inside(steps, own)
 
 
 def _inside(steps: range, own: Interval) -> slice:
+    """Those of the ``steps`` that lie in this rank's interval, counted from its first index."""
     first, last = (max(0, -((steps.start - end) // steps.step)) for end in (own.lo, own.hi))
     last = min(last, len(steps))
     if last <= first:
@@ -197,6 +186,7 @@ def _put(
     left = [item for item in items if not isinstance(item, int)]
     places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
     indices = [left[place] for place in places]
+    # A dim that positions point into is cut: keep the positions that fall into this rank's part.
     if any(box[dim].size != shape[dim] for dim in dims):
         chosen = torch.broadcast_shapes(*(index.shape for index in indices))
         first = chosen_place(places)
@@ -257,32 +247,25 @@ def _along(input: Tensor, dim: int, index: Any) -> tuple[Any, ...]:
     return (*[slice(None)] * normal(dim, input.ndim), index)
 
 
-@made_of("index_fill_")
-def index_fill_(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """One value at positions of a dim, in place."""
-    input[_along(input, dim, index)] = value
-    return input
+@made_of_each("index_fill index_fill_")
+def index_fill(function: Any, input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """One value at positions of a dim, into a copy or in place."""
+    return _set(function, input, _along(input, dim, index), value)
 
 
-@made_of("index_copy_")
-def index_copy_(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Slices at positions of a dim, in place."""
+@made_of_each("index_copy index_copy_")
+def index_copy(function: Any, input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Slices at positions of a dim, into a copy or in place."""
     meta(input).index_copy_(dim, meta(index), meta(source))  # torch's own error for shapes that do not fit
-    input[_along(input, dim, index)] = source
+    return _set(function, input, _along(input, dim, index), source)
+
+
+def _set(function: Any, input: Tensor, index: tuple[Any, ...], value: Any) -> Tensor:
+    """``input[index] = value``, in place where the name of ``function`` says so."""
+    if not function.__name__.endswith("_"):
+        return _written(input, index, value)
+    input[index] = value
     return input
-
-
-@made_of("index_fill")
-def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """One value at positions of a dim, into a copy."""
-    return _written(input, _along(input, dim, index), value)
-
-
-@made_of("index_copy")
-def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Slices at positions of a dim, into a copy."""
-    meta(input).index_copy_(dim, meta(index), meta(source))
-    return _written(input, _along(input, dim, index), source)
 
 
 @made_of("select_scatter")

@@ -9,6 +9,7 @@ what is dropped is drawn by global index, so that the call is then written out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import sqrt
 from typing import Any
 
@@ -19,12 +20,11 @@ from torch import Tensor
 from ..._torch_private import nested_tensor_from_mask
 from ...geometry import Interval
 from ...random.mode import WHERE_DRAWN
-from ..recipe import WHOLE, Operand, Output, Read, Recipe, RingSteps, Work
+from ..recipe import WHOLE, Operand, Output, Read, Recipe, RingSteps, Work, stretched
 from ..table import composite, refuse, run_rule
 from .blockwise_attention import BlockwiseAttention
-from .dropout import dropped
+from .random import dropped
 from .view import shape
-from .whole_axis import stretched
 
 
 @composite(F.scaled_dot_product_attention)
@@ -39,10 +39,22 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Gathered, by heads or in a ring, as the plan chooses; with dropout it is written out."""
-    call = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if dropout_p > 0:
-        return _dropped(*call, dropout_p)
-    return run_rule(F.scaled_dot_product_attention, _attention_rule, call, {})
+    if dropout_p <= 0:
+        call = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return run_rule(F.scaled_dot_product_attention, _attention_rule, call, {})
+    # Written out, so that what is dropped is drawn by global index.
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    # torch's own error, which the written-out form would not raise.
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+    scores = _scores(query, key, scale)
+    mask = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else attn_mask
+    scores = _masked(scores, mask)
+    weights = scores.softmax(-1)
+    if mask is not None:  # as in torch, a query that sees nothing gets zeros
+        weights = weights.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+    return dropped(weights, dropout_p) @ value
 
 
 def _attention_rule(
@@ -65,7 +77,9 @@ def _attention_rule(
     def local(
         work: Work, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any
     ) -> Tensor:
+        """torch's own kernel. A causal mask of some rows only is written out, since torch counts rows from 0."""
         own, causal = work.box[rows], is_causal
+        # torch's flag counts rows from 0; this rank's rows begin elsewhere.
         if is_causal and own.size != space[rows]:
             attn_mask, causal = _seen(own, keys, query.device), False
         options: dict[str, Any] = {"is_causal": causal, "scale": scale, "enable_gqa": enable_gqa}
@@ -85,6 +99,7 @@ def _ring(
     query: Operand, key: Operand, value: Operand, rows: int, is_causal: bool, scale: float | None
 ) -> RingSteps | None:
     """Keys and values may go round, or heads be cut instead of tokens, where all operands have the same heads."""
+    # Heads that are shared or stretched cannot travel in equal pieces.
     if rows < 1 or not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
         return None
     factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
@@ -95,31 +110,6 @@ def _seen(rows: Interval, keys: int, device: torch.device) -> Tensor:
     """The causal mask of these rows: a query sees the keys up to its own place in the whole."""
     own = torch.arange(rows.lo, rows.hi, device=device)
     return torch.arange(keys, device=device) <= own.unsqueeze(1)
-
-
-def _dropped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    dropout_p: float,
-) -> Tensor:
-    """Written out, so that what is dropped is drawn by global index."""
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    if is_causal and mask is not None:
-        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
-    scores = _scores(query, key, scale)
-    if is_causal:
-        mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    scores = _masked(scores, mask)
-    weights = scores.softmax(-1)
-    if mask is not None:  # as in torch, a query that sees nothing gets zeros
-        weights = weights.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
-    return dropped(weights, dropout_p) @ value
 
 
 def _scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
@@ -167,13 +157,16 @@ def multi_head_attention_forward(
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     batched = query.ndim == 3
     projected = _projected((query, key, value), weights, in_proj_bias)
+    # Without a batch, a batch of one.
     q, k, v = projected if batched else (x.unsqueeze(1) for x in projected)
     k, v, extra = _lengthened(k, v, bias_k, bias_v, add_zero_attn)
     heads = [x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v)]
+    # Then the causal flag replaces the mask, and a ring needs no mask.
     plainly_causal = is_causal and key_padding_mask is None and not need_weights and not extra
     mask = None if plainly_causal else _merged(attn_mask, key_padding_mask, num_heads, extra, query.dtype)
     lost = dropout_p if training else 0.0
     seen: Tensor | None = None
+    # The weights are asked for: the fused kernel does not return them.
     if need_weights:
         seen = dropped(_masked(_scores(heads[0], heads[1]), mask).softmax(-1), lost)
         mixed = seen @ heads[2]
@@ -187,6 +180,7 @@ def multi_head_attention_forward(
 
 
 def _check(query: Tensor, key: Tensor, width: int, heads: int, mask: Tensor | None, is_causal: bool) -> None:
+    """torch's own checks, which its Python code would make before any kernel runs."""
     if query.shape[-1] != width or width % heads:
         raise AssertionError(f"{query.shape[-1]} features do not make {heads} heads of a model of {width}")
     if query.ndim not in (2, 3) or key.ndim != query.ndim:
@@ -196,6 +190,7 @@ def _check(query: Tensor, key: Tensor, width: int, heads: int, mask: Tensor | No
 
 
 def _projected(inputs: Sequence[Tensor], weights: Any, bias: Tensor | None) -> Sequence[Tensor]:
+    """Queries, keys and values; self-attention needs one product for all three."""
     query, key, value = inputs
     if isinstance(weights, Tensor) and query is key and key is value:  # one product instead of three
         return F.linear(query, weights, bias).chunk(3, -1)
@@ -228,18 +223,16 @@ def _merged(
         wide.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
     if padding is not None:
         wide.append((padding if padding.ndim == 2 else padding.unsqueeze(0)).unsqueeze(1).unsqueeze(1))
-    added = [_as_added(mask, dtype) for mask in wide]
+    added = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+        for mask in wide
+    ]
     added = [F.pad(mask, (0, extra)) for mask in added] if extra else added
-    return None if not added else added[0] if len(added) == 1 else added[0] + added[1]
-
-
-def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+    return reduce(torch.add, added) if added else None
 
 
 def _nested(*args: Any, **kwargs: Any) -> bool:
+    """Refuses the packing of padded batches."""
     raise refuse(
         "a nested tensor",
         "in eval mode nn.TransformerEncoder packs what is not padded, and leaves zeros in place of the rest",

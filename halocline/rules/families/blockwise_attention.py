@@ -1,6 +1,7 @@
-"""Attention over keys and values that come in blocks, each used once, in any order.
+"""Attention over keys and values that arrive in blocks, each used once, in any order.
 
-The softmax is exact: a running maximum and a running sum for each query, as if all keys had been there at once.
+The softmax is exact: each query keeps a running maximum and a running sum, so that the result is that of one softmax
+over all keys. Backward recomputes the weights of a block from the logarithm of that sum.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class BlockwiseAttention:
             return state
         scores = self._scores(state.query, keys.to(state.query.dtype), columns)
         highest = torch.maximum(state.highest, scores.amax(-1, keepdim=True))
+        # A query that has seen no key yet: minus infinity minus itself is no number.
         safe = highest.masked_fill(highest == float("-inf"), 0.0)
         weights, before = (scores - safe).exp(), (state.highest - safe).exp()
         total = state.total * before + weights.sum(-1, keepdim=True)
@@ -68,7 +70,7 @@ class BlockwiseAttention:
         return (state.mixed / state.total).to(state.dtype), state.highest + state.total.log()
 
     def begin_backward(self, gradient: Tensor, result: Tensor, level: Tensor, query: Tensor) -> SoftmaxBackward:
-        """From that logarithm each block's weights can be computed again by themselves."""
+        """From that logarithm the weights of each block can be recomputed separately."""
         q, dy = query.to(level.dtype), gradient.to(level.dtype)
         share = (dy * result.to(level.dtype)).sum(-1, keepdim=True)
         return SoftmaxBackward(q, dy, level, share, torch.zeros_like(q))
@@ -80,6 +82,7 @@ class BlockwiseAttention:
         q, dy = state.query, state.gradient
         k, v = keys.to(q.dtype), values.to(q.dtype)
         weights = (self._scores(q, k, columns) - state.level).exp()
+        # The softmax's derivative; the share is the same for all blocks.
         slope = weights * (dy @ v.transpose(-2, -1) - state.share) * self.scale
         gradients = [slope.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ dy]
         return state._replace(of_query=state.of_query + slope @ k), gradients
@@ -89,6 +92,10 @@ class BlockwiseAttention:
         return [state.of_query]
 
     def _scores(self, query: Tensor, keys: Tensor, columns: Interval) -> Tensor:
+        """Scaled products of queries and keys.
+
+        For causal attention, minus infinity where the key comes after the query.
+        """
         scores = (query @ keys.transpose(-2, -1)) * self.scale
         if not self.causal:
             return scores

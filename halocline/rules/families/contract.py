@@ -8,7 +8,7 @@ summed over ranks, so that the sum of parts has the precision of one rank's sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..asking_torch import planned
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
 from ..table import composite, refuse
-from .view import as_called, each, forms, made_of, normal, operands, shape
+from .view import as_called, each, made_of, made_of_each, normal, operands, shape
 
 Labels = Sequence[Hashable]
 
@@ -30,6 +30,7 @@ def result_dtype(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], d
     """
 
     def small(value: Any) -> Any:
+        """Operands as small real tensors on the device, everything else as it is."""
         if isinstance(value, (Operand, Tensor)):
             return torch.zeros([min(2, size) for size in value.shape], dtype=value.dtype, device=device)
         if isinstance(value, (tuple, list)):
@@ -49,20 +50,20 @@ def made_of_products(names: str) -> Callable[[Callable[..., Tensor]], Callable[.
     """Register a composite that computes under autocast in the dtype in which torch's own function does."""
 
     def keep(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        for name in names.split():
-            made_of(name)(partial(_as_torch, run, forms(name)[0]))
+        @wraps(run)
+        def call(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+            """Run under the autocast state that leads to torch's own dtype."""
+            device = next(operands((args, kwargs), Tensor)).device.type
+            if not _autocasts(device):
+                return run(*args, **kwargs)
+            dtype = result_dtype(function, args, kwargs, device)
+            with torch.autocast(device, enabled=dtype != torch.float32):
+                return run(*args, **kwargs).to(dtype)
+
+        made_of_each(names)(call)
         return run
 
     return keep
-
-
-def _as_torch(run: Callable[..., Tensor], function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    device = next(operands((args, kwargs), Tensor)).device.type
-    if not _autocasts(device):
-        return run(*args, **kwargs)
-    dtype = result_dtype(function, args, kwargs, device)
-    with torch.autocast(device, enabled=dtype != torch.float32):
-        return run(*args, **kwargs).to(dtype)
 
 
 def contraction(
@@ -72,6 +73,7 @@ def contraction(
     sizes: dict[Hashable, int] = {}
     for operand, labels in terms:
         for label, size in zip(labels, operand.shape, strict=True):
+            # A dim of size one stretches to the size of its label in other operands.
             sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
     where = {label: dim for dim, label in enumerate(sizes)}
 
@@ -100,6 +102,7 @@ def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None 
         terms.append((bias, ("out",)[1 - bias.ndim :]))
 
     def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Ranks that hold no first feature leave the bias out: the sum over ranks then has it once."""
         box = work.box[place]
         if bias is not None and box.size < features and (box.lo > 0 or box.empty):
             weight, bias = weight + bias.reshape(-1)[:0].sum(), None  # adds nothing, yet takes part in its backward
@@ -112,6 +115,7 @@ def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None 
 def matmul(function: Any, input: Operand, other: Operand) -> Recipe:
     """Rows and columns keep their cuts; a cut shared dim is summed over the ranks."""
     shape(function, input, other)
+    # Labels: numbers for dims of the batch, m rows, n columns, k the shared dim.
     batch = max(input.ndim, other.ndim, 2) - 2
     left = (*range(batch + 2 - input.ndim, batch), "m", "k") if input.ndim > 1 else ("k",)
     right = (*range(batch + 2 - other.ndim, batch), "k", "n") if other.ndim > 1 else ("k",)
@@ -194,6 +198,7 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
     """Products summed over the dims that are named."""
     left, right = _contracted(a, b, dims)
+    # A letter for each dim; contracted dims of both share one.
     letters = [chr(ord("a") + i) for i in range(a.ndim + b.ndim)]
     first, second = letters[: a.ndim], letters[a.ndim :]
     for one, other in zip(left, right, strict=True):
@@ -203,6 +208,7 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
 
 
 def _contracted(a: Tensor, b: Tensor, dims: Any) -> tuple[list[int], list[int]]:
+    """The contracted dims of both operands, counted from 0, in pairs."""
     if isinstance(dims, Tensor):
         raise refuse("tensordot", "dims held in a tensor are not known when moves are planned", "give integers")
     if isinstance(dims, int):
@@ -219,9 +225,8 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
     labels = [_spelled(text, term.ndim) for text, term in zip(given.split(","), terms, strict=True)]
     all_labels = [label for part in labels for label in part]
     out = _spelled(result, None, _dots(all_labels)) if arrow else _implied(all_labels)
-    twice = [
-        label for part in labels for label in part if part.count(label) > 1
-    ]  # a diagonal, of what lies on one rank
+    twice = [label for part in labels for label in part if part.count(label) > 1]  # a diagonal: not to be cut
+    # Asked once for each state of autocast; the plan outlives it.
     expected = cache(lambda device, autocast: result_dtype(torch.einsum, (equation, *terms), {}, device))
 
     def local(work: Work, equation: str, *tiles: Tensor) -> Tensor:
@@ -233,6 +238,7 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
 
 def _spelled(text: str, ndim: int | None, dots: Sequence[Hashable] = ()) -> list[Hashable]:
     """A label for each dim: its letter, or its distance from the end of the ellipsis."""
+    # Dims of the ellipsis are counted from its end, as they are aligned.
     before, ellipsis, after = text.partition("...")
     if ellipsis and ndim is not None:
         dots = [-d for d in range(ndim - len(before) - len(after), 0, -1)]

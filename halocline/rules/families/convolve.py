@@ -1,7 +1,9 @@
-"""What a piece of its input adds to a convolution: all that the halo form by linearity has to know.
+"""The contribution of a piece of the input to a convolution, which is what ``rules/halo.py`` needs to know.
 
-Everything outside the piece counts as zero. A slab beside the tile reaches few outputs, through few taps of the kernel;
-the tile itself reaches all, in one call, with torch's own padding where that is the same on both sides.
+Everything outside the piece counts as zero. A slab beside the tile reaches few outputs through few taps of the kernel.
+The tile itself reaches all outputs, in one call, with torch's own padding where that is the same on both sides.
+
+Example in one dim, kernel 3, padding 1, tile 8..16: the slab [7, 8) reaches output 8 through tap 0 alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Along(NamedTuple):
 
 @dataclass(frozen=True)
 class Convolve:
-    """The arguments of a batched convolution over ``spatial`` dims, those of a transposed one included."""
+    """A batched convolution as a linear map, of which parts can be taken: the
+    arguments of the call, also if transposed.
+    """
 
     function: Callable[..., Tensor]
     kernel: tuple[int, ...]
@@ -51,23 +55,26 @@ class Convolve:
         along = [find(i, out[2 + i], piece[2 + i], main) for i in range(len(self.kernel))]
         if any(line.taps.empty or line.out.empty for line in along):
             nothing = (slice(0, 0),)
-            return LinearPart(nothing, nothing, _Nothing())
+            return LinearPart(nothing, nothing, NoContribution())
+        # Slabs are often one plane thick; the tile never is.
         thin = self._thin(along, piece[2:]) if not main else None
         sees = (slice(None), slice(None), *(slice(a.taps.lo, a.taps.hi) for a in along))
         local = [a.out.shift(-o.lo) for a, o in zip(along, out[2:], strict=True)]
+        # All of batch and channels; outputs counted from the rank's box.
         where = (slice(None), slice(None), *(slice(i.lo, i.hi) for i in local))
-        kept = [(i, a) for i, a in enumerate(along) if i != thin]
-        options = _Options(
-            stride=[self.stride[i] for i, _ in kept],
-            padding=[a.padding for _, a in kept],
-            dilation=[self.dilation[i] for i, _ in kept],
-            extra=[a.extra for _, a in kept],
+        kept = [i for i in range(len(along)) if i != thin]
+        part = PartialConvolution(
+            function=self.function if thin is None else _FLAT[self.function],
+            stride=[self.stride[i] for i in kept],
+            padding=[along[i].padding for i in kept],
+            dilation=[self.dilation[i] for i in kept],
+            extra=[along[i].extra for i in kept],
             groups=self.groups,
+            transposed=self.transposed,
+            pads=[side for i in reversed(kept) for side in along[i].more],
+            thin=None if thin is None else 2 + thin,
         )
-        pads = [side for _, a in reversed(kept) for side in a.more]
-        function = self.function if thin is None else _FLAT[self.function]
-        kind = _TransposedPart if self.transposed else _DirectPart
-        return LinearPart(where, sees, kind(function, options, pads, None if thin is None else 2 + thin))
+        return LinearPart(where, sees, part)
 
     def _thin(self, along: list[Along], piece: Box) -> int | None:
         """A dim along which one plane meets one tap: without it torch's 2D code is two to four times faster."""
@@ -81,6 +88,11 @@ class Convolve:
         return next(planes, None)
 
     def _direct(self, i: int, out: Interval, piece: Interval, main: bool) -> Along:
+        """The outputs that ``piece`` reaches, the taps that reach them, and the padding between piece and taps.
+
+        Output ``i`` reads inputs ``stride * i - padding + dilation * tap``. Solving for ``i`` gives the outputs, and
+        for ``tap`` the taps.
+        """
         k, s, d, pad = self.kernel[i], self.stride[i], self.dilation[i], self.padding[i]
         taps = Interval(0, k)
         if not main:
@@ -97,6 +109,9 @@ class Convolve:
         return Along(out, taps, more=(before, after))
 
     def _transposed(self, i: int, out: Interval, piece: Interval, main: bool) -> Along:
+        """The same for a transposed convolution, where input ``i`` adds to outputs
+        ``stride * i - padding + dilation * tap``.
+        """
         k, s, d, pad = self.kernel[i], self.stride[i], self.dilation[i], self.padding[i]
         taps, reach = Interval(0, k), d * (k - 1)
         if main:
@@ -116,112 +131,83 @@ class Convolve:
 _FLAT: dict[Any, Callable[..., Tensor]] = {F.conv3d: F.conv2d, F.conv_transpose3d: F.conv_transpose2d}
 
 
-class _Options(NamedTuple):
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    extra: list[int]
-    groups: int
-
-
-def _padded(tensor: Tensor, pads: Sequence[int]) -> Tensor:
-    return F.pad(tensor, list(pads)) if any(pads) else tensor
-
-
-def _unpadded(tensor: Tensor, pads: Sequence[int]) -> Tensor:
-    return F.pad(tensor, [-side for side in pads]) if any(pads) else tensor
-
-
-def _backward(
-    gradient: Tensor,
-    piece: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    o: _Options,
-    transposed: bool,
-    needed: Sequence[bool],
-) -> Gradients:
-    sizes = None if bias is None else list(bias.shape)
-    mask = [needed[0], needed[1], needed[2] and bias is not None]
-    gradients: Any = torch.ops.aten.convolution_backward(
-        gradient, piece, weight, sizes, o.stride, o.padding, o.dilation, transposed, o.extra, o.groups, mask
-    )
-    return gradients
-
-
-@dataclass(frozen=True)
-class _Compute:
-    """``thin`` is a dim of one plane that is left out."""
-
-    function: Callable[..., Tensor]
-    options: _Options
-    pads: list[int]
-    thin: int | None
+class NoContribution:
+    """The part of a slab that a dilated kernel steps over: it adds nothing, and has no gradient."""
 
     def forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.thin is None:
-            return self._forward(piece, weight, bias)
-        return self._forward(piece.squeeze(self.thin), weight.squeeze(self.thin), bias).unsqueeze(self.thin)
-
-    def backward(
-        self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
-    ) -> Gradients:
-        thin = self.thin
-        if thin is None:
-            return self._backward(gradient, piece, weight, bias, needed)
-        flat = gradient.squeeze(thin), piece.squeeze(thin), weight.squeeze(thin)
-        mine, slope, offset = self._backward(*flat, bias, needed)
-        return None if mine is None else mine.unsqueeze(thin), None if slope is None else slope.unsqueeze(thin), offset
-
-    def _forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def _backward(
-        self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
-    ) -> Gradients:
-        raise NotImplementedError
-
-
-class _Nothing:
-    """A dilated kernel can step over all of a slab."""
-
-    def forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Zero, whatever it is added to."""
         return piece.new_zeros(())
 
     def backward(
         self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> Gradients:
+        """Zeros, so that they can be sent and added up as those of any other part."""
         return torch.zeros_like(piece), torch.zeros_like(weight), None
 
 
-class _DirectPart(_Compute):
-    def _forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        o = self.options
-        return self.function(_padded(piece, self.pads), weight, bias, o.stride, o.padding, o.dilation, o.groups)
+@dataclass(frozen=True)
+class PartialConvolution:
+    """A convolution of one piece with some taps of the kernel, and its first derivative.
 
-    def _backward(
+    ``pads`` are zeros that torch's call cannot add (negative: rows that it cannot leave out), as F.pad takes them:
+    around the piece or, where the convolution is transposed, around the result. ``thin`` is a dim in which one plane
+    meets one tap: it is left out, and ``function`` has one spatial dim less.
+    """
+
+    function: Callable[..., Tensor]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    extra: list[int]  # torch's output_padding
+    groups: int
+    transposed: bool
+    pads: list[int]
+    thin: int | None
+
+    def forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the piece adds to the result, with the bias if it is given."""
+        piece, weight = self._flat(piece), self._flat(weight)
+        if not self.transposed:
+            options = (self.stride, self.padding, self.dilation, self.groups)
+            return self._full(self.function(self._padded(piece), weight, bias, *options))
+        late_bias = bias is not None and any(self.pads)  # outputs that nothing reaches have the bias too
+        call = (self.stride, self.padding, self.extra, self.groups, self.dilation)
+        made = self._padded(self.function(piece, weight, None if late_bias else bias, *call))
+        return self._full(made + bias.view(-1, *[1] * len(self.stride)) if late_bias else made)  # type: ignore[union-attr]
+
+    def backward(
         self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> Gradients:
-        gradients = _backward(gradient, _padded(piece, self.pads), weight, bias, self.options, False, needed)
-        return (None if gradients[0] is None else _unpadded(gradients[0], self.pads)), gradients[1], gradients[2]
+        """The gradients of piece, weight and bias, as far as they are ``needed``."""
+        gradient, piece, weight = self._flat(gradient), self._flat(piece), self._flat(weight)
+        needs_bias = needed[2] and bias is not None
+        late_bias = self.transposed and any(self.pads)
+        trimmed = self._padded(gradient, -1) if self.transposed else gradient
+        padded = piece if self.transposed else self._padded(piece)
+        mine, slope, offset = torch.ops.aten.convolution_backward(
+            trimmed,
+            padded,
+            weight,
+            None if bias is None or late_bias else list(bias.shape),
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.extra,
+            self.groups,
+            [needed[0], needed[1], needs_bias and not late_bias],
+        )
+        if late_bias and needs_bias:
+            offset = gradient.sum((0, *range(2, gradient.ndim)))
+        if mine is not None:
+            mine = self._full(mine if self.transposed else self._padded(mine, -1))
+        return mine, None if slope is None else self._full(slope), offset
 
+    def _padded(self, tensor: Tensor, sign: int = 1) -> Tensor:
+        return F.pad(tensor, [sign * side for side in self.pads]) if any(self.pads) else tensor
 
-class _TransposedPart(_Compute):
-    """Where torch cannot trim the result, we do, or add the outputs that nothing reaches: they have the bias too."""
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return tensor if self.thin is None else tensor.squeeze(self.thin)
 
-    def _forward(self, piece: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        o = self.options
-        if not any(self.pads):
-            return self.function(piece, weight, bias, o.stride, o.padding, o.extra, o.groups, o.dilation)
-        made = self.function(piece, weight, None, o.stride, o.padding, o.extra, o.groups, o.dilation)
-        trimmed = _padded(made, self.pads)
-        return trimmed if bias is None else trimmed + bias.view(-1, *(1,) * len(o.stride))
-
-    def _backward(
-        self, gradient: Tensor, piece: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
-    ) -> Gradients:
-        if not any(self.pads):
-            return _backward(gradient, piece, weight, bias, self.options, True, needed)
-        mine, slope, _ = _backward(_unpadded(gradient, self.pads), piece, weight, None, self.options, True, needed)
-        offset = gradient.sum((0, *range(2, gradient.ndim))) if needed[2] and bias is not None else None
-        return mine, slope, offset
+    def _full(self, tensor: Tensor) -> Tensor:
+        return tensor if self.thin is None else tensor.unsqueeze(self.thin)

@@ -1,4 +1,4 @@
-"""Tensors that a model makes of another: as large as a cut activation, they are cut as it is; else they are whole.
+"""Tensors that a model makes from another one: cut as that one is where the shape allows it, else whole.
 
 Plain factories (``torch.zeros(x.shape)``, ``arange``, ``meshgrid``) see no sharded tensor. They give whole tensors,
 which are right wherever they are used, and take their whole size on every rank.
@@ -31,6 +31,7 @@ def alike(own: Sharding, shape: tuple[int, ...]) -> Sharding | None:
     """
     if shape == own.shape:
         return own
+    # The last dims decide: a mask without channels is cut as its volume is.
     spatial = own.shape[2:]
     first = len(shape) - len(spatial)
     if not spatial or first < 0 or shape[first:] != spatial:
@@ -50,6 +51,7 @@ def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
 def _new(
     function: Callable[..., Tensor], self: ShardedTensor, shape: tuple[int, ...], *rest: Any, **how: Any
 ) -> Tensor:
+    """A new tensor cut as ``self`` is, where the shape allows it; else whole on every rank."""
     sharding = alike(self.sharding, shape)
     if sharding is None or not sharding.axes:
         whole = function(unwrap(self), shape, *rest, **how)
@@ -58,6 +60,8 @@ def _new(
 
 
 def _register(function: Callable[..., Tensor]) -> None:
+    """Register a factory method that takes nothing but a size."""
+
     def new(self: ShardedTensor, *given: Any, size: Any = None, **how: Any) -> Tensor:
         return _new(function, self, _size(given if size is None else (size,)), **how)
 

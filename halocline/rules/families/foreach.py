@@ -1,6 +1,6 @@
-"""torch's functions of lists of tensors, as optimizers with ``foreach=True`` and gradient clipping call them.
+"""torch's functions of lists of tensors, which optimizers with ``foreach=True`` and gradient clipping call.
 
-Each is the function of one tensor, applied to one after another: lists may mix cut and plain tensors.
+Each becomes the function of one tensor, applied to one after another, so that a list may mix cut and plain tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def _register(name: str, function: Any) -> None:
+    """Register a ``torch._foreach_*`` function as a loop over the function of one tensor."""
     single = _OTHERS.get(name) or getattr(Tensor, name, None)
     if single is None:
         return
 
     def each(*args: Any, **kwargs: Any) -> list[Any] | None:
+        # Scalars and lists of scalars may stand beside the tensors.
         count = next(len(value) for value in args if isinstance(value, _LISTS))
         results = [_one(single, name, *(_nth(i, value) for value in args), **_named(i, kwargs)) for i in range(count)]
         return None if name.endswith("_") else results
@@ -37,6 +39,7 @@ def _register(name: str, function: Any) -> None:
 
 
 def _one(single: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the function of one tensor with arguments in the form that it takes."""
     if name in _VALUE and len(args) > 3:
         *args, kwargs["value"] = args  # type: ignore[assignment]
     if name == "pow" and not isinstance(args[0], Tensor):

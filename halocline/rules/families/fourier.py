@@ -1,8 +1,9 @@
-"""Fourier transforms: a transformed dim is needed whole. Of several, those that are cut are transformed one by one.
+"""Fourier transforms: a transformed dim is needed whole. Of several dims, those that are cut are transformed one by
+one.
 
-A transform over several dims is a product of transforms over one, in any order: dims that are not cut go together, in
-one call of torch; each cut dim goes by itself, brought together by a gather or, mostly, by moving the cut to a dim that
-is not being transformed. A transform from real numbers halves its last dim first, one to real numbers fills it last.
+A transform over several dims is a product of transforms over one, in any order. Dims that are not cut go together, in
+one call of torch. Each cut dim goes by itself; it is gathered or, usually, its cut moves to a dim that is not being
+transformed. A transform from real numbers halves its last dim first, one to real numbers fills it last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..recipe import Operand, Recipe, Work
-from ..table import composite, refuse, rule, run_rule
+from ..table import composite, refuse, rule, run_for
 from .view import bound, flat_ints, normal
 from .whole_axis import along
 
@@ -29,6 +30,7 @@ def _transform(function: Any, input: Operand, n: Any = None, dim: Any = -1, norm
     recipe = along(function, input, dim, n, dim, norm)
 
     def local(work: Work, tile: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """torch's transform of the tile; an empty batch goes through a batch of zeros."""
         if tile.numel():
             return function(tile, n, dim, norm)
         # Libraries of transforms know no empty batch: one of zeros is made, and cut down again.
@@ -45,8 +47,6 @@ for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
     _function = getattr(torch.fft, _name)
     rule(_function, family="fourier")(bound(_transform, _function))
 
-_whole_rules = {f: bound(_transform, f) for f in (torch.fft.fftn, torch.fft.ifftn, torch.fft.rfftn, torch.fft.irfftn)}
-
 
 def _asked(input: Tensor, s: Sizes, dim: Dims) -> dict[int, int | None]:
     """The size of each transformed dim, in order; None where it stays. Without dims, the last ones or all."""
@@ -55,6 +55,7 @@ def _asked(input: Tensor, s: Sizes, dim: Dims) -> dict[int, int | None]:
         dims = list(range(input.ndim))[0 if sizes is None else -len(sizes) :]
     else:
         dims = [normal(d, input.ndim) for d in flat_ints((dim,))]
+    # torch's own error, which one-dim calls would not raise.
     if len(set(dims)) != len(dims):
         raise RuntimeError("FFT dims must be unique")
     if sizes is not None and len(sizes) != len(dims):
@@ -73,15 +74,17 @@ def _together(function: Any, input: Tensor, asked: dict[int, int | None], norm: 
     if not asked:
         return input
     sizes = [input.shape[dim] if size is None else size for dim, size in asked.items()]
-    if asked and function is torch.fft.irfftn and [*asked.values()][-1] is None:
+    if function is torch.fft.irfftn and [*asked.values()][-1] is None:
         sizes[-1] = 2 * (sizes[-1] - 1)
     call = (input, tuple(sizes), tuple(asked), norm)
+    # An earlier step may have made it whole.
     if getattr(input, "sharding", None) is None:
         return function(*call)
-    return run_rule(function, _whole_rules[function], call, {})
+    return run_for(function, _transform, *call)
 
 
 def _complex(inverse: bool, input: Tensor, asked: dict[int, int | None], norm: str | None) -> Tensor:
+    """A complex transform: uncut dims together, then each cut dim by itself."""
     one, several = (torch.fft.ifft, torch.fft.ifftn) if inverse else (torch.fft.fft, torch.fft.fftn)
     cut = _cut(input, asked)
     result = _together(several, input, {dim: n for dim, n in asked.items() if dim not in cut}, norm)
@@ -95,6 +98,7 @@ def _from_real(input: Tensor, asked: dict[int, int | None], norm: str | None) ->
     *_, last = asked
     cut = _cut(input, asked)
     if last in cut:
+        # Halved before anything else: half as much to move and compute.
         result, left = torch.fft.rfft(input, asked[last], last, norm), {d: n for d, n in asked.items() if d != last}
     else:
         result = _together(torch.fft.rfftn, input, {d: n for d, n in asked.items() if d not in cut}, norm)
@@ -125,6 +129,8 @@ _KINDS = {
 
 
 def _register(kind: str, transform: Any) -> None:
+    """Register a transform over two dims and over any dims."""
+
     def over_two(input: Tensor, s: Sizes = None, dim: Dims = (-2, -1), norm: str | None = None) -> Tensor:
         return over_all(input, s, dim, norm)
 
@@ -176,6 +182,7 @@ def stft(
     if return_complex is None and not input.is_complex():
         raise RuntimeError("stft requires the return_complex parameter be given for real inputs")
     length, hop = win_length or n_fft, hop_length or n_fft // 4
+    # F.pad reflects tensors of three dims and more only.
     if center:
         wide = F.pad(input.reshape([1] * (3 - input.ndim) + list(input.shape)), (n_fft // 2, n_fft // 2), pad_mode)
         input = wide.reshape([*input.shape[:-1], wide.shape[-1]])

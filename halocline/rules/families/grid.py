@@ -1,4 +1,4 @@
-"""Sampling at positions held in a tensor. Any output may look anywhere, so that the sample is brought whole.
+"""Sampling at positions held in a tensor. Any output may read anywhere, so the sampled tensor is brought whole.
 
 The result is cut as the positions are. An affine grid is cut by the batch alone: within a grid nothing is.
 """
@@ -6,6 +6,7 @@ The result is cut as the positions are. An affine grid is cut by the batch alone
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,25 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...geometry.access import Everything
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
 from ..table import rule
 from .view import shape
 
 
-def _sampler(function: Any) -> Any:
-    def describe(input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Recipe:
-        """The result is cut as the grid is; where the grid is whole, in proportion to the sample."""
-        made = shape(function, input, grid, *args, **_quick(kwargs))
-        dims = tuple(range(2, len(made)))
-        sizes = input.shape[2:]
-        positions = Read(grid, (Link(0), *map(Link, dims), WHOLE))
-        sample = Read(input, (Link(0), Link(1), *(Link(2 + i, Everything(n)) for i, n in enumerate(sizes))))
-        return Recipe(
-            space=made,
-            reads=(positions, sample),
-            local=local,
-            runs_empty=True,
-        )
+def _sample_rule(function: Any, input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Recipe:
+    """The result is cut as the grid is; where the grid is whole, in proportion to the sample."""
+    made = shape(function, input, grid, *args, **_quick(kwargs))
+    positions = follow(grid, 0, *range(2, len(made)), None)
+    sample = Read(input, (Link(0), Link(1), *(Link(2 + i, Everything(n)) for i, n in enumerate(input.shape[2:]))))
 
     def local(work: Work, tile: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """An empty result is a real one cut down: it then has torch's dtype, and hangs on both operands."""
@@ -40,7 +32,7 @@ def _sampler(function: Any) -> Any:
             result = result.narrow(dim, 0, interval.size) if interval.empty else result
         return result
 
-    return describe
+    return Recipe(space=made, reads=(positions, sample), local=local, runs_empty=True)
 
 
 def _quick(given: dict[str, Any]) -> dict[str, Any]:
@@ -54,35 +46,26 @@ def _quick(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _at_least_one(tensor: Tensor, first: int) -> Tensor:
+    # torch's kernels refuse empty tensors: one made-up element takes their place.
     missing = [int(size == 0) for size in tensor.shape[first:]]
     return F.pad(tensor, [side for m in reversed(missing) for side in (0, m)]) if any(missing) else tensor
 
 
-rule(F.grid_sample)(_sampler(F.grid_sample))
-rule(torch.grid_sampler)(_sampler(torch.grid_sampler))
-rule(torch.grid_sampler_2d)(_sampler(torch.grid_sampler_2d))
-rule(torch.grid_sampler_3d)(_sampler(torch.grid_sampler_3d))
-
-
-def _affine(function: Any) -> Any:
-    def describe(theta: Operand, size: Sequence[int], align_corners: bool | None = None) -> Recipe:
-        """One grid for each sample of the batch; within a grid nothing is cut."""
-        made = shape(function, theta, size, bool(align_corners))
-        return Recipe(
-            space=made[:1],
-            reads=(Read(theta, (Link(0), WHOLE, WHOLE)),),
-            outputs=(Output(made, (0, *[None] * (len(made) - 1))),),
-            local=local,
-            runs_empty=True,
-        )
+def _affine_rule(function: Any, theta: Operand, size: Sequence[int], align_corners: bool | None = None) -> Recipe:
+    """One grid for each sample of the batch; within a grid nothing is cut."""
+    made = shape(function, theta, size, bool(align_corners))
 
     def local(work: Work, theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
         batch = work.box[0].size
         theta = theta if batch else F.pad(theta, (0, 0, 0, 0, 0, 1))
         return function(theta, [max(1, batch), *size[1:]], align_corners)[:batch]
 
-    return describe
+    output = Output(made, (0, *[None] * (len(made) - 1)))
+    reads = (follow(theta, 0, None, None),)
+    return Recipe(space=made[:1], reads=reads, outputs=(output,), local=local, runs_empty=True)
 
 
-rule(F.affine_grid)(_affine(F.affine_grid))
-rule(torch.affine_grid_generator)(_affine(torch.affine_grid_generator))
+for _function in (F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d):
+    rule(_function, family="grid")(partial(_sample_rule, _function))
+for _affine in (F.affine_grid, torch.affine_grid_generator):
+    rule(_affine, family="grid")(partial(_affine_rule, _affine))

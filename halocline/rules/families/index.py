@@ -1,8 +1,8 @@
-"""Parts of a tensor by position: slices stay on their owners, a single index is sent to all, a flip comes from afar.
+"""Parts of a tensor by position: slices, single indices, flips and rolls, and differences made of them.
 
-A slice is a window with a stride: the result is cut where its elements lie, and nothing moves. A number takes its index
-from the owner to all ranks. Positions held in tensors go to ``lookup.py``, masks to ``masks.py``. All results are views
-on one rank: where data had to move they are copies that are written back (``tensor/copy.py``).
+A slice is a window with a stride: the result is cut where its elements lie, and nothing moves. A single index goes from
+its owner to all ranks. Positions held in tensors go to ``lookup.py``, masks to ``masks.py``. On one rank all these are
+views; where data had to move, the result is a copy that is written back (``tensor/copy.py``).
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
         if item is None:
             space.append(1)
             cuts.append(None)
+        # The owner's index goes to all ranks, and the dim is gone.
         elif isinstance(item, int):
             links.append(Link(None, Only(item % size)))
             cuts.append(0)
         else:
+            # Python's own rules for slices: negative ends, ends past the size.
             steps = range(size)[item]
             links.append(Link(len(space), Window(stride=steps.step, padding=-steps.start)))
             cuts.append((len(links) - 1, slice(steps.start, steps.stop, steps.step)))
@@ -87,16 +89,20 @@ def taken(input: Operand, items: Sequence[Basic]) -> Recipe:
     return viewing(input, space, links, on_tile(local), index=tuple(items))
 
 
+def _at(input: Operand, dim: int, item: Basic) -> list[Basic]:
+    """An index of one dim, and all of the others."""
+    items: list[Basic] = [slice(None)] * input.ndim
+    items[normal(dim, input.ndim)] = item
+    return items
+
+
 @each("narrow")
 def narrow(function: Any, input: Operand, dim: int, start: Any, length: int) -> Recipe:
     """A slice, which stays on its owners."""
     _no_tensor(function, start)
     shape(function, input, dim, start, length)
-    items: list[Basic] = [slice(None)] * input.ndim
-    place = normal(dim, input.ndim)
-    first = start % input.shape[place] if start < 0 else start
-    items[place] = slice(first, first + length)
-    return taken(input, items)
+    first = start % input.shape[dim] if start < 0 else start
+    return taken(input, _at(input, dim, slice(first, first + length)))
 
 
 @each("select")
@@ -104,9 +110,7 @@ def select(function: Any, input: Operand, dim: int, index: Any) -> Recipe:
     """One index of a dim, which its owner sends to all ranks."""
     _no_tensor(function, index)
     shape(function, input, dim, index)
-    items: list[Basic] = [slice(None)] * input.ndim
-    items[normal(dim, input.ndim)] = int(index)
-    return taken(input, items)
+    return taken(input, _at(input, dim, int(index)))
 
 
 def _no_tensor(function: Any, value: Any) -> None:
@@ -150,7 +154,8 @@ def roll(function: Any, input: Operand, shifts: Any, dims: Any = ()) -> Recipe:
     shape(function, input, shifts, dims)
     given = flat_ints((dims,)) if dims is not None else ()
     if not given:  # in the order of all elements
-        return _whole(function, input)
+        return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False, fresh=True)
+    # A dim may be named twice: its shifts add up.
     moves = dict.fromkeys((normal(dim, input.ndim) for dim in given), 0)
     for dim, shift in zip(given, flat_ints((shifts,)), strict=True):
         moves[normal(dim, input.ndim)] += shift
@@ -161,10 +166,6 @@ def roll(function: Any, input: Operand, shifts: Any, dims: Any = ()) -> Recipe:
         return tile.roll([moves[dim] for dim in left], left) if left else tile
 
     return viewing(input, input.shape, links, on_tile(local), view=False, fresh=True)
-
-
-def _whole(function: Any, input: Operand) -> Recipe:
-    return viewing(input, input.shape, [WHOLE] * input.ndim, as_called(function), view=False, fresh=True)
 
 
 @made_of("diff")
@@ -190,7 +191,9 @@ def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: in
 
 
 def _slope(input: Tensor, dim: int, step: Any, edge_order: int) -> Tensor:
+    """Central differences along one dim, with one-sided differences of the given order at both ends."""
     length = input.shape[dim]
+    # torch's own conditions, nearly in its words.
     if edge_order not in (1, 2) or length < edge_order + 1:
         raise RuntimeError("torch.gradient: each dim needs edge_order + 1 elements, and edge_order is 1 or 2")
     take = lambda start, count=1: input.narrow(dim, start, count)  # noqa: E731
@@ -218,11 +221,11 @@ def _slabs(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
 
 @composite(torch.trapezoid, torch.trapz)
 def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
-    """Sums of slices' means."""
+    """The areas between neighbours, summed over the ranks."""
     return _slabs(y, x, dx, dim).sum(dim)
 
 
 @composite(torch.cumulative_trapezoid)
 def cumulative_trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
-    """A running sum of slices' means."""
+    """The running sum of the areas between neighbours."""
     return _slabs(y, x, dx, dim).cumsum(dim)

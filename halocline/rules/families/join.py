@@ -1,7 +1,11 @@
-"""Joining and splitting: cat, stack, repeat; split, chunk, unbind, made of slices.
+"""Joining and splitting: cat, stack, repeat; split, chunk and unbind, made of slices.
 
 Along a dim that is not cut, a join is local. Along a cut one the result is cut evenly, since the tiles of the operands
-do not lie side by side in it, and each rank fetches its part of every operand. Splits are slices.
+do not lie side by side in it, and each rank fetches its part of every operand. Splits are slices, which stay on their
+owners.
+
+    torch.cat([a, b], 1)   # channels are not cut: each rank joins its own tiles
+    torch.cat([a, b], 2)   # depth is cut over 2 ranks: rank 0 gets the first half of [a, b], mostly from a
 """
 
 from __future__ import annotations
@@ -16,18 +20,9 @@ from ...geometry import Concatenated
 from ...geometry.access import Wrapped
 from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
 from ..table import refuse
-from .view import as_called, each, made_of, normal, on_tile, operands, shape, viewing
+from .view import as_called, each, made_of, made_of_each, normal, on_tile, operands, shape, viewing
 
 Operands = Sequence[Operand]
-
-
-def _joined(function: Any, space: tuple[int, ...], reads: Sequence[Read]) -> Recipe:
-    return Recipe(
-        space=space,
-        reads=tuple(reads),
-        local=as_called(function),
-        runs_empty=True,
-    )
 
 
 @each("cat concat concatenate")
@@ -36,13 +31,15 @@ def cat(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
     space = shape(torch.cat, tensors, dim)
     place, offset, reads = normal(dim, len(space)), 0, []
     for tensor in tensors:
+        # An old habit of torch that models still rely on.
         if tensor.shape == (0,) and len(space) > 1:  # torch passes over these, whatever the others' dims
             reads.append(Read(tensor, (WHOLE,)))
             continue
         links = [Link(d, Concatenated(offset)) if d == place else Link(d) for d in range(len(space))]
         reads.append(Read(tensor, tuple(links)))
         offset += tensor.shape[place]
-    return _joined(function if len(space) > 1 else _cat_rows, space, reads)
+    local = as_called(function if len(space) > 1 else _cat_rows)
+    return Recipe(space=space, reads=tuple(reads), local=local, runs_empty=True)
 
 
 def _cat_rows(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -56,7 +53,8 @@ def stack(function: Any, tensors: Operands, dim: int = 0) -> Recipe:
     space = shape(torch.stack, tensors, dim)
     place = normal(dim, len(space))
     links = tuple(Link(d) for d in range(len(space)) if d != place)
-    return _joined(function, space, [Read(tensor, links) for tensor in tensors])
+    reads = tuple(Read(tensor, links) for tensor in tensors)
+    return Recipe(space=space, reads=reads, local=as_called(function), runs_empty=True)
 
 
 @made_of("hstack")
@@ -88,6 +86,7 @@ def column_stack(tensors: Sequence[Tensor]) -> Tensor:
 def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
     """Each line stretched over the grid; a cut line cuts the grid along its own dim."""
     given = list(operands(tensors, Tensor))
+    # The first two lines exchange their places in the grid.
     if indexing == "xy" and len(given) > 1:
         second, first, *rest = meshgrid(given[1], given[0], *given[2:])
         return first, second, *rest
@@ -103,6 +102,7 @@ def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     space = shape(function, *args, **kwargs)
     new = len(space) - input.ndim
     old = (*(1,) * new, *input.shape)
+    # How often each dim is repeated follows from both shapes.
     counts = [made // size if size else 1 for made, size in zip(space, old, strict=True)]
     links = [
         Link(new + d) if counts[new + d] == 1 else Link(new + d, Wrapped(size)) for d, size in enumerate(input.shape)
@@ -118,6 +118,7 @@ def repeat(function: Any, *args: Any, **kwargs: Any) -> Recipe:
 def _pieces(input: Tensor, dim: int, function: Any, *args: Any) -> tuple[Tensor, ...]:
     """As torch itself would split a dim of this size, slice by slice."""
     place, offset, pieces = normal(dim, input.ndim), 0, []
+    # torch itself decides where a dim of this size is split.
     for part in function(torch.empty(input.shape[place], device="meta"), *args):
         pieces.append(input.narrow(place, offset, part.shape[0]))
         offset += part.shape[0]
@@ -156,21 +157,16 @@ def tensor_split(
     return tuple(input[(*before, slice(lo, hi))] for lo, hi in zip(*ends, strict=True))
 
 
-def _split_along(names: str, dim: Any) -> None:
-    @made_of(names)
-    def split_along(
-        input: Tensor, indices_or_sections: Any = None, *, sections: Any = None, indices: Any = None
-    ) -> Any:
-        given = [v for v in (indices_or_sections, sections, indices) if v is not None]
-        place = dim(input)
-        if isinstance(given[0], int) and input.shape[place] % given[0]:
-            raise RuntimeError(f"{names}: dim {place} of size {input.shape[place]} does not split into {given[0]}")
-        return input.tensor_split(given[0], place)
-
-
-_split_along("hsplit", lambda x: 0 if x.ndim == 1 else 1)
-_split_along("vsplit", lambda x: 0)
-_split_along("dsplit", lambda x: 2)
+@made_of_each("hsplit vsplit dsplit")
+def split_along(
+    function: Any, input: Tensor, indices_or_sections: Any = None, *, sections: Any = None, indices: Any = None
+) -> Any:
+    """``tensor_split`` along the first, second or third dim; a number must divide the size of the dim."""
+    place = {torch.hsplit: min(1, input.ndim - 1), torch.vsplit: 0, torch.dsplit: 2}[function]
+    given = next(v for v in (indices_or_sections, sections, indices) if v is not None)
+    if isinstance(given, int) and input.shape[place] % given:
+        raise RuntimeError(f"{function.__name__}: dim {place} of size {input.shape[place]} does not split into {given}")
+    return input.tensor_split(given, place)
 
 
 @made_of("unbind")

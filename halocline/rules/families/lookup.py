@@ -1,7 +1,9 @@
-"""Elements by positions held in a tensor. Any position may be asked for: the dims they point into are read whole.
+"""Elements by positions held in a tensor.
 
-Which rank holds what is asked for depends on values, so the dim that positions point into is read whole; all other
-dims, and those of the positions themselves, keep their cuts.
+Which rank holds what is asked for depends on values. The dim that positions point into is therefore read whole; all
+other dims, and those of the positions themselves, keep their cuts.
+
+    table[tokens]   # the table is whole on every rank, tokens are cut: each rank looks up its own tokens
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from torch import Tensor
 
 from ...geometry import Window
 from ...tensor import ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, follow, read_whole, stretched
 from ..table import run_rule
 from .masks import put
 from .pointwise import broadcast_shape
-from .view import as_called, each, made_of, normal, shape
+from .view import as_called, each, made_of, made_of_each, normal, shape
 
 
 def looked_up(input: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
@@ -43,24 +45,16 @@ def _lookup_rule(input: Operand, indices: tuple[Operand | None, ...]) -> Recipe:
     kept = [dim for dim in range(input.ndim) if dim not in places]
     space = [input.shape[dim] for dim in kept]
     space[first:first] = chosen
+    # Dims behind the positions move back by as many dims as the positions have.
     after = {dim: place if place < first else place + len(chosen) for place, dim in enumerate(kept)}
     links = tuple(Link(after[dim]) if dim in after else WHOLE for dim in range(input.ndim))
 
     def local(work: Work, tile: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
         return tile[tuple(slice(None) if index is None else index for index in indices)]
 
-    return Recipe(
-        space=tuple(space),
-        reads=(Read(input, links), *(Read(index, _stretched(index.shape, chosen, first)) for index in given)),
-        local=local,
-        runs_empty=True,
-    )
-
-
-def _stretched(shape: Sequence[int], common: Sequence[int], first: int) -> tuple[Link, ...]:
-    """Dims aligned from the right with those at ``first``; one that is stretched is read whole."""
-    lead = len(common) - len(shape)
-    return tuple(Link(first + lead + d) if size == common[lead + d] else WHOLE for d, size in enumerate(shape))
+    ends = first + len(chosen)
+    positions = [Read(index, stretched(index.shape, space[:ends])) for index in given]
+    return Recipe(space=tuple(space), reads=(Read(input, links), *positions), local=local, runs_empty=True)
 
 
 @each("index_select")
@@ -68,13 +62,8 @@ def index_select(function: Any, input: Operand, dim: int, index: Operand) -> Rec
     """Any index may be asked for: along ``dim`` every rank reads all, of index and input."""
     place = normal(dim, input.ndim)
     space = tuple(index.numel() if d == place else size for d, size in enumerate(input.shape))
-    links = [WHOLE if d == place else Link(d) for d in range(input.ndim)]
-    return Recipe(
-        space=space,
-        reads=(Read(input, tuple(links)), Read(index, (WHOLE,) * index.ndim)),
-        local=as_called(function),
-        runs_empty=True,
-    )
+    rest = follow(input, *(None if d == place else d for d in range(input.ndim)))
+    return Recipe(space=space, reads=(rest, read_whole(index)), local=as_called(function), runs_empty=True)
 
 
 @each("gather")
@@ -82,13 +71,9 @@ def gather_along(function: Any, input: Operand, dim: int, index: Operand, *, spa
     """``out[i][j] = input[index[i][j]][j]``: the input whole along ``dim``, elsewhere what the index has."""
     shape(torch.gather, input, dim, index)
     place = normal(dim, input.ndim)
-    links = [WHOLE if d == place else Link(d, Window()) for d in range(input.ndim)]
-    return Recipe(
-        space=index.shape,
-        reads=(Read(input, tuple(links)), Read(index, tuple(map(Link, range(index.ndim))))),
-        local=as_called(function),
-        runs_empty=True,
-    )
+    links = tuple(WHOLE if d == place else Link(d, Window()) for d in range(input.ndim))
+    reads = (Read(input, links), follow(index))
+    return Recipe(space=index.shape, reads=reads, local=as_called(function), runs_empty=True)
 
 
 @made_of("take_along_dim")
@@ -117,14 +102,10 @@ def masked_select(input: Tensor, mask: Tensor) -> Tensor:
     return input[mask]
 
 
-@made_of("masked_scatter")
-def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Values in order where a mask is true."""
+@made_of_each("masked_scatter masked_scatter_")
+def masked_scatter(function: Any, input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Values in order where a mask is true, into a copy or in place."""
+    if function is Tensor.masked_scatter_:
+        return input.copy_(put(input, mask.expand(input.shape), source))
     input, mask = torch.broadcast_tensors(input, mask)
     return put(input, mask, source)
-
-
-@made_of("masked_scatter_")
-def masked_scatter_(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The same, in place."""
-    return input.copy_(put(input, mask.expand(input.shape), source))

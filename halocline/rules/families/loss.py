@@ -1,7 +1,8 @@
-"""Losses: the loss of each voxel is local, the average is over the whole sample and batch.
+"""Losses: the loss of each voxel is local, the average runs over the whole sample and batch.
 
-torch's own loss with ``reduction="none"`` runs on the tiles, so that values are torch's to the bit; the reduction is a
-sum over all ranks and a division by a global count, or by the global sum of weights. Classes of a voxel are read whole.
+torch's own loss with ``reduction="none"`` runs on the tiles, so that the values are torch's to the bit. The reduction
+is a sum over all ranks and a division by a global count, or by the global sum of weights. The classes of a voxel are
+read whole.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from ..._torch_private import caller_value
 from ...errors import ShardingError
 from ...tensor import here
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
-from ..table import composite, refuse, run_rule
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, follow, whole_operands
+from ..table import composite, refuse, run_for, run_rule
 from .pointwise import elementwise
 
 Unreduced = Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -33,6 +34,8 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
 
     def register(values_of: Unreduced) -> Unreduced:
         def call(*args: Any, **kwargs: Any) -> Tensor:
+            """Bind the arguments as torch does, compute each element's loss, and reduce it over the whole batch."""
+            # By name, however the caller passed them.
             options = signature.bind(*args, **kwargs).arguments
             if [options.pop(old, None) for old in ("size_average", "reduce")] != [None, None]:
                 raise refuse(function, "size_average and reduce are options of old torch", "use reduction=...")
@@ -40,6 +43,7 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
             values: Any = values_of(**options)
             if reduction == "batchmean" and function is F.kl_div:
                 return _reduced(values, "sum") / options["input"].shape[0]
+            # A pair means a weighted mean: values, and what each counts.
             if isinstance(values, Tensor):
                 return _reduced(values, reduction)
             return values[0].sum() / values[1].sum() if reduction == "mean" else _reduced(values[0], reduction)
@@ -51,6 +55,7 @@ def loss(function: Any) -> Callable[[Unreduced], Unreduced]:
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:
+    """The reduction that torch calls none, mean or sum, over all ranks."""
     if reduction == "none":
         return values
     if reduction not in ("mean", "sum"):
@@ -60,12 +65,11 @@ def _reduced(values: Tensor, reduction: str) -> Tensor:
 
 def _voxelwise(function: Callable[..., Tensor]) -> None:
     """A loss of pairs of values: torch's own with ``reduction='none'`` on the tiles, then a global reduction."""
-    describe = _elementwise_of(function)
 
     def values_of(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
         if function is F.l1_loss and weight is None:  # torch itself forgets to hand it on
             weight = caller_value(F.l1_loss, "weight")
-        values = run_rule(function, describe, (input, target), {**options, "reduction": "none"})
+        values = run_for(function, _elementwise, input, target, **options, reduction="none")
         if weight is None:
             return values
         if tuple(weight.shape) != tuple(values.shape):
@@ -75,30 +79,22 @@ def _voxelwise(function: Callable[..., Tensor]) -> None:
     loss(function)(values_of)
 
 
-def _elementwise_of(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
-    return lambda *args, **kwargs: elementwise(function, args, kwargs, inplace=False)
+def _elementwise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Recipe:
+    return elementwise(function, args, kwargs, inplace=False)
 
 
-for _loss in (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.kl_div,
-    F.soft_margin_loss,
-    F.poisson_nll_loss,
-):
-    _voxelwise(_loss)
+for _name in "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss poisson_nll_loss".split():
+    _voxelwise(getattr(F, _name))
 
 
 def _binary(function: Callable[..., Tensor]) -> None:
     """Binary cross entropy of probabilities or of scores; its weights stretch, and do not change the mean."""
-    describe = _elementwise_of(function)
 
     def values_of(input: Tensor, target: Tensor, **weights: Tensor | None) -> Tensor:
         _same_shape(function.__name__, input, target)
+        # None would be an operand of the rule.
         given = {name: weight for name, weight in weights.items() if weight is not None}
-        return run_rule(function, describe, (input, target), {"reduction": "none", **given})
+        return run_for(function, _elementwise, input, target, reduction="none", **given)
 
     loss(function)(values_of)
 
@@ -108,6 +104,7 @@ _binary(F.binary_cross_entropy_with_logits)
 
 
 def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
+    """Raise where a target has another global shape than its input, and say how a tile is handed over."""
     if tuple(input.shape) != tuple(target.shape):
         raise ShardingError(
             f"{name} in {here()}: input is {list(input.shape)} and target {list(target.shape)} in global terms; "
@@ -117,6 +114,7 @@ def _same_shape(name: str, input: Tensor, target: Tensor) -> None:
 
 def _voxels(input: Operand) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Link, ...]]:
     """Scores as voxels, each with its classes: the space of voxels, its dims, and how the scores follow them."""
+    # A single sample without a batch has its classes first.
     classes = 0 if input.ndim == 1 else 1
     space = tuple(n for d, n in enumerate(input.shape) if d != classes)
     places = iter(range(len(space)))
@@ -124,52 +122,44 @@ def _voxels(input: Operand) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Lin
     return space, tuple(range(len(space))), links
 
 
-def _class_rule(function: Callable[..., Tensor]) -> Callable[..., Recipe]:
+def _class_rule(
+    function: Callable[..., Tensor],
+    input: Operand,
+    target: Operand,
+    weight: Operand | None,
+    ignore_index: int,
+    smoothing: float,
+) -> Recipe:
     """Loss of each voxel over its classes, and the weight that its class has in the average."""
-
-    def describe(
-        input: Operand, target: Operand, weight: Operand | None, ignore_index: int, smoothing: float
-    ) -> Recipe:
-        space, dims, links = _voxels(input)
-        if target.shape != space:
-            raise ShardingError(
-                f"{function.__name__} in {here()}: classes {list(input.shape)} want a target {list(space)} in global "
-                f"terms, got {list(target.shape)}; a target read as a tile becomes sharded by hc.from_tile(...)"
-            )
-        reads = [Read(input, links), Read(target, tuple(map(Link, dims)))]
-        if weight is not None:
-            reads.append(read_whole(weight))
-        options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
-
-        def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-            values = function(tile, aim, weight=w, ignore_index=ignore_index, reduction="none", **options)
-            counted = aim != ignore_index
-            if w is None:
-                return values, counted.to(values.dtype)
-            return values, torch.where(counted, w[torch.where(counted, aim, 0).long()], 0).to(values.dtype)
-
-        return Recipe(
-            space=space,
-            reads=tuple(reads),
-            outputs=(Output(space, dims), Output(space, dims, constant=True)),
-            local=local,
+    space, dims, links = _voxels(input)
+    if target.shape != space:
+        raise ShardingError(
+            f"{function.__name__} in {here()}: classes {list(input.shape)} want a target {list(space)} in global "
+            f"terms, got {list(target.shape)}; a target read as a tile becomes sharded by hc.from_tile(...)"
         )
+    options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
 
-    return describe
+    def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        """torch's loss of each voxel, and what the voxel counts in the mean."""
+        values = function(tile, aim, weight=w, ignore_index=ignore_index, reduction="none", **options)
+        counted = aim != ignore_index
+        if w is None:
+            return values, counted.to(values.dtype)
+        return values, torch.where(counted, w[torch.where(counted, aim, 0).long()], 0).to(values.dtype)
 
-
-_cross_entropy_rule = _class_rule(F.cross_entropy)
-_nll_rule = _class_rule(F.nll_loss)
+    reads = (Read(input, links), follow(target), *whole_operands(weight))
+    outputs = (Output(space, dims), Output(space, dims, constant=True))
+    return Recipe(space=space, reads=reads, outputs=outputs, local=local)
 
 
 def _probability_rule(input: Operand, target: Operand, weight: Operand | None, smoothing: float) -> Recipe:
-    space, dims, links = _voxels(input)
+    """Cross entropy with a probability for each class, of which every voxel reads all."""
+    space, _, links = _voxels(input)
 
     def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> Tensor:
         return F.cross_entropy(tile, aim, weight=w, reduction="none", label_smoothing=smoothing)
 
-    reads = [Read(input, links), Read(target, links), *([] if weight is None else [read_whole(weight)])]
-    return Recipe(space=space, reads=tuple(reads), outputs=(Output(space, dims),), local=local)
+    return Recipe(space=space, reads=(Read(input, links), Read(target, links), *whole_operands(weight)), local=local)
 
 
 @loss(F.cross_entropy)
@@ -178,8 +168,7 @@ def cross_entropy(
 ) -> Any:
     """Of class numbers, or of probabilities for each class."""
     if not target.is_floating_point():
-        call = (input, target, weight, ignore_index, label_smoothing)
-        return run_rule(F.cross_entropy, _cross_entropy_rule, call, {})
+        return run_for(F.cross_entropy, _class_rule, input, target, weight, ignore_index, label_smoothing)
     if target.ndim == input.ndim - 1:
         raise ShardingError(
             f"cross_entropy in {here()}: the target {list(target.shape)} holds {target.dtype}, which torch "
@@ -192,4 +181,4 @@ def cross_entropy(
 @loss(F.nll_loss)
 def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Any:
     """Cross entropy of scores that are logarithms already."""
-    return run_rule(F.nll_loss, _nll_rule, (input, target, weight, ignore_index, 0.0), {})
+    return run_for(F.nll_loss, _class_rule, input, target, weight, ignore_index, 0.0)

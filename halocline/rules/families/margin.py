@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, read_whole
-from ..table import composite, refuse, run_rule
+from ..recipe import Operand, Recipe, follow, whole_operands
+from ..table import composite, refuse, run_for
 from .loss import loss
 
 
@@ -21,6 +21,7 @@ from .loss import loss
 def gaussian_nll_loss(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6) -> Tensor:
     """A variance below zero on any rank is an error on all."""
     spread = _variance(input, var)
+    # Over all ranks, so that all raise together.
     negative = (spread < 0).any()
     if not negative.is_meta and bool(negative):
         raise ValueError("var has negative entry/entries")
@@ -38,6 +39,7 @@ def _variance(input: Tensor, var: Any) -> Tensor:
     given, wanted = list(var.shape), list(input.shape)
     if given == wanted[:-1]:
         return var.unsqueeze(-1)
+    # torch allows one dim of size one in place of the input's.
     different = [size for size, other in zip(given, wanted, strict=False) if size != other]
     if len(given) != len(wanted) or different not in ([], [1]):
         raise ValueError("var is of incorrect size")
@@ -62,6 +64,7 @@ def hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> 
 def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
     """Angles of pairs that belong together or apart; vectors may be cut."""
     tiny = 1e-12
+    # torch adds this to the squares, not to the lengths.
     lengths = ((input1 * input1).sum(-1) + tiny) * ((input2 * input2).sum(-1) + tiny)
     cosine = (input1 * input2).sum(-1) / lengths.sqrt()
     zero = torch.zeros((), dtype=cosine.dtype, device=cosine.device)
@@ -70,9 +73,11 @@ def cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin
 
 
 def _triplet(anchor: Tensor, positive: Tensor, negative: Tensor, distance: Any, margin: float, swap: bool) -> Tensor:
+    """The loss of three points under any distance."""
     if margin <= 0:
         raise ValueError(f"margin must be greater than 0, got {margin}")
     near, far = distance(anchor, positive), distance(anchor, negative)
+    # The nearer of both distances to the negative.
     far = torch.minimum(far, distance(positive, negative)) if swap else far
     return (margin + near - far).clamp_min(0)
 
@@ -115,26 +120,19 @@ def multilabel_soft_margin_loss(input: Tensor, target: Tensor, weight: Tensor | 
     return values.sum(-1) / input.shape[-1]
 
 
-def _rows_rule(function: Any) -> Any:
-    """One loss a sample, of all its classes."""
+def _rows_rule(
+    function: Any, input: Operand, target: Operand, options: tuple[Any, ...] = (), weight: Operand | None = None
+) -> Recipe:
+    """One loss a sample, of all its classes. ``options`` are pairs of name and value."""
+    if input.ndim != 2:
+        raise refuse(function, "its classes are cut, and there is no batch", "call it on x.unsqueeze(0)")
 
-    def describe(input: Operand, target: Operand, options: tuple[Any, ...], weight: Operand | None = None) -> Recipe:
-        if input.ndim != 2:
-            raise refuse(function, "its classes are cut, and there is no batch", "call it on x.unsqueeze(0)")
-        named = dict(options)
+    def local(work: Any, input: Tensor, target: Tensor, options: Any = (), weight: Tensor | None = None) -> Tensor:
+        given = {} if weight is None else {"weight": weight}
+        return function(input, target, reduction="none", **dict(options), **given)
 
-        def local(work: Any, input: Tensor, target: Tensor, options: Any, weight: Tensor | None = None) -> Tensor:
-            given = {} if weight is None else {"weight": weight}
-            return function(input, target, reduction="none", **named, **given)
-
-        reads = [Read(input, (Link(0), WHOLE)), Read(target, (Link(0), WHOLE)[: target.ndim])]
-        reads += [] if weight is None else [read_whole(weight)]
-        return Recipe(space=input.shape[:1], reads=tuple(reads), outputs=(Output(input.shape[:1], (0,)),), local=local)
-
-    return describe
-
-
-_multi_margin, _multilabel_margin = _rows_rule(F.multi_margin_loss), _rows_rule(F.multilabel_margin_loss)
+    reads = (follow(input, 0, None), follow(target, *(0, None)[: target.ndim]), *whole_operands(weight))
+    return Recipe(space=input.shape[:1], reads=reads, local=local)
 
 
 @loss(F.multi_margin_loss)
@@ -142,18 +140,18 @@ def multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
     """All classes of a sample, which are brought together."""
-    call = (input, target, (("p", p), ("margin", margin)), weight)
-    return run_rule(F.multi_margin_loss, _multi_margin, call, {})
+    return run_for(F.multi_margin_loss, _rows_rule, input, target, (("p", p), ("margin", margin)), weight)
 
 
 @loss(F.multilabel_margin_loss)
 def multilabel_margin_loss(input: Tensor, target: Tensor) -> Tensor:
     """All classes of a sample, which are brought together."""
-    return run_rule(F.multilabel_margin_loss, _multilabel_margin, (input, target, ()), {})
+    return run_for(F.multilabel_margin_loss, _rows_rule, input, target)
 
 
 @composite(F.ctc_loss, torch.ctc_loss, family="refused")
 def ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """Always refused."""
     raise refuse(
         "ctc_loss",
         "it runs through all times of a sample, in kernels that know no empty batch",

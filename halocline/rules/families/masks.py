@@ -1,7 +1,8 @@
-"""Elements that a cut mask takes: ``x[mask]``, and values written where it is true.
+"""Elements that a cut mask takes: ``x[mask]``, and values written where a mask is true.
 
-Under one dim for all that it covers, in the order of all elements, a mask is cut along one axis, so that what each rank
-takes is one run of the result. How many elements that is depends on values: a sum over the ranks tells each of them.
+How many elements a rank takes depends on values, so the ranks first sum their counts. Each rank then knows which run of
+the result its own elements are. This needs a mask that is cut along one axis once the dims that it covers are
+flattened; other masks are gathered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ...geometry.access import PieceToPiece
 from ...tensor import ShardedTensor
-from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow, per_tile
 from ..table import refuse, run_rule
 from .view import whole_on_every_rank
 
@@ -23,8 +24,11 @@ Points = tuple[int, ...]
 
 def taken(input: Tensor, mask: Tensor, dim: int) -> Tensor:
     """What a mask over the dims from ``dim`` on takes of ``input``, under one dim in their place."""
-    _check_shape(input, mask, dim)
+    covered = tuple(input.shape[dim : dim + mask.ndim])
+    if tuple(mask.shape) != covered:
+        raise IndexError(f"The shape of the mask {list(mask.shape)} does not match that of the indexed dims {covered}")
     flat = input.flatten(dim, dim + mask.ndim - 1)
+    # Flattened, the covered dims are one, cut along one axis or not at all.
     points = _points(flat, dim)
     if points is None:
         return input[_behind(dim, whole_on_every_rank(mask))]
@@ -45,6 +49,7 @@ def put(input: Tensor, mask: Tensor, source: Tensor, *, exactly: bool = False) -
         kept = _kept(mask.flatten(), points)
         if source.numel() < kept[-1] or (exactly and source.numel() > kept[-1]):
             raise RuntimeError(f"shape mismatch: the mask takes {kept[-1]} elements, and there are {source.numel()}")
+        # torch ignores what is left of the source.
         call = (flat, mask.flatten(), source[: kept[-1]], points, kept)
         written = run_rule("masked_scatter", _put_rule, call, {})
     if not isinstance(input, ShardedTensor):
@@ -54,12 +59,6 @@ def put(input: Tensor, mask: Tensor, source: Tensor, *, exactly: bool = False) -
 
 def _behind(dim: int, mask: Tensor) -> tuple[Any, ...]:
     return (*[slice(None)] * dim, mask)
-
-
-def _check_shape(input: Tensor, mask: Tensor, dim: int) -> None:
-    covered = tuple(input.shape[dim : dim + mask.ndim])
-    if tuple(mask.shape) != covered:
-        raise IndexError(f"The shape of the mask {list(mask.shape)} does not match that of the indexed dims {covered}")
 
 
 def _points(tensor: Tensor, dim: int) -> Points | None:
@@ -84,14 +83,9 @@ def _kept(mask: Tensor, points: Points) -> Points:
 
 
 def _counts_rule(mask: Operand, points: Points) -> Recipe:
-    return Recipe(
-        space=mask.shape,
-        reads=(follow(mask, 0),),
-        outputs=(Output((len(points) - 1,), (None,), constant=True, dtype=torch.int64),),
-        local=lambda work, tile, *_: _counts(tile, work.box[0].lo, points),
-        combine="sum",
-        runs_empty=True,
-    )
+    output = Output((len(points) - 1,), (None,), constant=True, dtype=torch.int64)
+    local = lambda work, tile, *_: _counts(tile, work.box[0].lo, points)  # noqa: E731
+    return per_tile(mask, local, outputs=(output,), combine="sum")
 
 
 def _counts(tile: Tensor, first: int, points: Points) -> Tensor:
@@ -101,6 +95,7 @@ def _counts(tile: Tensor, first: int, points: Points) -> Tensor:
 
 
 def _take_rule(input: Operand, mask: Operand, dim: int, points: Points, kept: Points) -> Recipe:
+    """Each rank takes from its own piece; the pieces of the result are as long as what each takes."""
     space = (*input.shape[:dim], kept[-1], *input.shape[dim + 1 :])
     piece = Link(dim, PieceToPiece(points, kept))
     links = tuple(piece if d == dim else Link(d) for d in range(input.ndim))
@@ -113,13 +108,10 @@ def _take_rule(input: Operand, mask: Operand, dim: int, points: Points, kept: Po
 
 
 def _put_rule(input: Operand, mask: Operand, source: Operand, points: Points, kept: Points) -> Recipe:
+    """Each rank fetches the values that go into its own piece."""
+
     def local(work: Work, tile: Tensor, taken: Tensor, values: Tensor, *_: Any) -> Tensor:
         return tile.masked_scatter(taken, values)
 
-    return Recipe(
-        space=input.shape,
-        reads=(follow(input, 0), follow(mask, 0), Read(source, (Link(0, PieceToPiece(kept, points)),))),
-        outputs=(Output(input.shape, (0,)),),
-        local=local,
-        runs_empty=True,
-    )
+    values = Read(source, (Link(0, PieceToPiece(kept, points)),))
+    return per_tile(input, local, follow(mask), values)

@@ -1,6 +1,6 @@
 """Triangles and diagonals: which elements of a matrix, by their place in the whole.
 
-Which side of a diagonal an element lies on follows from its global place: each rank asks torch for the same triangle of
+On which side of a diagonal an element lies follows from its global place. Each rank asks torch for the same triangle of
 its tile, with the diagonal shifted by where the tile begins.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...geometry import Window
-from ..recipe import Link, Operand, Read, Recipe, Work
+from ..recipe import Link, Operand, Read, Recipe, Work, per_tile
 from ..table import composite, run_rule
 from .view import each, made_of, normal, on_tile, shape, viewing
 
@@ -23,18 +23,11 @@ def triangle(function: Any, input: Operand, diagonal: int = 0) -> Recipe:
     """A tile's own diagonal lies as far from the whole's as its corner does."""
     shape(torch.tril, input)
     rows, columns = input.ndim - 2, input.ndim - 1
-    dims = tuple(range(input.ndim))
 
     def local(work: Work, tile: Tensor) -> Tensor:
         return function(tile, diagonal + work.box[rows].lo - work.box[columns].lo)
 
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))),),
-        local=on_tile(local),
-        inplace=function.__name__.endswith("_"),
-        runs_empty=True,
-    )
+    return per_tile(input, on_tile(local), inplace=function.__name__.endswith("_"))
 
 
 @each("diagonal")
@@ -60,9 +53,11 @@ def _embed_rule(input: Operand, offset: int) -> Recipe:
     first = max(0, -offset)
 
     def local(work: Work, tile: Tensor, offset: int) -> Tensor:
+        """This rank's rows: its part of the vector, each element at its own column."""
         box = work.box[rows]
         if work.native(input, rows):
             return tile.diag_embed(offset)
+        # Rows before the first element of the vector are zero.
         before = min(max(0, first - box.lo), box.size)
         wide = F.pad(tile, (before, box.size - before - tile.shape[-1])).unsqueeze(-1)
         row, column = (torch.arange(n, device=tile.device) for n in (box.size, size))
@@ -146,7 +141,4 @@ def linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -
     return torch.diagonal(A, offset, dim1, dim2)
 
 
-@composite(torch.linalg.matmul, family="matrix")
-def linalg_matmul(input: Tensor, other: Tensor) -> Tensor:
-    """As torch.matmul."""
-    return torch.matmul(input, other)
+composite(torch.linalg.matmul, family="matrix")(torch.matmul)

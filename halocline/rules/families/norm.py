@@ -1,9 +1,11 @@
-"""Batch, instance, group, layer and RMS norm: which elements share statistics, and over which axes they lie.
+"""Batch, instance, group, layer and RMS norm: which elements share statistics, and along which axes they lie.
 
 A rule says over which dims statistics run and hands the executor a :class:`Reduced`; ``normalize.py`` has the local
-computation. Channels are read whole: where they are cut, the cut moves to a spatial dim for the call. With given
-statistics (evaluation) a norm is an affine map of each channel, and nothing moves. Running statistics are the same on
-every rank: those of the global batch or, with replica statistics, those of the first replica.
+computation. A norm takes one sum over ranks in each direction (in forward two, among many ranks).
+
+Channels are read whole: where they are cut, the cut moves to a spatial dim for the call. With given statistics
+(evaluation) a norm is an affine map of each channel, and nothing moves. Running statistics are the same on every rank:
+those of the global batch or, with replica statistics, those of the first replica.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...tensor import ShardedTensor, current_module
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Reduced, Tracking, Work, follow, read_whole
+from ..recipe import Operand, Output, Recipe, Reduced, Tracking, Work, as_called, follow, per_tile, whole_operands
 from ..table import composite, refuse, run_rule
 from .normalize import NARROW, Normalization
 
@@ -27,6 +29,7 @@ STATISTICS = "_halocline_statistics"
 
 
 def _check(function: Any, input: Any, *running: Any) -> None:
+    """Raise for operands that must not be cut."""
     if not isinstance(input, ShardedTensor):
         raise refuse(function, "its input is whole and another argument is cut", "shard the input, not the weights")
     if any(isinstance(statistic, ShardedTensor) for statistic in running):
@@ -35,14 +38,12 @@ def _check(function: Any, input: Any, *running: Any) -> None:
 
 def _channel_affine(input: Operand, *parameters: Operand | None, **options: Any) -> Recipe:
     """With given statistics a norm is local: one scale and shift for each channel."""
-    dims = tuple(range(input.ndim))
-    return Recipe(
-        space=input.shape,
-        reads=(follow(input, *dims), *(follow(p, 1) for p in parameters if isinstance(p, Operand))),
-        local=lambda work, tile, mean, var, weight, bias, eps: F.batch_norm(
-            tile, mean, var, weight, bias, False, 0.0, eps
-        ),
-    )
+
+    def local(work: Work, tile: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> Tensor:
+        return F.batch_norm(tile, mean, var, weight, bias, False, 0.0, eps)
+
+    of_channels = [follow(p, 1) for p in parameters if isinstance(p, Operand)]
+    return Recipe(space=input.shape, reads=(follow(input), *of_channels), local=local)
 
 
 def _given(input: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> Tensor:
@@ -65,6 +66,7 @@ def batch_norm(
     if not training:
         return _given(input, running_mean, running_var, weight, bias, eps)
     _check(F.batch_norm, input, running_mean, running_var)
+    # Set on the module by hc.distribute(statistics="replica").
     replica = getattr(current_module(), STATISTICS, "global") == "replica"
     call = (input, running_mean, running_var, weight, bias, momentum, eps, replica)
     return run_rule(F.batch_norm, _batch_rule, call, {}, by_value=False)
@@ -73,6 +75,7 @@ def batch_norm(
 def _batch_rule(
     input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, replica: bool
 ) -> Recipe:
+    """Statistics of each channel over batch and space; with ``replica`` over this rank's samples and their space."""
     shape = input.shape
     total = prod(shape) // shape[1]
     if total <= 1 and not replica:
@@ -81,7 +84,9 @@ def _batch_rule(
     def local(
         work: Work, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, *_: Any
     ) -> Reduced:
+        """The reduction for the executor to carry out, and the update of the running statistics."""
         batch = work.box[0]
+        # Of a replica: this rank's samples only, all of their space.
         count = total // shape[0] * batch.size if replica else total
 
         def share(mean: Tensor, variance: Tensor) -> Tensor:
@@ -99,23 +104,21 @@ def _batch_rule(
 
 def _norm(input: Operand, parameters: tuple[Any, ...], local: Any, reduces: set[int], tracks: set[int]) -> Recipe:
     """Channels are not cut. Nor does a cut move to the batch, whose axis tells replicas apart."""
-    dims = range(input.ndim)
-    return Recipe(
-        space=input.shape,
-        reads=(follow(input, *dims), *(read_whole(p) for p in parameters if isinstance(p, Operand))),
-        outputs=(Output(input.shape, tuple(dims)),),
-        local=local,
+    return per_tile(
+        input,
+        local,
+        *whole_operands(*parameters),
         uncut=frozenset({1} if 0 in input.cut_dims else {0, 1}),
         reduces=frozenset(reduces),
         tracks=frozenset(tracks),
         keeps_cut=True,
-        runs_empty=True,
     )
 
 
 def _tracking(
     running_mean: Tensor | None, running_var: Tensor | None, momentum: float, share: Callable[[Tensor, Tensor], Tensor]
 ) -> Tracking | None:
+    """The update of running statistics; None where the module keeps none."""
     if running_mean is None or running_var is None:
         return None
 
@@ -148,6 +151,7 @@ def instance_norm(
 
 
 def _instance_rule(input: Operand, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float) -> Recipe:
+    """Statistics of each channel of each sample over space."""
     shape, count = input.shape, prod(input.shape[2:])
     if count <= 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(shape)}")
@@ -188,6 +192,7 @@ def group_norm(
 
 
 def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float) -> Recipe:
+    """Statistics of each group of channels of each sample over space."""
     channels = input.shape[1]
     if channels % groups:
         raise RuntimeError(f"Expected number of channels {channels} to be divisible by {groups} groups")
@@ -201,17 +206,19 @@ def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float)
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
-    dims, last = tuple(range(input.ndim)), len(normalized_shape)
-    links = tuple(WHOLE if d >= input.ndim - last else Link(d) for d in dims)
+    """torch's own kernel: the normalised dims are read whole, all others keep their cuts."""
+    last = len(normalized_shape)
+    dims = (*range(input.ndim - last), *[None] * last)
     return Recipe(
         space=input.shape,
-        reads=(Read(input, links), *(read_whole(p) for p in (weight, bias) if isinstance(p, Operand))),
-        outputs=(Output(input.shape, tuple(None if d >= input.ndim - last else d for d in dims)),),
-        local=lambda work, tile, shape, w, b, e: F.layer_norm(tile, shape, w, b, e),
+        reads=(follow(input, *dims), *whole_operands(weight, bias)),
+        outputs=(Output(input.shape, dims),),
+        local=as_called(F.layer_norm),
     )
 
 
 def _cut_layer_rule(input: Operand, normalized_shape: tuple[int, ...], eps: float) -> Recipe:
+    """Statistics of each row, where a normalised dim is cut and may stay so."""
     first = input.ndim - len(normalized_shape)
     if input.shape[first:] != normalized_shape:
         wanted, got = list(normalized_shape), list(input.shape)
@@ -261,21 +268,23 @@ def rms_norm(
     return (y if weight is None else y * weight).to(input.dtype)
 
 
-@composite(torch.batch_norm)
-def torch_batch_norm(
-    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
-) -> Tensor:
-    """torch's own names its parameters before its statistics."""
-    return batch_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
+def _parameters_first(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's own functions take weight and bias before the statistics, and a flag for cuDNN."""
+
+    def call(
+        input: Tensor,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        *options: Any,
+        cudnn_enabled: bool = True,
+        **named: Any,
+    ) -> Tensor:
+        return run(input, running_mean, running_var, weight, bias, *options, **named)
+
+    return call
 
 
-@composite(torch.instance_norm)
-def torch_instance_norm(
-    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
-) -> Tensor:
-    """torch's own names its parameters before its statistics."""
-    return instance_norm(input, running_mean, running_var, weight, bias, *options, **_without_cudnn(named))
-
-
-def _without_cudnn(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name != "cudnn_enabled"}
+composite(torch.batch_norm, family="norm")(_parameters_first(batch_norm))
+composite(torch.instance_norm, family="norm")(_parameters_first(instance_norm))

@@ -77,6 +77,7 @@ class Normalization:
             dx, slope, offset = torch.ops.aten.native_batch_norm_backward(
                 dy, seen, scale, centre, spread, centre, rstd, False, self.eps, [True, True, True]
             )
+        # Float64, so that the sum over ranks adds no rounding of its own.
         sums = torch.stack((slope.double() * scale.double(), offset.double() * scale.double()))
         return self.by_group(sums), (dx, slope, offset)
 
@@ -112,6 +113,7 @@ class Normalization:
             mean = total(self.by_group(values.double().sum(others))) / self.count
             return self._of_each_k(mean, seen.dtype).reshape(shape)
 
+        # Two passes, the mean first: squares of uncentred values would lose digits.
         centred = seen - group_mean(seen)
         y = centred * (group_mean(centred * centred) + self.eps).rsqrt()
         if weight is not None:
@@ -125,6 +127,7 @@ class Normalization:
 
 
 def _moments_of_each_k(x: Tensor) -> Moments:
+    """Count, mean and sum of squared deviations of each k in this tile, in float64; zeros for an empty tile."""
     dims = tuple(d for d in range(x.ndim) if d != 1)
     here = prod(x.shape[d] for d in dims)
     count = x.new_full((x.shape[1],), float(here), dtype=torch.float64)

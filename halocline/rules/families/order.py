@@ -1,7 +1,8 @@
 """Order and place: medians, quantiles, buckets; distances between all pairs.
 
-Functions of sorted values need their dim whole. Functions that compare each element with a table, or each row with each
-other row, read the table or the rows whole and keep all other cuts.
+Functions of sorted values need their dim whole: it is gathered, or the cut moves to another dim for the call. Functions
+that compare each element with a table, or each row with each other row, read the table or the rows whole and keep all
+other cuts.
 """
 
 from __future__ import annotations
@@ -11,69 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
-from ..table import refuse, rule, run_rule
-from .view import as_called, each, made_of, normal, shape
-from .whole_axis import stretched
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow, per_tile, stretched, whole_operands
+from ..table import refuse, rule, run_for
+from .view import as_called, each, made_of, made_of_each, normal, shape, with_torch_names
+from .whole_axis import reduced_shape, reduction
 
 
-def _reduced(input: Operand, dim: int, keepdim: bool, local: Any, results: int) -> Recipe:
-    """One dim, needed whole, becomes one value (and its position)."""
-    dims = tuple(None if d == dim else d for d in range(input.ndim) if keepdim or d != dim)
-    made = tuple(1 if d is None else input.shape[d] for d in dims)
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
-        outputs=(Output(made, dims), Output(made, dims, constant=True, dtype=torch.long))[:results],
-        local=local,
-        uncut=frozenset({dim}),
-        runs_empty=True,
-    )
-
-
-def _all_rule(function: Any) -> Any:
+def _all_rule(function: Any, input: Operand) -> Recipe:
     """A number that no part of the tensor tells: every rank reads all of it."""
-
-    def describe(input: Operand) -> Recipe:
-        return Recipe(space=(), reads=(read_whole(input),), local=as_called(function))
-
-    return describe
+    return Recipe(space=(), reads=tuple(whole_operands(input)), local=as_called(function))
 
 
-def _along_rule(function: Any, lead: int) -> Any:
-    def describe(input: Operand, *args: Any) -> Recipe:
-        """``function(input, <lead arguments>, dim, keepdim)``."""
-        dim, keepdim = args[lead:]
-        return _reduced(input, dim, keepdim, as_called(function), 2)
-
-    return describe
-
-
-_ORDERED = (torch.median, torch.nanmedian, torch.mode, torch.kthvalue)
-_along_rules = {function: _along_rule(function, int(function is torch.kthvalue)) for function in _ORDERED}
-_all_rules = {function: _all_rule(function) for function in (torch.median, torch.nanmedian)}
+def _along_rule(function: Any, input: Operand, *args: Any) -> Recipe:
+    """``function(input, ..., dim, keepdim)``: one dim, needed whole, becomes a value and its position."""
+    dim, keepdim = args[-2:]
+    return reduction(input, (dim,), keepdim, as_called(function), results=2, uncut=frozenset({dim}))
 
 
 def _ordered(function: Any, input: Tensor, *lead: Any, dim: int, keepdim: bool) -> Any:
-    call = (input, *lead, normal(dim, input.ndim), keepdim)
-    pair = run_rule(function, _along_rules[function], call, {})
-    return getattr(torch.return_types, function.__name__)(pair)
+    pair = run_for(function, _along_rule, input, *lead, normal(dim, input.ndim), keepdim)
+    return with_torch_names(function, pair)
 
 
-@made_of("median")
-def median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+@made_of_each("median nanmedian")
+def median(function: Any, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """Needs its dim whole; of all elements it is gathered."""
     if dim is None:
-        return run_rule(torch.median, _all_rules[torch.median], (input,), {})
-    return _ordered(torch.median, input, dim=dim, keepdim=keepdim)
-
-
-@made_of("nanmedian")
-def nanmedian(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The median of what is no NaN."""
-    if dim is None:
-        return run_rule(torch.nanmedian, _all_rules[torch.nanmedian], (input,), {})
-    return _ordered(torch.nanmedian, input, dim=dim, keepdim=keepdim)
+        return run_for(function, _all_rule, input)
+    return _ordered(function, input, dim=dim, keepdim=keepdim)
 
 
 @made_of("mode")
@@ -94,66 +60,46 @@ def msort(input: Tensor) -> Tensor:
     return torch.sort(input, dim=0, stable=True).values
 
 
-def _quantile_rule(function: Any) -> Any:
-    def describe(input: Operand, q: Any, dim: int, keepdim: bool, interpolation: str) -> Recipe:
-        several = isinstance(q, Operand) and q.ndim > 0
-        dims = [None if d == dim else d for d in range(input.ndim) if keepdim or d != dim]
-        dims = [None, *dims] if several else dims
-        made = [1 if d is None else input.shape[d] for d in dims]
-        made[: int(several)] = [q.shape[0]] if several else []
+def _quantile_rule(function: Any, input: Operand, q: Any, dim: int, keepdim: bool, interpolation: str) -> Recipe:
+    """One value for each number in ``q``, in a new first dim if ``q`` has a dim."""
+    lead = q.shape if isinstance(q, Operand) else ()
+    dims = [None if d == dim else d for d in range(input.ndim) if keepdim or d != dim]
+    output = Output((*lead, *reduced_shape(input.shape, (dim,), keepdim)), (*[None] * len(lead), *dims))
 
-        def local(work: Work, tile: Tensor, q: Any, *_: Any) -> Tensor:
-            if tile.numel():
-                return function(tile, q, dim, keepdim, interpolation=interpolation)
-            full = tile.new_zeros([max(1, n) for n in tile.shape]) + tile.sum()  # torch knows no empty quantile
-            result = function(full, q, dim, keepdim, interpolation=interpolation)
-            for place, d in enumerate(dims):
-                result = result if d is None else result.narrow(place, 0, work.box[d].size)
-            return result
+    def local(work: Work, tile: Tensor, q: Any, *_: Any) -> Tensor:
+        """torch's quantile; an empty tile goes through a tensor of zeros to get the right dtype and graph."""
+        if tile.numel():
+            return function(tile, q, dim, keepdim, interpolation=interpolation)
+        full = tile.new_zeros([max(1, n) for n in tile.shape]) + tile.sum()  # torch knows no empty quantile
+        result = function(full, q, dim, keepdim, interpolation=interpolation)
+        for place, d in enumerate(output.dims):
+            result = result if d is None else result.narrow(place, 0, work.box[d].size)
+        return result
 
-        reads = [Read(input, tuple(map(Link, range(input.ndim))))]
-        reads += [read_whole(q)] if isinstance(q, Operand) else []
-        return Recipe(
-            space=input.shape,
-            reads=tuple(reads),
-            outputs=(Output(tuple(made), tuple(dims)),),
-            local=local,
-            uncut=frozenset({dim}),
-            runs_empty=True,
-        )
-
-    return describe
+    return per_tile(input, local, *whole_operands(q), outputs=(output,), uncut=frozenset({dim}))
 
 
-_quantile_rules = {function: _quantile_rule(function) for function in (torch.quantile, torch.nanquantile)}
-
-
-def _quantile(function: Any, input: Tensor, q: Any, dim: int | None, keepdim: bool, how: str) -> Tensor:
-    if dim is not None:
-        return run_rule(function, _quantile_rules[function], (input, q, normal(dim, input.ndim), keepdim, how), {})
-    values = function(input.flatten(), q, 0, interpolation=how)
-    return values.reshape(*values.shape, *[1] * input.ndim) if keepdim else values
-
-
-@made_of("quantile")
+@made_of_each("quantile nanquantile")
 def quantile(
-    input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+    function: Any,
+    input: Tensor,
+    q: Any,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
 ) -> Tensor:
-    """Values between those of a sorted dim."""
-    return _quantile(torch.quantile, input, q, dim, keepdim, interpolation)
-
-
-@made_of("nanquantile")
-def nanquantile(
-    input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
-) -> Tensor:
-    """Quantiles of what is no NaN."""
-    return _quantile(torch.nanquantile, input, q, dim, keepdim, interpolation)
+    """Values between those of a sorted dim; of all elements, of the flattened tensor."""
+    if dim is not None:
+        return run_for(function, _quantile_rule, input, q, normal(dim, input.ndim), keepdim, interpolation)
+    values = function(input.flatten(), q, 0, interpolation=interpolation)
+    return values.reshape(*values.shape, *[1] * input.ndim) if keepdim else values
 
 
 @made_of("aminmax")
 def aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """Both extremes."""
+    # Two reductions over the ranks, one for each extreme.
     dims = tuple(range(input.ndim)) if dim is None else dim
     return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
 
@@ -161,7 +107,7 @@ def aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> 
 @each("bucketize")
 def bucketize(function: Any, input: Operand, boundaries: Operand, **options: Any) -> Recipe:
     """Each value's place among whole boundaries."""
-    return _each_with(input, boundaries, as_called(function))
+    return per_tile(input, as_called(function), *whole_operands(boundaries), outputs=_constant(input))
 
 
 @each("isin")
@@ -169,15 +115,12 @@ def isin(function: Any, elements: Any, test_elements: Any, **options: Any) -> Re
     """Each value compared with all of a whole tensor."""
     if not isinstance(elements, Operand):
         raise refuse("isin", "a number is looked for in a cut tensor", "use (x == number).any()")
-    return _each_with(elements, test_elements, as_called(function))
+    return per_tile(elements, as_called(function), *whole_operands(test_elements), outputs=_constant(elements))
 
 
-def _each_with(input: Operand, table: Any, local: Any) -> Recipe:
-    """Each element by itself, with a table that every rank has whole."""
-    dims = tuple(range(input.ndim))
-    reads = (Read(input, tuple(map(Link, dims))), *((read_whole(table),) if isinstance(table, Operand) else ()))
-    outputs = (Output(input.shape, dims, constant=True),)
-    return Recipe(space=input.shape, reads=reads, outputs=outputs, local=local, runs_empty=True)
+def _constant(input: Operand) -> tuple[Output]:
+    """One result of the shape of ``input``, without a gradient."""
+    return (Output(input.shape, tuple(range(input.ndim)), constant=True),)
 
 
 @rule(torch.searchsorted, family="order")
@@ -185,21 +128,14 @@ def searchsorted(sorted_sequence: Operand, input: Any, **options: Any) -> Recipe
     """Values follow their own cut; of a sequence for each row, the rows do."""
     if options.get("out") is not None or not isinstance(input, Operand):
         raise refuse(torch.searchsorted, "a number, or out=, among cut tensors", "give tensors and assign the result")
-    lead = sorted_sequence.ndim - 1
-    dims = tuple(range(input.ndim))
-    sorter = options.get("sorter")
-    tables = [sorted_sequence, *([sorter] if sorter is not None else [])]
+    # A sequence for each row, or one for all values.
+    rows = range(sorted_sequence.ndim - 1)
+    tables = [table for table in (sorted_sequence, options.get("sorter")) if table is not None]
 
     def local(work: Work, sorted_sequence: Tensor, input: Tensor, **options: Any) -> Tensor:
         return torch.searchsorted(sorted_sequence.contiguous(), input.contiguous(), **options)
 
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))), *(Read(t, (*map(Link, range(lead)), WHOLE)) for t in tables)),
-        outputs=(Output(input.shape, dims, constant=True),),
-        local=local,
-        runs_empty=True,
-    )
+    return per_tile(input, local, *(follow(table, *rows, None) for table in tables), outputs=_constant(input))
 
 
 @each("cdist")
@@ -207,10 +143,9 @@ def cdist(function: Any, input: Operand, other: Operand, *args: Any, **kwargs: A
     """Every row of one with every row of the other: both may be cut, each along an axis of its own."""
     space = shape(torch.cdist, input, other)
     batch, rows = space[:-2], len(space) - 2
-    down = Read(input, (*stretched(input.shape[:-2], batch), Link(rows), WHOLE))
-    across = Read(other, (*stretched(other.shape[:-2], batch), Link(rows + 1), WHOLE))
-    outputs = (Output(space, tuple(range(len(space)))),)
-    return Recipe(space=space, reads=(down, across), outputs=outputs, local=as_called(function))
+    down = Read(input, (*stretched(input.shape[:-2], batch), Link(rows), Link(None)))
+    across = Read(other, (*stretched(other.shape[:-2], batch), Link(rows + 1), Link(None)))
+    return Recipe(space=space, reads=(down, across), local=as_called(function))
 
 
 @made_of("pairwise_distance")

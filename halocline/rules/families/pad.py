@@ -1,7 +1,7 @@
-"""Padding and cropping. Tiles stay where they are; only a wrap, or a reflection wider than its tile, moves anything.
+"""Padding and cropping. Tiles stay where they are; only a wrap, or a reflection wider than its tile, moves data.
 
 The output is cut where the input's tiles come to lie, so that a constant padding is local: the outer tiles grow. A
-reflection reads what lies near the edge, which the outer tile mostly has; a wrap reads the opposite edge.
+reflection reads what lies near the edge, which the outer tile usually has; a wrap reads the opposite edge.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import ShardingError
 from ...geometry import Access, Mirror, Window, whole
 from ...tensor import here
-from ..recipe import Link, Operand, Output, Read, Recipe, Work
+from ..recipe import Link, Operand, Read, Recipe, Work
 from ..table import name_of, rule
 
 Amounts = list[tuple[int, int]]
@@ -78,13 +78,9 @@ def _check_wrap(input: Operand, amounts: Amounts, mirrors: list[Mirror]) -> None
 def _recipe(
     input: Operand, shape: tuple[int, ...], amounts: Amounts, accesses: Sequence[Access], local: Callable[..., Tensor]
 ) -> Recipe:
-    links = [Link(d, access) if any(amounts[d]) else Link(d) for d, access in enumerate(accesses)]
-    return Recipe(
-        space=shape,
-        reads=(Read(input, tuple(links)),),
-        outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
-        local=local,
-    )
+    """Dims that are not padded are read one to one, so that their cuts stay."""
+    links = tuple(Link(d, access) if any(amounts[d]) else Link(d) for d, access in enumerate(accesses))
+    return Recipe(space=shape, reads=(Read(input, links),), local=local)
 
 
 def _outside(work: Work, input: Operand, dim: int, before: int) -> tuple[int, int]:
@@ -95,6 +91,8 @@ def _outside(work: Work, input: Operand, dim: int, before: int) -> tuple[int, in
 
 
 def _constant(input: Operand, amounts: Amounts, length: int, value: float | None) -> Callable[..., Tensor]:
+    """Local work of a constant padding: the outer tiles grow."""
+
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         pads = [
             both if work.native(input, dim) else _outside(work, input, dim, both[0]) for dim, both in enumerate(amounts)
@@ -105,7 +103,10 @@ def _constant(input: Operand, amounts: Amounts, length: int, value: float | None
 
 
 def _mirrored(input: Operand, amounts: Amounts, length: int, mirrors: list[Mirror]) -> Callable[..., Tensor]:
+    """Local work of a reflection, a replication or a wrap."""
+
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Cut dims are completed first, each by the cheapest way; torch pads the others in one call."""
         rest: Amounts = list(amounts)
         wrapped = False
         for dim, mirror in enumerate(mirrors):

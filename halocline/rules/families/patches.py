@@ -1,6 +1,6 @@
-"""Patches laid out in a row, and put back: F.unfold and F.fold. Patches follow the pixels they begin at.
+"""Patches laid out in a row, and put back: F.unfold and F.fold. Patches follow the pixels at which they begin.
 
-The count of patches is one dim in torch's result, rows before columns. It is split into both for the work, and merged
+torch's result has one dim for all patches, rows before columns. For the work it is split into both, and merged again
 after it, so that rows and columns of patches can be cut as the pixels are.
 """
 
@@ -35,6 +35,7 @@ def _unfold_rule(input: Operand, kernel: Pair, dilation: Pair, padding: Pair, st
     windows = [Link(3 + i, Window(kernel[i], stride[i], dilation[i], padding[i]), 0.0) for i in range(2)]
 
     def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        # Along a cut dim the zeros outside the sample came with the halo.
         inner = tuple(padding[i] if work.native(input, 2 + i) else 0 for i in range(2))
         return F.unfold(tile, kernel, dilation, inner, stride).reshape(local_shape(work))
 
@@ -62,6 +63,7 @@ def _fold_rule(input: Operand, size: Pair, kernel: Pair, dilation: Pair, padding
     windows = [Link(2 + i, access) for i, access in enumerate(reach)]
 
     def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        """torch's fold of the patches at hand, trimmed or extended to this rank's pixels."""
         batch, channels, places, *counts = tile.shape
         if 0 in counts:  # pixels that no patch reaches
             return tile.new_zeros(local_shape(work)) + tile.sum()
@@ -79,12 +81,7 @@ def _fold_rule(input: Operand, size: Pair, kernel: Pair, dilation: Pair, padding
         last = stride[i] * (need.hi - 1) - padding[i] + reach[i].reach + 1
         return first - wanted.lo, wanted.hi - last
 
-    return Recipe(
-        space=space,
-        reads=(Read(input, (Link(0), Link(1), WHOLE, *windows)),),
-        outputs=(Output(space, (0, 1, 2, 3)),),
-        local=local,
-    )
+    return Recipe(space=space, reads=(Read(input, (Link(0), Link(1), WHOLE, *windows)),), local=local)
 
 
 @composite(F.fold, family="patches")
@@ -97,5 +94,6 @@ def fold(
     size, *options = (pair(value, 2) for value in (output_size, kernel_size, dilation, padding, stride))
     shape(F.fold, input, size, *options)  # torch's own error for sizes that do not fit
     counts = _counts(size, *options)
+    # Rows and columns of patches apart, so that each can be cut.
     split = input.unflatten(2, counts).unflatten(1, (-1, prod(options[0])))
     return run_rule(F.fold, _fold_rule, (split, size, *options), {})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ShardingError
 from ...tensor import ShardedTensor, here, unwrap, wrap
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, as_called
+from ..recipe import Operand, Read, Recipe, as_called, follow, per_tile, stretched
 from ..table import composite, direct, refuse, rule
 
 _NAMES = """
@@ -57,6 +57,7 @@ def _functions() -> dict[Any, bool]:
         for variant in (name, f"{name}_"):
             if hasattr(F, variant):
                 functions[getattr(F, variant)] = variant.endswith("_")
+    # Operators have names of their own, which __torch_function__ gets to see.
     for name in _OPERATORS:
         dunder = f"__{name}__"
         if hasattr(Tensor, dunder):
@@ -76,12 +77,6 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
         ) from error
 
 
-def _links(shape: tuple[int, ...], space: tuple[int, ...]) -> tuple[Link, ...]:
-    """Dims aligned from the right; a dim of size one that is stretched is needed whole."""
-    first = len(space) - len(shape)
-    return tuple(WHOLE if size == 1 and space[first + d] != 1 else Link(first + d) for d, size in enumerate(shape))
-
-
 def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inplace: bool) -> Recipe:
     """A recipe in which every dim of every operand follows one of the result, or is stretched."""
     if function in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1:
@@ -91,11 +86,12 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         raise refuse(function, "a numpy array is not cut as the tensor is", "use torch.from_numpy: a whole operand")
     operands = [v for v in leaves if isinstance(v, Operand)]
     space = broadcast_shape(*(operand.shape for operand in operands))
+    # torch's own error would be about tiles.
     if inplace and space != operands[0].shape:
         raise ShardingError(f"in place, {operands[0].shape} cannot hold a result of shape {space} (in {here()})")
     return Recipe(
         space=space,
-        reads=tuple(Read(operand, _links(operand.shape, space)) for operand in operands),
+        reads=tuple(Read(operand, stretched(operand.shape, space)) for operand in operands),
         local=as_called(function),
         inplace=inplace,
         runs_empty=True,
@@ -103,6 +99,7 @@ def elementwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
 
 
 def _leaves(value: Any) -> list[Any]:
+    """All arguments of a call, out of nested lists and dicts."""
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _leaves(item)]
     if isinstance(value, dict):
@@ -127,6 +124,7 @@ def register_elementwise(function: Any, inplace: bool = False) -> None:
         flag = kwargs.get("inplace", position is not None and len(args) > position and args[position])
         return elementwise(function, args, kwargs, inplace or bool(flag))
 
+    # x * 0.5 and x * 0.25 share a plan: the number goes to torch as it is.
     rule(function, family="pointwise", by_value=False)(describe)
 
 
@@ -137,14 +135,8 @@ for _function, _inplace in _functions().items():
 @rule(torch.prelu, F.prelu, Tensor.prelu)
 def prelu(input: Operand, weight: Operand) -> Recipe:
     """One slope for all, or one for each channel (dim 1)."""
-    per_channel = weight.numel() > 1
-    dims = tuple(range(input.ndim))
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))), Read(weight, (Link(1 if per_channel else None),) * weight.ndim)),
-        local=lambda work, tile, slope: F.prelu(tile, slope),
-        runs_empty=True,
-    )
+    channel = 1 if weight.numel() > 1 else None
+    return per_tile(input, as_called(F.prelu), follow(weight, *[channel] * weight.ndim))
 
 
 @direct(Tensor.to, family="pointwise")
@@ -182,6 +174,7 @@ def type_(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
 
 
 def _convert(tensor: Tensor, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tile converted by ``function``; the tensor itself where that changes nothing."""
     if not isinstance(tensor, ShardedTensor):
         return function(tensor, *args, **kwargs)
     tile = unwrap(tensor)

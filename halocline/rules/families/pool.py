@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,25 +17,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ShardingError
-from ...geometry import Access, Adaptive, Interval, Same, Window
-from ...geometry.access import Pieces
+from ...geometry import Access, Interval, Window
 from ...tensor import ShardedTensor, here
-from ..recipe import Link, Operand, Output, Read, Recipe, Work, pair
+from ..recipe import Link, Operand, Read, Recipe, Work, pair
 from ..table import composite, run_rule
 from .pad import shape_from_torch
 
 Pool = Callable[..., Tensor]
-_NARROW = (torch.half, torch.bfloat16)
+NARROW = (torch.half, torch.bfloat16)
 
 
-def _windows(spatial: int, kernel: Any, stride: Any, padding: Any = 0, dilation: Any = 1) -> list[Window]:
+def windows_of(spatial: int, kernel: Any, stride: Any, padding: Any = 0, dilation: Any = 1) -> list[Window]:
+    """One window for each spatial dim, from arguments as torch takes them; without a stride, the kernel's size."""
     sizes = pair(kernel, spatial)
+    # torch passes an empty list for a stride that was left out.
     given = stride is not None and not (isinstance(stride, Sequence) and len(stride) == 0)
     strides = pair(stride, spatial) if given else sizes
     return [Window(*w) for w in zip(sizes, strides, pair(dilation, spatial), pair(padding, spatial), strict=True)]
 
 
-def _recipe(
+def pool_recipe(
     input: Operand, shape: tuple[int, ...], accesses: Sequence[Access], local: Pool, fill: float | None = None
 ) -> Recipe:
     """Batch and channels one to one, each of the last dims by its access; without ``fill``, within the sample."""
@@ -44,16 +44,9 @@ def _recipe(
     return Recipe(
         space=shape,
         reads=(Read(input, (*map(Link, range(lead)), *(Link(lead + i, a, fill) for i, a in enumerate(accesses)))),),
-        outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
         local=local,
         box_local=True,
     )
-
-
-def _overhang(window: Window, box: Interval, size: int) -> tuple[int, int]:
-    """How far the windows of a box reach out of the sample, before and after."""
-    (need,) = window.need(box)
-    return max(0, -need.lo), max(0, need.hi - size)
 
 
 def padded_call(
@@ -65,48 +58,45 @@ def padded_call(
     """
     first = input.ndim - len(windows)
     native = [work.native(input, first + i) for i in range(len(windows))]
-    spatial = zip(windows, work.box[first:], input.shape[first:], strict=True)
-    hangs = [_overhang(*each) for each in spatial]
-    before = [w.padding if n else hang[0] for w, n, hang in zip(windows, native, hangs, strict=True)]
-    after = [0 if n else max(0, hang[1] - hang[0]) for n, hang in zip(native, hangs, strict=True)]
+    before, after = [], []
+    for window, uncut, box, size in zip(windows, native, work.box[first:], input.shape[first:], strict=True):
+        (need,) = window.need(box)
+        left, right = max(0, -need.lo), max(0, need.hi - size)  # how far the windows reach out of the sample
+        before.append(window.padding if uncut else left)
+        after.append(0 if uncut else max(0, right - left))
     if any(after):
-        tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=_lowest(tile.dtype))
+        lowest = float("-inf") if tile.is_floating_point() else torch.iinfo(tile.dtype).min
+        tile = F.pad(tile, [a for size in reversed(after) for a in (0, size)], value=lowest)
     steps = [w.stride for w in windows], before, [w.dilation for w in windows]
     return tile, ([w.kernel for w in windows], *steps, ceil_mode)
 
 
-def _max_windows(
+def max_windows(
     pool: Pool, input: Operand, shape: tuple[int, ...], windows: list[Window], ceil_mode: bool = False
 ) -> Recipe:
+    """The recipe of a maximum pool with these windows."""
+
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         tile, options = padded_call(work, tile, input, windows, ceil_mode)
-        return _head(pool(tile, *options), work.box[input.ndim - len(windows) :])
+        return own_windows(pool(tile, *options), work.box[input.ndim - len(windows) :])
 
-    return _recipe(input, shape, windows, local)
+    return pool_recipe(input, shape, windows, local)
 
 
-def _head(tensor: Tensor, box: tuple[Interval, ...]) -> Tensor:
-    """torch pads both sides alike, which can give windows past the box: they are another rank's, or no one's."""
+def own_windows(tensor: Tensor, box: tuple[Interval, ...]) -> Tensor:
+    """torch pads both sides alike, which can give windows past the box: they belong to another rank, or to none."""
     for dim, interval in enumerate(box, tensor.ndim - len(box)):
         if tensor.shape[dim] != interval.size:
             tensor = tensor.narrow(dim, 0, interval.size)
     return tensor
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+Describe = Callable[..., Recipe]
 
 
-def _max_pool(spatial: int, function: Any) -> Pool:
+def max_pool(spatial: int, function: Any, describe: Describe, **options: Any) -> Callable[..., Any]:
+    """The composite of a maximum pool, with or without indices; ``options`` go to the adaptive pool of one window."""
     adaptive = getattr(F, f"adaptive_max_pool{spatial}d")
-
-    def describe(
-        input: Operand, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-    ) -> Recipe:
-        shape = shape_from_torch(function, input, kernel, stride, padding, dilation, ceil_mode)
-        windows = _windows(spatial, kernel, stride, padding, dilation)
-        _check_not_empty(function, input, windows)
-        return _max_windows(function, input, shape, windows, ceil_mode)
 
     def run(
         input: Tensor,
@@ -115,16 +105,28 @@ def _max_pool(spatial: int, function: Any) -> Pool:
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
-        return_indices: bool = False,  # torch says False here; True goes to a function of its own
-    ) -> Tensor:
-        if _global(input, _windows(spatial, kernel_size, stride, padding, dilation)):
-            return adaptive(input, 1)
+        return_indices: bool = False,  # the name of the function says so too
+    ) -> Any:
+        if _global(input, windows_of(spatial, kernel_size, stride, padding, dilation)):
+            return adaptive(input, 1, **options)
         return run_rule(function, describe, (input, kernel_size, stride, padding, dilation, ceil_mode), {})
 
     return run
 
 
-def _check_not_empty(function: Any, input: Operand, windows: list[Window]) -> None:
+def _max_rule(spatial: int, function: Any) -> Describe:
+    """The rule of ``max_pool*d`` without indices."""
+
+    def describe(input: Operand, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Recipe:
+        shape = shape_from_torch(function, input, kernel, stride, padding, dilation, ceil_mode)
+        windows = windows_of(spatial, kernel, stride, padding, dilation)
+        check_not_empty(function, input, windows)
+        return max_windows(function, input, shape, windows, ceil_mode)
+
+    return describe
+
+
+def check_not_empty(function: Any, input: Operand, windows: list[Window]) -> None:
     """With a dilation wider than the sample a window can step over it; torch then writes past the gradient's end."""
     for size, w in zip(input.shape[-len(windows) :], windows, strict=True):
         if any(start % w.dilation >= size for start in range(-w.padding, 0, w.stride)):
@@ -134,15 +136,17 @@ def _check_not_empty(function: Any, input: Operand, windows: list[Window]) -> No
             )
 
 
-def _cut(input: Tensor, dim: int) -> bool:
+def is_cut(input: Tensor, dim: int) -> bool:
+    """Is this dim of the tensor cut over ranks?"""
     return isinstance(input, ShardedTensor) and input.sharding.cuts[dim] is not None
 
 
 def _global(input: Tensor, windows: list[Window]) -> bool:
     """One window over all of a sample that is cut: reduce it where it lies, rather than bring it to one rank."""
     dims = range(input.ndim - len(windows), input.ndim)
+    # One window, without padding or dilation, that covers the dim.
     covered = all(w == Window(input.shape[d], w.stride) for d, w in zip(dims, windows, strict=True))
-    return covered and any(_cut(input, d) and input.shape[d] > 1 for d in dims)
+    return covered and any(is_cut(input, d) and input.shape[d] > 1 for d in dims)
 
 
 def _counts(window: Window, box: Interval, size: int, include_pad: bool) -> list[int]:
@@ -156,6 +160,7 @@ def _counts(window: Window, box: Interval, size: int, include_pad: bool) -> list
 def _average(
     tile: Tensor, windows: list[Window], padding: list[int], ceil_mode: bool, include_pad: bool, divisor: int | None
 ) -> Tensor:
+    """torch's average pool for one, two or three dims, with the same arguments for all."""
     kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
     if len(windows) == 1:  # as torch does it; only the 2-D form takes a divisor
         flat = tile.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding)
@@ -164,7 +169,7 @@ def _average(
     return pool(tile, kernel, stride, padding, ceil_mode, include_pad, divisor)
 
 
-def _average_windows(
+def average_windows(
     input: Operand,
     shape: tuple[int, ...],
     windows: list[Window],
@@ -172,23 +177,27 @@ def _average_windows(
     include_pad: bool = True,
     divisor: int | None = None,
 ) -> Recipe:
+    """The recipe of an average pool with these windows; the divisor is that of the whole sample."""
     first = input.ndim - len(windows)
     sizes = input.shape[first:]
 
     def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        """torch's own call where its divisor is right; else sums of windows, divided by global counts."""
         native = [work.native(input, first + i) for i in range(len(windows))]
         padding = [w.padding if n else 0 for w, n in zip(windows, native, strict=True)]
         if all(native) or divisor is not None:
             return _average(tile, windows, padding, ceil_mode, include_pad, divisor)
+        # torch would count the fetched halo, or the edge of the tile, as part of the sample.
         counts = [_counts(*each, include_pad) for each in zip(windows, work.box[first:], sizes, strict=True)]
+        # Away from the edges all windows count alike: one divisor for torch's kernel.
         if all(min(count) == max(count) for count in counts):
             common = math.prod(count[0] for count in counts)
             return _average(tile, windows, padding, ceil_mode, include_pad, common)
         # In half precision a bare sum could leave the range.
-        base = math.prod(w.kernel for w in windows) if tile.dtype in _NARROW else 1
+        base = math.prod(w.kernel for w in windows) if tile.dtype in NARROW else 1
         return _divided(_average(tile, windows, padding, ceil_mode, include_pad, base), counts, base)
 
-    return _recipe(input, shape, windows, local, fill=0.0)
+    return pool_recipe(input, shape, windows, local, fill=0.0)
 
 
 def _divided(sums: Tensor, counts: list[list[int]], base: int) -> Tensor:
@@ -196,20 +205,21 @@ def _divided(sums: Tensor, counts: list[list[int]], base: int) -> Tensor:
     total = torch.ones((), dtype=torch.int64, device=sums.device)
     for count in counts:
         total = total.unsqueeze(-1) * torch.tensor(count, device=sums.device)
-    if sums.dtype in _NARROW:
+    if sums.dtype in NARROW:
         return (sums / (total / base)).to(sums.dtype)
     return torch.div(sums, total, rounding_mode=None if sums.is_floating_point() else "trunc")
 
 
 def _avg_pool(spatial: int, function: Any) -> Pool:
+    """The composite and rule of ``avg_pool*d``."""
     adaptive = getattr(F, f"adaptive_avg_pool{spatial}d")
 
     def describe(
         input: Operand, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, include_pad: bool, *divisor: int | None
     ) -> Recipe:
         shape = shape_from_torch(function, input, kernel, stride, padding, ceil_mode, include_pad, *divisor)
-        windows = _windows(spatial, kernel, stride, padding)
-        return _average_windows(input, shape, windows, ceil_mode, include_pad, *divisor)
+        windows = windows_of(spatial, kernel, stride, padding)
+        return average_windows(input, shape, windows, ceil_mode, include_pad, *divisor)
 
     def run(
         input: Tensor,
@@ -222,7 +232,7 @@ def _avg_pool(spatial: int, function: Any) -> Pool:
         divisor_override: int | None = None,
     ) -> Tensor:
         override = divisor or ((divisor_override,) if divisor_override is not None else ())
-        if override in ((), (None,)) and _global(input, _windows(spatial, kernel_size, stride, padding)):
+        if override in ((), (None,)) and _global(input, windows_of(spatial, kernel_size, stride, padding)):
             return adaptive(input, 1)
         stride = () if stride is None else stride
         args = (input, kernel_size, stride, padding, ceil_mode, count_include_pad, *override)
@@ -251,145 +261,10 @@ def _lp_pool(spatial: int) -> Pool:
     return run
 
 
-def _out_sizes(input: Tensor, spatial: int, output_size: Any) -> tuple[int, ...]:
-    """None keeps a dim as it is."""
-    given = list(output_size) if isinstance(output_size, Sequence) else [output_size] * spatial
-    return tuple(n if m is None else m for n, m in zip(input.shape[-len(given) :], given, strict=False))
-
-
-def _adaptive_windows(input: Operand, sizes: tuple[int, ...]) -> list[Window] | None:
-    """Where every size divides evenly, an adaptive pool is an ordinary one."""
-    pairs = list(zip(input.shape[-len(sizes) :], sizes, strict=True))
-    return [Window(n // m, n // m) for n, m in pairs] if all(m and n % m == 0 for n, m in pairs) else None
-
-
-def _ragged(
-    function: Pool, input: Operand, shape: tuple[int, ...], sizes: tuple[int, ...], along: Callable[..., Tensor]
-) -> Recipe:
-    """Windows of several widths. Average and maximum both work a dim at a time, the innermost first as torch scans."""
-    first = input.ndim - len(sizes)
-    accesses = [Adaptive(n, m) for n, m in zip(input.shape[first:], sizes, strict=True)]
-
-    def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        if all(work.native(input, first + i) for i in range(len(sizes))):
-            return function(tile, sizes)
-        for dim in reversed(range(first, input.ndim)):
-            access, box = accesses[dim - first], work.box[dim]
-            (need,) = access.need(box)
-            if access.in_size != access.out_size:
-                tile = along(tile, dim, [access.window(i).shift(-need.lo) for i in range(box.lo, box.hi)])
-        return tile
-
-    return _recipe(input, shape, accesses, local)
-
-
-def _side_by_side(tile: Tensor, dim: int, windows: list[Interval]) -> tuple[Tensor, int]:
-    """Windows of one width one after the other, in a view of three dims; short ones repeat their last element."""
-    width = max(window.size for window in windows)
-    places = [min(window.lo + t, window.hi - 1) for window in windows for t in range(width)]
-    if places != list(range(tile.shape[dim])):
-        tile = tile.index_select(dim, torch.tensor(places, device=tile.device))
-    return tile.reshape(math.prod(tile.shape[:dim]), len(places), math.prod(tile.shape[dim + 1 :])), width
-
-
-def _max_along(tile: Tensor, dim: int, windows: list[Interval]) -> Tensor:
-    flat, width = _side_by_side(tile, dim, windows)
-    return F.max_pool2d(flat, (width, 1)).reshape(*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
-
-
-def _mean_along(tile: Tensor, dim: int, windows: list[Interval]) -> Tensor:
-    if tile.dtype in _NARROW:
-        return _mean_along(tile.float(), dim, windows).to(tile.dtype)
-    flat, width = _side_by_side(tile, dim, windows)
-    counts = torch.tensor([window.size for window in windows], device=tile.device)
-    if any(window.size < width for window in windows):
-        repeated = torch.arange(width, device=tile.device) >= counts.unsqueeze(-1)
-        flat = flat.masked_fill(repeated.reshape(-1, 1), 0)
-    mean = F.avg_pool2d(flat, (width, 1), divisor_override=1) / counts.unsqueeze(-1)
-    return mean.reshape(*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
-
-
-def _adaptive_avg_pool(spatial: int, function: Any) -> Pool:
-    def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
-        shape = shape_from_torch(function, input, sizes)
-        windows = _adaptive_windows(input, sizes)
-        if windows and input.dtype not in _NARROW:  # torch averages those in 3-D only where the pool is adaptive
-            return _average_windows(input, shape, windows)
-        return _ragged(function, input, shape, sizes, _mean_along)
-
-    def run(input: Tensor, output_size: Any) -> Tensor:
-        input = _as_autocast_would(function, input)
-        sizes = _out_sizes(input, spatial, output_size)
-        dims = range(input.ndim - len(sizes), input.ndim)
-        ones = [d for d, m in zip(dims, sizes, strict=True) if m == 1 and input.shape[d] > 1]
-        if any(_cut(input, d) for d in ones):  # a sum over ranks, not a journey of the sample to one of them
-            return function(input.mean(ones, keepdim=True), sizes)
-        return run_rule(function, describe, (input, sizes), {})
-
-    return run
-
-
-def _as_autocast_would(function: Any, input: Tensor) -> Tensor:
-    """Autocast may compute this pool in another dtype; what stands in for it does so too."""
-    kind = input.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return input
-    one = torch.zeros((1,) * input.ndim, dtype=input.dtype, device=input.device)
-    return input.to(function(one, 1).dtype)
-
-
-def _adaptive_max_pool(spatial: int, pool: Pool, function: Any) -> Pool:
-    def describe(input: Operand, sizes: tuple[int, ...]) -> Recipe:
-        shape = shape_from_torch(function, input, sizes)
-        windows = _adaptive_windows(input, sizes)
-        if windows:
-            recipe = _max_windows(pool, input, shape, windows)
-        else:
-            recipe = _ragged(function, input, shape, sizes, _max_along)
-        return replace(recipe, uncut=frozenset(d for d, m in enumerate(shape) if m == 1 and input.shape[d] > 1))
-
-    def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
-        sizes = _out_sizes(input, spatial, output_size)
-        dims = range(input.ndim - len(sizes), input.ndim)
-        if not any(m == 1 and _crowded(input, d) for d, m in zip(dims, sizes, strict=True)):
-            return run_rule(function, describe, (input, sizes), {})
-        x = input
-        for d, m in reversed(list(zip(dims, sizes, strict=True))):
-            if m == 1 and _crowded(x, d):
-                x = run_rule(function, _tile_maximum, (x, d, _pieces(x, d)), {})
-            if x.shape[d] != m:
-                x = function(x, [m if other == d else x.shape[other] for other in dims])
-        return x
-
-    return run
-
-
-def _pieces(input: Any, dim: int) -> tuple[int, ...]:
-    """The cut points, without those of tiles that hold nothing."""
-    return tuple(sorted(set(input.sharding.cuts[dim].partition.points)))
-
-
-def _crowded(input: Tensor, dim: int) -> bool:
-    """Cut, with more than one element a tile: a maximum within the tile comes before any movement."""
-    return _cut(input, dim) and len(_pieces(input, dim)) <= input.shape[dim]
-
-
-def _tile_maximum(input: Operand, dim: int, points: tuple[int, ...]) -> Recipe:
-    def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
-        box = work.box[dim]
-        pieces = [Interval(points[i], points[i + 1]) for i in range(box.lo, box.hi)]
-        return _max_along(tile, dim, [piece.shift(-points[box.lo]) for piece in pieces])
-
-    shape = (*input.shape[:dim], len(points) - 1, *input.shape[dim + 1 :])
-    accesses = [Pieces(points) if d == dim else Same() for d in range(input.ndim)]
-    return _recipe(input, shape, accesses, local)
-
-
 for _spatial in (1, 2, 3):
-    _max, _adaptive_max = getattr(torch, f"max_pool{_spatial}d"), getattr(F, f"adaptive_max_pool{_spatial}d")
-    _avg, _adaptive_avg = getattr(F, f"avg_pool{_spatial}d"), getattr(F, f"adaptive_avg_pool{_spatial}d")
-    composite(getattr(F, f"max_pool{_spatial}d"), _max, family="pool")(_max_pool(_spatial, _max))
+    _max, _avg = getattr(torch, f"max_pool{_spatial}d"), getattr(F, f"avg_pool{_spatial}d")
+    composite(getattr(F, f"max_pool{_spatial}d"), _max, family="pool")(
+        max_pool(_spatial, _max, _max_rule(_spatial, _max))
+    )
     composite(_avg, family="pool")(_avg_pool(_spatial, _avg))
     composite(getattr(F, f"lp_pool{_spatial}d"), family="pool")(_lp_pool(_spatial))
-    composite(_adaptive_avg, family="pool")(_adaptive_avg_pool(_spatial, _adaptive_avg))
-    composite(_adaptive_max, family="pool")(_adaptive_max_pool(_spatial, _max, _adaptive_max))

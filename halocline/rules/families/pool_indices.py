@@ -9,30 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import Access, Adaptive, Interval, Same, Transposed, whole
+from ...geometry import Access, Adaptive, Interval, Same, Transposed, Window, whole
 from ...geometry.access import Everything, Pieces
 from ...tensor import ShardedTensor
-from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, per_tile
 from ..table import composite, run_rule
+from .adaptive_pool import out_sizes, points_to_reduce, side_by_side
 from .pad import shape_from_torch
-from .pool import (
-    _check_not_empty,
-    _crowded,
-    _cut,
-    _global,
-    _head,
-    _out_sizes,
-    _pieces,
-    _side_by_side,
-    _windows,
-    padded_call,
-)
+from .pool import check_not_empty, is_cut, max_pool, own_windows, padded_call, windows_of
 from .view import shape
 from .window import _trim
 
@@ -46,12 +38,14 @@ def _links(ndim: int, accesses: Sequence[Access]) -> tuple[Link, ...]:
 
 
 def _both(made: tuple[int, ...], dtype: torch.dtype) -> tuple[Output, Output]:
+    """The outputs of such a rule: values, and positions without a gradient."""
     dims = tuple(range(len(made)))
     return Output(made, dims, dtype=dtype), Output(made, dims, constant=True, dtype=torch.int64)
 
 
 def _recounted(flat: Tensor, held: Sequence[int], origin: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Positions counted through a block of ``held`` that begins at ``origin``, counted through ``sizes`` instead."""
+    # Only the first dim is cut: positions move by whole rows.
     if list(held[1:]) == list(sizes[1:]) and not any(origin[1:]):
         shift = origin[0] * math.prod(sizes[1:])
         return flat + shift if shift else flat
@@ -65,61 +59,51 @@ def _recounted(flat: Tensor, held: Sequence[int], origin: Sequence[int], sizes: 
 # ---- pools with windows of one size ----
 
 
-def _max_pool(spatial: int, function: Any, shape_of: Any) -> Callable[..., Both]:
-    adaptive = getattr(F, f"adaptive_max_pool{spatial}d")
+def _max_rule(spatial: int, function: Any, shape_of: Any) -> Callable[..., Recipe]:
+    """The rule of ``max_pool*d`` with indices.
+
+    ``shape_of`` is the function without, which torch answers on meta tensors.
+    """
 
     def describe(input: Operand, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Recipe:
         made = shape_from_torch(shape_of, input, kernel, stride, padding, dilation, ceil_mode)
-        windows = _windows(spatial, kernel, stride, padding, dilation)
-        _check_not_empty(function, input, windows)
+        windows = windows_of(spatial, kernel, stride, padding, dilation)
+        check_not_empty(function, input, windows)
         lead = input.ndim - spatial
 
         def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Both:
+            """torch's maxima and positions in the tile, with positions counted through the whole sample."""
             tile, options = padded_call(work, tile, input, windows, ceil_mode)
             values, flat = function(tile, *options)
             box = work.box[lead:]
-            origin = [work.slots[input.index][lead + i].needs[0].lo for i in range(spatial)]
-            places = _recounted(_head(flat, box), tile.shape[lead:], origin, input.shape[lead:])
-            return _head(values, box), places
+            origin = [slot.needs[0].lo for slot in work.slots[input.index][lead:]]
+            places = _recounted(own_windows(flat, box), tile.shape[lead:], origin, input.shape[lead:])
+            return own_windows(values, box), places
 
-        return Recipe(
-            space=made,
-            reads=(Read(input, _links(input.ndim, windows)),),
-            outputs=_both(made, input.dtype),
-            local=local,
-        )
+        reads = (Read(input, _links(input.ndim, windows)),)
+        return Recipe(space=made, reads=reads, outputs=_both(made, input.dtype), local=local)
 
-    def run(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = True,
-    ) -> Both:
-        if _global(input, _windows(spatial, kernel_size, stride, padding, dilation)):
-            return adaptive(input, 1, return_indices=True)
-        return run_rule(function, describe, (input, kernel_size, stride, padding, dilation, ceil_mode), {})
-
-    return run
+    return describe
 
 
 # ---- adaptive pools: a dim at a time, the innermost first as torch scans ----
 
 
 def _adaptive_max_pool(spatial: int, function: Any) -> Callable[..., Both]:
+    """The composite of ``adaptive_max_pool*d`` with indices."""
+
     def run(input: Tensor, output_size: Any, return_indices: bool = True) -> Both:
-        sizes = _out_sizes(input, spatial, output_size)
+        """Dim by dim; each stage hands on the maxima and where in the whole sample they lie."""
+        sizes = out_sizes(input, spatial, output_size)
         dims = range(input.ndim - spatial, input.ndim)
-        if not any(_cut(input, d) for d in dims):
+        if not any(is_cut(input, d) for d in dims):
             return run_rule(function, _as_on_one_rank, (input, sizes, function), {})
         given = tuple(input.shape[d] for d in dims)
         both: Any = (input, None)
         todo = [(d, m) for d, m in zip(dims, sizes, strict=True) if input.shape[d] != m]
         for d, m in reversed(todo or [(input.ndim - 1, sizes[-1])]):
-            if m == 1 and _crowded(both[0], d):
-                both = _along(function, both, d, Pieces(_pieces(both[0], d)), given)
+            if (points := points_to_reduce(both[0], d, m)) is not None:
+                both = _along(function, both, d, Pieces(points), given)
             both = _along(function, both, d, Adaptive(both[0].shape[d], m), given)
         return both
 
@@ -135,6 +119,7 @@ def _along(function: Any, both: Any, dim: int, access: Any, given: tuple[int, ..
 
 
 def _as_on_one_rank(input: Operand, sizes: tuple[int, ...], function: Any) -> Recipe:
+    """No spatial dim is cut: torch's own kernel counts right."""
     made = (*input.shape[: input.ndim - len(sizes)], *sizes)
     return Recipe(
         space=made,
@@ -161,6 +146,7 @@ def _stage(values: Operand, places: Operand | None, dim: int, access: Any, given
         reads=tuple(Read(operand, links) for operand in (values, places) if operand is not None),
         outputs=_both(made, values.dtype),
         local=local,
+        # One output cannot be cut: the ranks' maxima are brought together.
         uncut=frozenset({dim} if out == 1 and values.shape[dim] > 1 else ()),
     )
 
@@ -178,10 +164,12 @@ def _places(work: Work, input: Operand, tile: Tensor, given: tuple[int, ...]) ->
 
 
 def _max_along(tile: Tensor, known: Tensor, dim: int, windows: list[Interval]) -> Both:
-    flat, width = _side_by_side(tile, dim, windows)
+    """Maxima of windows along one dim, and the known places of the elements that they chose."""
+    flat, width = side_by_side(tile, dim, windows)
     values, chosen = F.max_pool2d(flat, (width, 1), return_indices=True)
+    # Positions in the flattened view: rows are indices along the pooled dim.
     rows = chosen // flat.shape[2]
-    places = _side_by_side(known, dim, windows)[0].gather(1, rows)
+    places = side_by_side(known, dim, windows)[0].gather(1, rows)
     made = (*tile.shape[:dim], len(windows), *tile.shape[dim + 1 :])
     return values.reshape(made), places.reshape(made)
 
@@ -190,6 +178,8 @@ def _max_along(tile: Tensor, known: Tensor, dim: int, windows: list[Interval]) -
 
 
 def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
+    """The composite of ``max_unpool*d``."""
+
     def run(
         input: Tensor,
         indices: Tensor,
@@ -199,12 +189,12 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         output_size: Any = None,
     ) -> Tensor:
         size = None if output_size is None else tuple(output_size)
-        given = (kernel_size, stride, padding, size)
-        dims = range(input.ndim - spatial, input.ndim)
-        cut = [d for d in dims if _cut(input, d) or _cut(indices, d)]
-        near = not cut or _near(indices, tuple(cut), (spatial, function, tuple(input.shape), *given))
-        dtype = _widened(input)
-        return run_rule(function, _describe_unpool, (input, indices, *given, spatial, function, near, dtype), {})
+        windows = tuple(windows_of(spatial, kernel_size, stride, padding))
+        call = Unpool(function, tuple(input.shape), windows, size)
+        cut = tuple(d for d in range(call.lead, input.ndim) if is_cut(input, d) or is_cut(indices, d))
+        # One small sum over the ranks, instead of gathering the input.
+        near = not cut or _near(indices, cut, call)
+        return run_rule(function, _unpool_rule, (input, indices, call, near, _widened(input)), {})
 
     return run
 
@@ -215,19 +205,44 @@ def _widened(input: Tensor) -> torch.dtype:
     return torch.float32 if narrow and input.device.type == "cpu" and torch.is_autocast_enabled("cpu") else input.dtype
 
 
+@dataclass(frozen=True)
 class Unpool:
-    """One call: its windows (an input's value goes to a place in its window, if a pool made the indices) and sizes."""
+    """One call of ``max_unpool*d``, by which plans are kept: an input of shape ``given``, and the pool to undo.
 
-    def __init__(
-        self, spatial: int, function: Any, given: tuple[int, ...], kernel: Any, stride: Any, padding: Any, size: Any
-    ) -> None:
-        windows = _windows(spatial, kernel, stride, padding)
-        self.function, self.lead = function, len(given) - spatial
-        self.accesses = [Transposed(w.kernel, w.stride, 1, w.padding) for w in windows]
-        self.kernel, self.stride = [w.kernel for w in windows], [w.stride for w in windows]
-        values, places = Operand(0, given, torch.float32, frozenset()), Operand(1, given, torch.int64, frozenset())
-        self.made = shape(function, values, places, kernel, stride, padding, size)
-        self.sizes = self.made[self.lead :]
+    If a pool made the indices, a value of the input goes to a place in its own window.
+    """
+
+    function: Any
+    given: tuple[int, ...]
+    windows: tuple[Window, ...]
+    size: tuple[int, ...] | None  # of the result, where the user gives it
+
+    @property
+    def lead(self) -> int:
+        """How many dims stand before the spatial ones."""
+        return len(self.given) - len(self.windows)
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """The shape of the result, asked of torch."""
+        values = Operand(0, self.given, torch.float32, frozenset())
+        places = Operand(1, self.given, torch.int64, frozenset())
+        return shape(self.run, values, places, [w.padding for w in self.windows], self.size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The spatial sizes of the result."""
+        return self.made[self.lead :]
+
+    @cached_property
+    def accesses(self) -> list[Transposed]:
+        """Which inputs can reach an output, for each spatial dim."""
+        return [Transposed(w.kernel, w.stride, 1, w.padding) for w in self.windows]
+
+    def run(self, values: Tensor, places: Tensor, padding: list[int], size: Sequence[int] | None) -> Tensor:
+        """torch's own function."""
+        windows = self.windows
+        return self.function(values, places, [w.kernel for w in windows], [w.stride for w in windows], padding, size)
 
     def along(self, flat: Tensor, dim: int) -> Tensor:
         """The coordinate along one dim of positions in the result."""
@@ -240,15 +255,13 @@ class Unpool:
         native = [work.native(input, self.lead + i) for i in range(len(needs))]
         if 0 in tile.shape:  # outputs that no window reaches
             return tile.new_zeros([interval.size for interval in work.box]) + tile.sum() * 0
-        reached = [
-            whole(size) if uncut else Interval(s * need.lo - a.padding, s * (need.hi - 1) - a.padding + k)
-            for uncut, need, a, k, s, size in zip(
-                native, needs, self.accesses, self.kernel, self.stride, self.sizes, strict=True
-            )
-        ]
-        padding = [a.padding if uncut else 0 for a, uncut in zip(self.accesses, native, strict=True)]
+        reached = []
+        for uncut, need, w, size in zip(native, needs, self.windows, self.sizes, strict=True):
+            first = w.stride * need.lo - w.padding
+            reached.append(whole(size) if uncut else Interval(first, first + w.stride * (need.size - 1) + w.kernel))
+        padding = [w.padding if uncut else 0 for w, uncut in zip(self.windows, native, strict=True)]
         flat = _moved(flat, self.sizes, reached)
-        full = self.function(tile, flat, self.kernel, self.stride, padding, [interval.size for interval in reached])
+        full = self.run(tile, flat, padding, [interval.size for interval in reached])
         wanted = work.box[self.lead :]
         return _trim(full, [(w.lo - r.lo, r.hi - w.hi) for w, r in zip(wanted, reached, strict=True)])
 
@@ -259,26 +272,20 @@ def _moved(flat: Tensor, sizes: Sequence[int], reached: Sequence[Interval]) -> T
     return _recounted(flat, sizes, origin, [interval.size for interval in reached])
 
 
-def _near(indices: Tensor, dims: tuple[int, ...], call: tuple[Any, ...]) -> bool:
+def _near(indices: Tensor, dims: tuple[int, ...], call: Unpool) -> bool:
     """Does every value go to its own window? The ranks agree on it, for each sees its own indices only."""
     if not isinstance(indices, ShardedTensor):
-        return (
-            indices.is_meta or not _strays(indices, [whole(size) for size in indices.shape], dims, Unpool(*call)).any()
-        )
+        box = [whole(size) for size in indices.shape]
+        return indices.is_meta or not _strays(indices, box, dims, call).any()
     total = run_rule("max_unpool reach", _strays_rule, (indices, dims, call), {})
     return total.is_meta or not total.item()  # without values, as a pool would have made them
 
 
-def _strays_rule(indices: Operand, dims: tuple[int, ...], call: tuple[Any, ...]) -> Recipe:
+def _strays_rule(indices: Operand, dims: tuple[int, ...], call: Unpool) -> Recipe:
     """How many indices leave their window, over all ranks."""
-    return Recipe(
-        space=indices.shape,
-        reads=(follow(indices, *range(indices.ndim)),),
-        outputs=(Output((1,), (None,), constant=True, dtype=torch.int64),),
-        local=lambda work, tile, *_: _strays(tile, work.box, dims, Unpool(*call)).sum().reshape(1),
-        combine="sum",
-        runs_empty=True,
-    )
+    output = Output((1,), (None,), constant=True, dtype=torch.int64)
+    local = lambda work, tile, *_: _strays(tile, work.box, dims, call).sum().reshape(1)  # noqa: E731
+    return per_tile(indices, local, outputs=(output,), combine="sum")
 
 
 def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Unpool) -> Tensor:
@@ -293,37 +300,22 @@ def _strays(tile: Tensor, box: Sequence[Interval], dims: Sequence[int], call: Un
     return strays
 
 
-def _describe_unpool(
-    input: Operand,
-    indices: Operand,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    size: Any,
-    spatial: int,
-    function: Any,
-    near: bool,
-    dtype: torch.dtype,
-) -> Recipe:
-    call = Unpool(spatial, function, input.shape, kernel, stride, padding, size)
+def _unpool_rule(input: Operand, indices: Operand, call: Unpool, near: bool, dtype: torch.dtype) -> Recipe:
+    """Each output reads the windows that can reach it (``near``), or all of the input."""
     anywhere = [Everything(n) for n in input.shape[call.lead :]]
     links = _links(input.ndim, call.accesses if near else anywhere)
 
     def local(work: Work, tile: Tensor, flat: Tensor, *_: Any) -> Tensor:
         if near:
             return call.local(work, input, tile, flat).to(dtype)
-        full = function(tile, flat, kernel, stride, padding, size)
+        full = call.run(tile, flat, [w.padding for w in call.windows], call.size)
         for dim, interval in enumerate(work.box[call.lead :], call.lead):
             full = full.narrow(dim, interval.lo, interval.size)
         return full
 
-    return Recipe(
-        space=call.made,
-        reads=(Read(input, links), Read(indices, links)),
-        outputs=(Output(call.made, tuple(range(input.ndim)), dtype=dtype),),
-        local=local,
-        positions=True,
-    )
+    output = Output(call.made, tuple(range(input.ndim)), dtype=dtype)
+    reads = (Read(input, links), Read(indices, links))
+    return Recipe(space=call.made, reads=reads, outputs=(output,), local=local, positions=True)
 
 
 for _spatial in (1, 2, 3):
@@ -333,6 +325,7 @@ for _spatial in (1, 2, 3):
     )
     _aliases = (torch.max_pool1d_with_indices,) if _spatial == 1 else ()
     _adaptive_aliases = (torch.adaptive_max_pool1d,) if _spatial == 1 else ()
-    composite(_pool, *_aliases)(_max_pool(_spatial, _pool, getattr(torch, f"max_pool{_spatial}d")))
+    _rule = _max_rule(_spatial, _pool, getattr(torch, f"max_pool{_spatial}d"))
+    composite(_pool, *_aliases, family="pool_indices")(max_pool(_spatial, _pool, _rule, return_indices=True))
     composite(_adaptive, *_adaptive_aliases)(_adaptive_max_pool(_spatial, _adaptive))
     composite(_unpool)(_max_unpool(_spatial, _unpool))

@@ -50,7 +50,9 @@ class Style:
 
 @contextmanager
 def _plainly(device: str) -> Iterator[None]:
-    """Whatever mode the caller runs in, the question is an ordinary differentiable call, and no part of the program."""
+    """Inside, torch answers by an ordinary differentiable call, in any mode of the
+    caller and outside the user's program.
+    """
     with planned(), torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         yield
 
@@ -79,6 +81,7 @@ class Picks:
     gradient: tuple[int, ...]
 
     def part(self, box: Interval, origin: int) -> Picks:
+        """The picks of the outputs in ``box``, counted from ``origin`` of the input."""
         value, gradient = (tuple(i - origin for i in side[box.lo : box.hi]) for side in (self.value, self.gradient))
         return Picks(value, gradient)
 
@@ -101,6 +104,7 @@ def _picks(style: Style, size: int, out: int, scale: float | None, beside: tuple
         y = _through(style, line, out, scale, beside)
         (counts,) = torch.autograd.grad(y.sum(), line)
     each = (counts[0] / math.prod(beside)).round().long().cpu()
+    # Positions are in order, so that counts determine them.
     gradient = torch.arange(size).repeat_interleave(each)
     if len(gradient) != y.shape[-1]:
         raise _unclear(style, size, out)
@@ -108,6 +112,7 @@ def _picks(style: Style, size: int, out: int, scale: float | None, beside: tuple
 
 
 def _unclear(style: Style, size: int, out: int) -> Refused:
+    """The error for positions that torch's answers do not determine."""
     return refuse(
         F.interpolate,
         f"from {size} to {out} in mode {style.mode!r}, torch's own positions on {style.device} cannot be told",
@@ -125,10 +130,12 @@ class Taps:
 
     @property
     def width(self) -> int:
+        """The most inputs that one output reads."""
         return self.weights.shape[1]
 
     @property
     def copies(self) -> bool:
+        """Does every output copy the input of its own index?"""
         return self.width == 1 and self.first == tuple(range(len(self.first))) and bool((self.weights == 1).all())
 
 
@@ -142,8 +149,9 @@ def taps_of(style: Style, sizes: Sequence[int], outs: Sequence[int], scales: Sca
 def _taps(style: Style, size: int, out: int, scale: float | None) -> Taps:
     """Combs of teeth so far apart that no output reads two: of ones for weights, of positions, and of infinities.
 
-    Where a tooth is infinite, whatever reads it is not finite, be its weight zero: as much is read here too.
+    An output that reads an infinite tooth is not finite, even with weight zero: such inputs count as read too.
     """
+    # Teeth further apart than any output reaches: each response comes from one tooth.
     period = 2 * _reach(style, size, out, scale) + 1
     with _plainly(style.device), torch.no_grad():
         places = torch.arange(size, dtype=style.dtype, device=style.device)
@@ -151,6 +159,7 @@ def _taps(style: Style, size: int, out: int, scale: float | None) -> Taps:
         lines = torch.cat((teeth.to(places), teeth * places, torch.where(teeth, math.inf, 0.0).to(places)))
         responses = _through(style, lines, out, scale, (1,) * (style.spatial - 1))[:, 0].cpu().double()
     weights, moments, marks = responses.split(period)
+    # The moment divided by the weight tells the position; the largest weight tells it best.
     strongest = weights.abs().argmax(0, keepdim=True)
     anchor = (moments.gather(0, strongest) / weights.gather(0, strongest)).round()
     tooth = torch.arange(period).unsqueeze(1)

@@ -1,21 +1,26 @@
-"""Reductions: each rank reduces its tile, the executor adds the parts up; the rest is composed from sums.
+"""Reductions: each rank reduces its tile, and the executor combines the parts.
 
-Sums and extremes are rules with a ``combine``; means, variances, norms and the like are written with them. Parts of
-half precision are added up in float32 and rounded once, as torch does on one device.
+Sums and extremes are rules with a ``combine``; means, variances, norms and the like are written with them, so that each
+costs one or two small sums over the ranks that cut the reduced dims. Parts of half precision are added up in float32
+and rounded once, as torch does on one device.
+
+    x.mean((2, 3, 4))   # per rank: the sum of its tile; then one sum over ranks; then a division by the global count
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...tensor import ShardedTensor
-from ..recipe import Link, Operand, Output, Read, Recipe, Work
-from ..table import composite, refuse, run_rule
+from ..recipe import Operand, Recipe, Work, as_called
+from ..table import composite, refuse, run_for, run_rule
 from .scan import cut_points, extreme_along
+from .view import made_of, made_of_each, normal, with_torch_names
+from .whole_axis import reduced_shape, reduction
 
 Dims = int | Sequence[int] | None
 NARROW = (torch.half, torch.bfloat16)
@@ -25,50 +30,25 @@ def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
     """The reduced dims, from 0; None or an empty list means all of them."""
     if dim is None or (isinstance(dim, Sequence) and len(dim) == 0):
         return tuple(range(ndim))
-    dims = tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+    dims = tuple(normal(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
     if len(set(dims)) != len(dims):
         raise RuntimeError(f"dim {dims[-1]} appears multiple times in the list of dims")
     return tuple(sorted(dims)) if ndim else ()
 
 
-def normal_dim(dim: int, ndim: int) -> int:
-    """A dim from 0, as torch checks it."""
-    most = max(1, ndim)
-    if not -most <= dim < most:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
-    return dim % most
-
-
-def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
-    """The shape that is left when ``dims`` are reduced: without them, or with size one in their place."""
-    return tuple(1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims)
-
-
-def _recipe(input: Operand, dims: tuple[int, ...], keepdim: bool, local: Callable[..., Any], **options: Any) -> Recipe:
-    kept = tuple(None if d in dims else d for d in range(input.ndim) if keepdim or d not in dims)
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
-        outputs=(Output(reduced_shape(input.shape, dims, keepdim), kept),),
-        local=local,
-        runs_empty=True,
-        **options,
-    )
-
-
 def _sum_rule(input: Operand, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Recipe:
+    """Each rank sums its tile; the executor adds the parts up over the ranks."""
     dims = normal_dims(dim, input.ndim)
-    return _recipe(
-        input, dims, keepdim, lambda work, tile, *_, **__: tile.sum(dims, keepdim, dtype=dtype), combine="sum"
-    )
+
+    def local(work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tile.sum(dims, keepdim, dtype=dtype)
+
+    return reduction(input, dims, keepdim, local, combine="sum")
 
 
-@composite(torch.sum, Tensor.sum)
-def sum_(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
-) -> Tensor:
+@made_of("sum")
+def sum_(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """Each rank adds up its tile, the executor the parts; numbers of half precision in float32."""
-    dim = dim if axis is None else axis
     if dtype is None and input.dtype in NARROW:  # parts are added in float32, rounded once
         return sum_(input, dim, keepdim, dtype=torch.float32).to(input.dtype)
     return run_rule(torch.sum, _sum_rule, (input, dim, keepdim), {"dtype": dtype})
@@ -76,18 +56,12 @@ def sum_(
 
 def count(input: Tensor, dim: Dims) -> int:
     """How many elements one value of a reduction over ``dim`` is made of."""
-    total = 1
-    for d in normal_dims(dim, input.ndim):
-        total *= input.shape[d]
-    return total
+    return prod(input.shape[d] for d in normal_dims(dim, input.ndim))
 
 
-@composite(torch.mean, Tensor.mean)
-def mean(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
-) -> Tensor:
+@made_of("mean")
+def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """A sum over the global count, which every rank knows."""
-    dim = dim if axis is None else axis
     target = dtype or input.dtype
     if not (target.is_floating_point or target.is_complex):
         raise RuntimeError(f"mean(): could not infer output dtype: {target} has no mean; convert to a floating dtype")
@@ -132,6 +106,7 @@ def _as_byte(input: Tensor, answer: Tensor) -> Tensor:
 
 def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, float, bool]:
     """torch's two signatures: (dim, unbiased, keepdim) and (dim, *, correction, keepdim); or (unbiased) alone."""
+    # By place, as torch's older signature has them.
     values = dict(zip(("dim", "unbiased", "keepdim"), args, strict=False))
     if isinstance(values.get("dim"), bool):
         values = {"unbiased": values["dim"]}
@@ -143,16 +118,17 @@ def _split_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dims, flo
 
 
 def _moments(input: Tensor, dim: Dims, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean over ``dim``, from two sums over the ranks."""
     if input.dtype in NARROW:  # statistics in float32, rounded once
         variance, centre = _moments(input.float(), dim, correction, keepdim)
         return variance.to(input.dtype), centre.to(input.dtype)
     centre = mean(input, dim, True)
     deviation = input - centre
     squares = (deviation * deviation.conj()).real if input.is_complex() else deviation * deviation
+    # The global count: torch's correction is of the whole sample.
     freedom = max(0.0, count(input, dim) - correction)
     variance = sum_(squares, dim, keepdim) / freedom
-    dims = normal_dims(dim, input.ndim)
-    return variance, centre if keepdim else centre.reshape(reduced_shape(input.shape, dims, False))
+    return variance, _dropping(centre, normal_dims(dim, input.ndim), keepdim)
 
 
 @composite(torch.var, Tensor.var)
@@ -196,12 +172,11 @@ def _extreme_rule(input: Operand, dims: tuple[int, ...], keepdim: bool, largest:
     def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
         tile = tile.detach()
         if any(tile.shape[d] == 0 for d in dims):  # this rank has nothing to say
-            return _signed(
-                tile.new_full(reduced_shape(tile.shape, dims, keepdim), _worst_value(tile.dtype, largest)), largest
-            )
+            shape = reduced_shape(tile.shape, dims, keepdim)
+            return _signed(tile.new_full(shape, _worst_value(tile.dtype, largest)), largest)
         return _signed(tile.amax(dims, keepdim) if largest else tile.amin(dims, keepdim), largest)
 
-    return _recipe(input, dims, keepdim, local, combine="max")
+    return reduction(input, dims, keepdim, local, combine="max")
 
 
 def _signed(value: Tensor, largest: bool) -> Tensor:
@@ -214,119 +189,82 @@ def extreme_value(input: Tensor, dims: tuple[int, ...], keepdim: bool, largest: 
     return _signed(run_rule(function, _extreme_rule, (input, dims, keepdim, largest), {}), largest)
 
 
-def _extreme(input: ShardedTensor, dim: Dims, keepdim: bool, largest: bool) -> Tensor:
+def _extreme(input: Tensor, dim: Dims, keepdim: bool, largest: bool) -> Tensor:
     """As torch's amax: ties share the gradient evenly, over all ranks."""
     dims = normal_dims(dim, input.ndim)
+    # Maximum and minimum of truth values are "any" and "all".
     if input.dtype == torch.bool:
         return any_(input, dims, keepdim) if largest else all_(input, dims, keepdim)
-    best = extreme_value(input, dims, True, largest)
-    if not input.requires_grad:
-        return best if keepdim else best.reshape(reduced_shape(input.shape, dims, False))
-    chosen = (input == best) | (input.isnan() & best.isnan())
-    share = sum_(torch.where(chosen, input, torch.zeros((), dtype=input.dtype)), dims, True)
-    value = share / sum_(chosen, dims, True)
-    value = torch.where(torch.isfinite(best), value + (best - value).detach(), value)
-    return value if keepdim else value.reshape(reduced_shape(input.shape, dims, False))
+    value = best = extreme_value(input, dims, True, largest)
+    if input.requires_grad:
+        chosen = (input == best) | (input.isnan() & best.isnan())
+        share = sum_(torch.where(chosen, input, torch.zeros((), dtype=input.dtype)), dims, True)
+        value = share / sum_(chosen, dims, True)
+        # The quotient has the gradient; the value itself is the extreme, without the rounding of a division.
+        value = torch.where(torch.isfinite(best), value + (best - value).detach(), value)
+    return _dropping(value, dims, keepdim)
 
 
-@composite(torch.amax, Tensor.amax)
-def amax(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    """The largest value; ties share the gradient evenly over all ranks, as they do on one."""
-    return _extreme(input, dim, keepdim, True)
+def _dropping(value: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """A result with dims of size one in place of ``dims``, without them unless ``keepdim``."""
+    return value if keepdim else value.reshape(reduced_shape(value.shape, dims, False))
 
 
-@composite(torch.amin, Tensor.amin)
-def amin(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    """The smallest value; ties share the gradient evenly over all ranks, as they do on one."""
-    return _extreme(input, dim, keepdim, False)
+@made_of_each("amax amin")
+def amax(function: Any, input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    """The largest or smallest value; ties share the gradient evenly over all ranks, as they do on one."""
+    return _extreme(input, dim, keepdim, function is torch.amax)
 
 
-@composite(torch.max, Tensor.max)
-def max_(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's three functions of this name: of two tensors, of all elements, and along a dim with positions."""
-    return _max_or_min(torch.max, torch.maximum, True, input, args, kwargs)
-
-
-@composite(torch.min, Tensor.min)
-def min_(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's three functions of this name: of two tensors, of all elements, and along a dim with positions."""
-    return _max_or_min(torch.min, torch.minimum, False, input, args, kwargs)
-
-
-def _max_or_min(function: Any, pairwise: Any, largest: bool, input: Any, args: Any, kwargs: Any) -> Any:
+@made_of_each("max min")
+def max_(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's three functions of each name: of two tensors, of all elements, and along a dim with positions."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Tensor):
-        return pairwise(input, other)
+        return (torch.maximum if function is torch.max else torch.minimum)(input, other)
     if not args and not kwargs:
-        return _extreme(input, None, False, largest)
+        return _extreme(input, None, False, function is torch.max)
     return _along(function, input, *args, **kwargs) if args else _along(function, input, **{"dim": 0, **kwargs})
 
 
-def _along(function: Any, input: Tensor, dim: int, keepdim: bool = False, *, axis: int | None = None) -> Any:
+#: Functions that answer with positions alone, and those that answer with values too.
+_PAIRED = {torch.argmax: torch.max, torch.argmin: torch.min}
+
+
+def _along(function: Any, input: Tensor, dim: int, keepdim: bool = False) -> Any:
     """Functions of one dim that answer with values and positions, or with positions alone."""
-    place = normal_dim(dim if axis is None else axis, input.ndim)
+    place = normal(dim, input.ndim)
     points = cut_points(input, place)
     if points is None or input.dtype == torch.bool:
-        result = run_rule(function, _whole_dim_rule(function), (input, place, keepdim), {})
+        result = run_for(function, _whole_dim_rule, input, place, keepdim)
     else:
         pair = extreme_along(_PAIRED.get(function, function), input, place, points)
         result = pair if keepdim else tuple(part.squeeze(place) for part in pair)
         result = result[1] if function in _PAIRED else result
-    kind = getattr(torch.return_types, function.__name__, tuple)
-    return kind(result) if isinstance(result, tuple) else result
+    return with_torch_names(function, result)
 
 
-_PAIRED = {torch.argmax: torch.max, torch.argmin: torch.min}
+def _whole_dim_rule(function: Any, input: Operand, dim: int, keepdim: bool) -> Recipe:
+    local, results = as_called(function), 1 if function in _PAIRED else 2
+    return reduction(input, (dim,), keepdim, local, results=results, uncut=frozenset({dim}))
 
 
-_whole_dim_rules: dict[Any, Callable[..., Recipe]] = {}
-
-
-def _whole_dim_rule(function: Any) -> Callable[..., Recipe]:
-    """One rule object a function, since plans are kept by it."""
-    outputs = 1 if function in _PAIRED else 2
-
-    def describe(input: Operand, dim: int, keepdim: bool = False) -> Recipe:
-        place = normal_dim(dim, input.ndim)
-        base = _recipe(input, (place,), keepdim, lambda work, tile, *_, **__: function(tile, place, keepdim))
-        return Recipe(
-            space=base.space,
-            reads=base.reads,
-            outputs=base.outputs * outputs,
-            local=base.local,
-            uncut=frozenset({place}),
-            runs_empty=True,
-        )
-
-    return _whole_dim_rules.setdefault(function, describe)
-
-
-@composite(torch.argmax, Tensor.argmax)
-def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+@made_of_each("argmax argmin")
+def argmax(function: Any, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The position along a dim, counted through the whole sample."""
-    return _argmax(torch.argmax, input, dim, keepdim)
-
-
-@composite(torch.argmin, Tensor.argmin)
-def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The position along a dim, counted through the whole sample."""
-    return _argmax(torch.argmin, input, dim, keepdim)
-
-
-def _argmax(function: Any, input: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     if dim is None:
         raise refuse(function, "the position in the flattened tensor needs the whole of it", "call it on hc.gather(x)")
     return _along(function, input, dim, keepdim)
 
 
 @composite(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
-def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Tensor:
+def logsumexp(input: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     """A maximum over the ranks, then a sum of what is left above it."""
     dims = normal_dims(dim, input.ndim)
     top = extreme_value(input, dims, True, True)
+    # Infinity minus infinity is no number.
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    result = sum_((input - top).exp(), dims, True).log() + top
-    return result if keepdim else result.reshape(reduced_shape(input.shape, dims, False))
+    return _dropping(sum_((input - top).exp(), dims, True).log() + top, dims, keepdim)
 
 
 @composite(torch.linalg.vector_norm)

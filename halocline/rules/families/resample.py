@@ -20,7 +20,7 @@ from torch import Tensor
 from ...geometry import Access
 from ...geometry.access import Resample
 from ...tensor import OwnFunction, ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work
+from ..recipe import Link, Operand, Output, Read, Recipe, Work, follow
 from ..table import composite, refuse, run_rule
 from .pad import shape_from_torch
 from .positions import LINEAR, Scales, Style, channels_last, picks_of, taps_of
@@ -41,6 +41,7 @@ def interpolate(
     """By the size of the output; ``area`` is an adaptive pool."""
     if mode == "area":
         return _area(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    # torch's positions depend on device and memory format, so that both are part of the plan's key.
     tile = input._tile if isinstance(input, ShardedTensor) else input
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     return run_rule(F.interpolate, describe, (input, *given, _device(tile), channels_last(tile)), {})
@@ -48,6 +49,7 @@ def interpolate(
 
 def _area(input: Tensor, *given: Any) -> Tensor:
     shape = shape_from_torch(F.interpolate, Operand(0, tuple(input.shape), input.dtype, frozenset()), *given)
+    # As torch does it.
     pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(shape) - 3]
     return pool(input, shape[2:])
 
@@ -78,6 +80,7 @@ def describe(
     if _only_whole(input, shape, style, scales):
         return _gathered(input, shape, given)
     if style.nearest:
+        # Then torch has a kernel of its own for channels last, which rounds differently.
         several = device == "cpu" and input.ndim > 3 and input.shape[1] > 3
         nearest = Nearest(input, shape, replace(style, last=last and several), scales, several)
         return _recipe(input, shape, nearest.accesses(), nearest.local)
@@ -91,6 +94,7 @@ def _asked(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scales(scale_factor: Any, spatial: int) -> Scales:
+    """One factor for each spatial dim; None where sizes were given."""
     if scale_factor is None:
         return None
     given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * spatial
@@ -98,12 +102,8 @@ def _scales(scale_factor: Any, spatial: int) -> Scales:
 
 
 def _recipe(input: Operand, shape: tuple[int, ...], accesses: Sequence[Access], local: Callable[..., Tensor]) -> Recipe:
-    return Recipe(
-        space=shape,
-        reads=(Read(input, (Link(0), Link(1), *(Link(2 + i, access) for i, access in enumerate(accesses)))),),
-        outputs=(Output(shape, tuple(range(input.ndim)), dtype=input.dtype),),
-        local=local,
-    )
+    links = (Link(0), Link(1), *(Link(2 + i, access) for i, access in enumerate(accesses)))
+    return Recipe(space=shape, reads=(Read(input, links),), local=local)
 
 
 def _only_whole(input: Operand, shape: tuple[int, ...], style: Style, scales: Scales) -> bool:
@@ -122,6 +122,7 @@ def _kept(sizes: Sequence[int], outs: Sequence[int], scales: Scales) -> bool:
 
 
 def _check_width(input: Operand, shape: tuple[int, ...], style: Style) -> None:
+    """Refuse the one case in which torch's answer depends on the memory format of the whole."""
     if style.antialias and shape[-1] == 1 and any(dim >= 2 for dim in input.cut_dims):
         raise refuse(
             F.interpolate,
@@ -131,13 +132,9 @@ def _check_width(input: Operand, shape: tuple[int, ...], style: Style) -> None:
 
 
 def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) -> Recipe:
-    spatial = input.ndim - 2
-    return Recipe(
-        space=shape[:2],
-        reads=(Read(input, (Link(0), Link(1), *[WHOLE] * spatial)),),
-        outputs=(Output(shape, (0, 1, *[None] * spatial), dtype=input.dtype),),
-        local=lambda work, tile, *_: F.interpolate(tile, *given),
-    )
+    dims = (0, 1, *[None] * (input.ndim - 2))
+    local = lambda work, tile, *_: F.interpolate(tile, *given)  # noqa: E731
+    return Recipe(space=shape[:2], reads=(follow(input, *dims),), outputs=(Output(shape, dims),), local=local)
 
 
 # ---- nearest modes ----
@@ -146,7 +143,7 @@ def _gathered(input: Operand, shape: tuple[int, ...], given: tuple[Any, ...]) ->
 class Nearest:
     """The call on a tile is torch's own where it reads what the whole call would; else one selection for each dim.
 
-    With ``several`` memory formats torch has several answers, and what was fetched may lie otherwise than the tile.
+    With ``several`` memory formats torch has several answers, and the fetched box may be laid out differently.
     """
 
     def __init__(self, input: Operand, shape: tuple[int, ...], style: Style, scales: Scales, several: bool) -> None:
@@ -156,6 +153,7 @@ class Nearest:
 
     def accesses(self) -> list[Access]:
         """Room for what any memory format reads, for the ranks must agree."""
+        # A rank cannot know how another rank's tile lies.
         styles = [replace(self.style, last=last) for last in ((False, True) if self.several else (False,))]
         answers = [picks_of(style, self.input.shape[2:], self.shape[2:], self.scales) for style in styles]
         accesses: list[Access] = []
@@ -175,6 +173,7 @@ class Nearest:
         return tile
 
     def _plan(self, work: Work, device: torch.device, last: bool) -> list[tuple[int, Tensor, Tensor]] | None:
+        """Rows to select in each dim; None where torch's own call on the tile reads the same rows."""
         needs = [slot.needs[0] for slot in work.slots[self.input.index][2:]]
         wanted = [p.part(box, need.lo) for p, box, need in zip(self.picks, work.box[2:], needs, strict=True)]
         sizes, outs = [need.size for need in needs], [box.size for box in work.box[2:]]
@@ -198,11 +197,13 @@ class Take(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, dim: int, value: Tensor, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Rows of ``value``."""
         ctx.dim, ctx.size, ctx.value, ctx.gradient = dim, tile.shape[dim], value, gradient
         return tile.index_select(dim, value)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor):  # type: ignore[no-untyped-def]
+        """The gradient of row i goes to row ``gradient[i]``."""
         return Give.apply(slope, ctx.dim, ctx.size, ctx.value, ctx.gradient), None, None, None
 
 
@@ -211,12 +212,14 @@ class Give(OwnFunction):
 
     @staticmethod
     def forward(ctx: Any, slope: Tensor, dim: int, size: int, value: Tensor, gradient: Tensor):  # type: ignore[no-untyped-def]
+        """Rows added up at the places ``gradient``."""
         ctx.dim, ctx.value, ctx.gradient = dim, value, gradient
         shape = [size if d == dim else n for d, n in enumerate(slope.shape)]
         return slope.new_zeros(shape).index_add_(dim, gradient, slope)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor):  # type: ignore[no-untyped-def]
+        """The adjoint of the adjoint, for double backward."""
         return Take.apply(slope, ctx.dim, ctx.value, ctx.gradient), None, None, None, None
 
 
@@ -238,11 +241,13 @@ class Blend:
 
     def local(self, work: Work, tile: Tensor, *_: Any, **__: Any) -> Tensor:
         """One dim after another, with torch's own weights."""
+        # Plans hold index tensors: made once for each share of the work and device.
         native, steps = self._native(work), self.plan(work, tile.device)
         if not steps and not any(native):
             return tile.clone()  # all sizes stay, and still the result is no view
-        for dim, rows in steps:
-            tile = _blended(tile, dim, rows)
+        for dim, taps in steps:  # weighted sums of rows; of narrow floats in float32, as the weights are
+            blended = reduce(torch.add, (tile.index_select(dim, rows) * weights for rows, weights in taps))
+            tile = blended.to(tile.dtype)
         return self._rest(tile, native) if any(native) else tile
 
     def _native(self, work: Work) -> list[bool]:
@@ -263,6 +268,7 @@ class Blend:
         return self.taps[dim - 2].copies and self.shape[dim] == self.input.shape[dim]
 
     def _steps(self, dim: int, work: Work, device: torch.device) -> Steps:
+        """For each tap: which row of the fetched tile each output reads, and with which weight."""
         taps, box = self.taps[dim - 2], work.box[dim]
         (need,) = work.slots[self.input.index][dim].needs
         first, last = (torch.tensor(side[box.lo : box.hi]) - need.lo for side in (taps.first, taps.last))
@@ -292,8 +298,3 @@ class Blend:
         )
         made = made.reshape(*moved.shape[: 2 + len(done)], *made.shape[made.ndim - len(left) :])
         return made if done == first else made.movedim(first, done).contiguous()
-
-
-def _blended(tile: Tensor, dim: int, steps: Steps) -> Tensor:
-    """A weighted sum of rows; of narrow floats in float32, as the weights are."""
-    return reduce(torch.add, (tile.index_select(dim, rows) * weights for rows, weights in steps)).to(tile.dtype)

@@ -37,6 +37,7 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[DimGroup]:
     while lefts and rights:
         before, after = [lefts.pop(0)], [rights.pop(0)]
         while (held := prod(old[d] for d in before)) != (made := prod(new[d] for d in after)):
+            # The side with fewer elements takes one more dim, until both hold the same.
             short, rest = (before, lefts) if held < made else (after, rights)
             if not rest:  # nothing is in a tensor of size 0, and no product tells its dims apart
                 return
@@ -67,6 +68,7 @@ def regroup(old: Sequence[int], new: Sequence[int]) -> list[Regroup]:
 def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Recipe:
     """The recipe of a reshape: a view where it is one on each rank."""
     parts = regroup(input.shape, space)
+    # Whatever has no leading dim to follow is gathered.
     links = [WHOLE] * input.ndim
     for one, other in _ones(input, space):
         links[one] = Link(other)
@@ -76,6 +78,7 @@ def reshaped(input: Operand, space: tuple[int, ...], either: bool = False) -> Re
 
     def local(work: Work, tile: Tensor) -> Tensor:
         made = local_shape(work)
+        # Rows at the edge of the box may bring elements that belong to a neighbour's rows.
         if tile.numel() != prod(made):
             tile = _trimmed(work, tile)
         return tile.reshape(made)
@@ -103,6 +106,7 @@ def _accesses(input: Operand, part: Regroup) -> Iterator[tuple[int, Access]]:
 
 def _ones(input: Operand, space: Sequence[int]) -> Iterator[tuple[int, int]]:
     """A dim of size one may be cut too: one rank has it all. Any other of size one can take its place."""
+    # Cut dims first: they find a place before the others.
     old = sorted((d for d, size in enumerate(input.shape) if size == 1), key=lambda d: d not in input.cut_dims)
     new = (d for d, size in enumerate(space) if size == 1)
     return zip(old, new, strict=False)
@@ -146,6 +150,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     """Channels become pixels inside each pixel: rows and columns lead the merge, and keep their cuts."""
     r, meta = upscale_factor, torch.empty(input.shape, device="meta")
     *lead, channels, height, width = torch.pixel_shuffle(meta, r).shape
+    # Channels as (channel, row in the pixel, column in the pixel).
     split = input.reshape(*lead, channels, r, r, height // r, width // r)
     return split.permute(*_placed(len(lead), 0, 3, 1, 4, 2)).reshape(*lead, channels, height, width)
 

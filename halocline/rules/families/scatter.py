@@ -1,7 +1,9 @@
 """Scattering: values sent to positions held in a tensor, and counts of them.
 
-A cut target keeps its cut: each rank takes what points into its tile. Into a whole target cut values are added tile by
-tile, and the sums are added up over the ranks: nothing is gathered.
+A cut target keeps its cut: each rank takes what points into its tile. Into a whole target, cut values are added tile by
+tile, and the sums are added up over the ranks; nothing is gathered.
+
+    histogram = torch.zeros(10).scatter_add(0, labels, weights)   # labels are cut: one sum of 10 numbers over ranks
 """
 
 from __future__ import annotations
@@ -13,21 +15,10 @@ from torch import Tensor
 
 from ...geometry import Interval, Window
 from ...tensor import ShardedTensor
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, read_whole
-from ..table import run_rule
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, per_tile, read_whole
+from ..table import run_for, run_rule
 from .assign import check_range, own_positions
-from .view import each, local_shape, made_of, meta, normal, operands
-
-
-def _target(target: Operand, others: list[Read], local: Any, inplace: bool) -> Recipe:
-    own = tuple(range(target.ndim))
-    return Recipe(
-        space=target.shape,
-        reads=(Read(target, tuple(map(Link, own))), *others),
-        local=local,
-        inplace=inplace,
-        runs_empty=True,
-    )
+from .view import each, local_shape, made_of, made_of_each, meta, normal, operands
 
 
 @each("scatter scatter_ scatter_reduce scatter_reduce_")
@@ -38,38 +29,22 @@ def scatter(function: Any, input: Operand, dim: int, index: Operand, *rest: Any,
     others, space = [index, *operands((rest, named))], input.shape
 
     def local(work: Work, input: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
+        """Scatter into the tile; what points into other tiles goes to one spare row, which is cut off again."""
         own = work.box[place] if space else Interval(0, 1)
         if not space or own.size == space[place]:
             return function(input, dim, index, *rest, **named)
-        index = _or_behind(index, own, space[place])
+        # Positions counted from the tile's edge; one row more behind the tile takes what belongs to other ranks.
+        check_range(index, space[place], lowest=0)
+        index = torch.where((index >= own.lo) & (index < own.hi), index - own.lo, own.size)
         room = torch.cat([input, torch.zeros_like(input.sum(place, keepdim=True), dtype=input.dtype)], place)
         result = function(room, place, index, *rest, **named).narrow(place, 0, own.size)
         return input.copy_(result) if inplace else result
 
-    return _target(input, [Read(o, _beside(o, place)) for o in others], local, inplace)
+    def beside(operand: Operand) -> Read:
+        """Whole along the scattered dim; along others cut as the target is, and perhaps shorter."""
+        return Read(operand, tuple(WHOLE if d == place else Link(d, Window()) for d in range(operand.ndim)))
 
-
-def _beside(operand: Operand, place: int) -> tuple[Link, ...]:
-    """Whole along the scattered dim; along others cut as the target is, and perhaps shorter."""
-    return tuple(WHOLE if d == place else Link(d, Window()) for d in range(operand.ndim))
-
-
-def _or_behind(index: Tensor, own: Interval, size: int) -> Tensor:
-    """Positions in this rank's tile, counted from its edge; those in others point just behind it."""
-    check_range(index, size, lowest=0)
-    return torch.where((index >= own.lo) & (index < own.hi), index - own.lo, own.size)
-
-
-_scatter_add_rules: dict[Any, Any] = {}
-
-
-def _scatter_add_rule(function: Any) -> Any:
-    """One rule object a function, since plans are kept by it."""
-
-    def describe(input: Operand, dim: int, index: Operand, src: Operand) -> Recipe:
-        return scatter(function, input, dim, index, src)
-
-    return _scatter_add_rules.setdefault(function, describe)
+    return per_tile(input, local, *map(beside, others), inplace=inplace)
 
 
 def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand) -> Recipe:
@@ -78,6 +53,7 @@ def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand)
     The scattered dim of the source is one dim more of the space, which the result has not.
     """
     row, rows = len(shape), index.shape[dim if index.ndim == src.ndim else 0] if index.ndim else 1
+    # An index for each element (scatter), or one for each slice (index_add).
     spread = index.ndim == src.ndim > 1 or len(shape) == 1
 
     def follow(operand: Operand) -> tuple[Link, ...]:
@@ -98,32 +74,22 @@ def _summed_rule(shape: tuple[int, ...], dim: int, index: Operand, src: Operand)
 
 
 def _into_whole(input: Tensor, dim: int, index: Tensor, src: Tensor, inplace: bool) -> Tensor:
+    """Add into a target that every rank has whole: each rank scatters its values, and the sums are added up."""
     summed = run_rule(torch.scatter_add, _summed_rule, (tuple(input.shape), normal(dim, input.ndim), index, src), {})
-    if not inplace:
-        return input + summed
-    return input.add_(summed)
+    return input.add_(summed) if inplace else input + summed
 
 
-def _scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    if not isinstance(input, ShardedTensor):
-        function(meta(input), dim, meta(index), meta(src))  # torch's own error for shapes that do not fit
-        return _into_whole(input, dim, index, src, inplace=function.__name__.endswith("_"))
-    return run_rule(function, _scatter_add_rule(function), (input, dim, index, src), {})
-
-
-@made_of("scatter_add")
-def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Values added at positions, into a copy."""
-    return _scatter_add(torch.scatter_add, input, dim, index, src)
-
-
-@made_of("scatter_add_")
-def scatter_add_(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Values added at positions, in place."""
-    return _scatter_add(Tensor.scatter_add_, input, dim, index, src)
+@made_of_each("scatter_add scatter_add_")
+def scatter_add(function: Any, input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Values added at positions, into a copy or in place."""
+    if isinstance(input, ShardedTensor):
+        return run_for(function, scatter, input, dim, index, src)
+    function(meta(input), dim, meta(index), meta(src))  # torch's own error for shapes that do not fit
+    return _into_whole(input, dim, index, src, inplace=function is Tensor.scatter_add_)
 
 
 def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, alpha: Any) -> Recipe:
+    """Add the slices whose positions fall into this rank's tile."""
     meta(input).index_add_(dim, meta(index), meta(source))
     place, size = normal(dim, input.ndim), input.shape[dim]
 
@@ -133,29 +99,24 @@ def _index_add_rule(input: Operand, dim: int, index: Operand, source: Operand, a
             source = source.index_select(place, mine)
         return input.index_add_(place, index, source, alpha=alpha)
 
-    links = tuple(WHOLE if d == place else Link(d) for d in range(source.ndim))
-    return _target(input, [read_whole(index), Read(source, links)], local, inplace=True)
+    rest = follow(source, *(None if d == place else d for d in range(source.ndim)))
+    return per_tile(input, local, read_whole(index), rest, inplace=True)
 
 
-@made_of("index_add_")
-def index_add_(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    """Slices added at positions, in place."""
+@made_of_each("index_add index_add_")
+def index_add(function: Any, input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    """Slices added at positions, into a copy or in place."""
+    inplace = function is Tensor.index_add_
     if not isinstance(input, ShardedTensor):
-        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=True)
-    return run_rule(Tensor.index_add_, _index_add_rule, (input, dim, index, source, alpha), {})
-
-
-@made_of("index_add")
-def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    """Slices added at positions, into a copy."""
-    if not isinstance(input, ShardedTensor):
-        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace=False)
-    return input.clone().index_add_(dim, index, source, alpha=alpha)
+        return _into_whole(input, dim, index, source if alpha == 1 else source * alpha, inplace)
+    target = input if inplace else input.clone()
+    return run_rule(Tensor.index_add_, _index_add_rule, (target, dim, index, source, alpha), {})
 
 
 @made_of("bincount")
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Counts, or sums of weights, added up over the ranks."""
+    # The largest value of all ranks: the result has one size everywhere.
     count = max(minlength, int(input.max()) + 1 if input.numel() else 0)
     if weights is None:
         given = torch.ones_like(input, dtype=torch.long)
@@ -165,14 +126,12 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 
 
 def _histc_rule(input: Operand, bins: int, low: float, high: float) -> Recipe:
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
-        outputs=(Output((bins,), (None,), constant=True),),
-        local=lambda work, tile, *_: torch.histc(tile.detach(), bins, low, high),
-        combine="sum",
-        runs_empty=True,
-    )
+    """Counts of each tile, added up over the ranks."""
+
+    def local(work: Work, tile: Tensor, *_: Any) -> Tensor:
+        return torch.histc(tile.detach(), bins, low, high)
+
+    return per_tile(input, local, outputs=(Output((bins,), (None,), constant=True),), combine="sum")
 
 
 @made_of("histc")

@@ -28,6 +28,7 @@ def is_basic(index: Any) -> bool:
 
 
 def _is_basic(item: Any) -> bool:
+    """Is one item an integer, a slice of integers, a new dim or an ellipsis?"""
     kind = type(item)
     if kind is slice:
         return not any(isinstance(end, Tensor) for end in (item.start, item.stop, item.step))
@@ -43,6 +44,7 @@ def items_of(index: Any, ndim: int) -> list[Any]:
     rest = [slice(None)] * (ndim - named)
     if not any(item is Ellipsis for item in given):
         return given + rest
+    # As in torch, the first ellipsis takes the rest; further ones take one dim each.
     place = next(place for place, item in enumerate(given) if item is Ellipsis)
     after = [slice(None) if item is Ellipsis else item for item in given[place + 1 :]]
     spare = sum(item is Ellipsis for item in given[place + 1 :])
@@ -73,6 +75,7 @@ def _read(item: Any) -> Any:
     if not isinstance(item, Tensor):
         item = torch.as_tensor(item if not isinstance(item, range) else list(item))
         item = item.long() if item.numel() == 0 and item.dtype != torch.bool else item
+    # torch still takes bytes for a mask.
     if item.dtype == torch.uint8:
         item = item.bool()
     if item.dtype.is_floating_point or item.dtype.is_complex:
@@ -115,6 +118,7 @@ def located(items: Sequence[Any], shape: Sequence[int]) -> list[Item]:
 
 
 def _positions(mask: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """The positions at which a whole mask is true."""
     if isinstance(mask, ShardedTensor):
         raise refuse(
             "indexing",

@@ -1,7 +1,10 @@
-"""Views that only rename, reorder or stretch dims: every cut goes along. Also the tools that the view rules share.
+"""Views that only rename, reorder or stretch dims: every cut goes along. Also the tools that families share.
 
 A rule for a view says which dim of the space each dim of the operand is; torch itself is asked for shapes on tensors
 without data. Whether the result shares memory with its operand, and how it lies, is settled by ``rules/aliasing.py``.
+
+The tools: ``each`` and ``made_of`` (and ``made_of_each``) register a rule or a composite for all forms of a function;
+``shape`` and ``meta`` ask torch without data; ``viewing``, ``on_tile`` and ``local_shape`` build recipes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from ...geometry import Window, shape_of
 from ...tensor import ShardedTensor, plain, same_memory
-from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work
+from ..recipe import WHOLE, Link, Operand, Read, Recipe, Work, per_tile, stretched
 from ..recipe import as_called as as_called  # the view rules' tools in one place
 from ..table import composite, rule, run_rule
 
@@ -27,6 +30,7 @@ Describe = Callable[..., Recipe]
 
 def forms(names: str) -> tuple[Any, ...]:
     """Every function torch has under these names: ``torch.f``, ``Tensor.f``, ``F.f``; of a property, its getter."""
+    # Not every function exists in every release of torch.
     functions = [getattr(home, name) for name in names.split() for home in _HOMES if hasattr(home, name)]
     return tuple(dict.fromkeys(f if callable(f) else f.__get__ for f in functions))
 
@@ -43,14 +47,37 @@ def each(names: str) -> Callable[[Describe], Describe]:
 
 
 def made_of(names: str, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a composite for every form of these functions. With ``fresh`` torch's result is always new memory."""
+    """Register a composite for every form of these functions. With ``fresh`` torch's result is always new memory.
+
+    The composite is called with torch's own argument names; numpy's (``axis``, ``x``) are translated first.
+    """
 
     def keep(run: Callable[..., Any]) -> Callable[..., Any]:
         whole = new_memory(run) if fresh else run
-        composite(*forms(names), family=_family(run))(_torch_names(whole, names))
+        composite(*forms(names), family=_family(run))(_torch_names(whole))
         return whole
 
     return keep
+
+
+def made_of_each(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register ``run(function, <the call's arguments>)`` for every form of these functions.
+
+    ``function`` is the first of the forms, ``torch.f`` for most: the rule that ``run`` calls runs under its name.
+    """
+
+    def keep(run: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names.split():
+            made_of(name)(partial(run, forms(name)[0]))
+        return run
+
+    return keep
+
+
+def with_torch_names(function: Any, result: Any) -> Any:
+    """A result of several parts as torch returns it, ``.values`` and ``.indices`` say; any other as it is."""
+    kind = getattr(torch.return_types, function.__name__, None)
+    return kind(result) if kind is not None and isinstance(result, tuple) else result
 
 
 def new_memory(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +86,7 @@ def new_memory(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
+        # A reshape of a tile may be a view where torch's own function never returns one.
         tiles = [_tile(tensor) for tensor in operands((args, kwargs), Tensor)]
         return result.clone() if any(same_memory(_tile(result), tile) for tile in tiles) else result
 
@@ -70,21 +98,17 @@ def _tile(tensor: Tensor) -> Tensor:
 
 
 def _family(run: Any) -> str:
-    run = run.args[0] if isinstance(run, partial) else run
-    return str(run.__module__).rpartition(".")[2]
+    function = run.func if isinstance(run, partial) else run
+    return str(function.__module__).rpartition(".")[2]
 
 
 def bound(describe: Describe, function: Any) -> Describe:
     """``describe(function, ...)`` as the rule of that function alone."""
-
-    def call(*args: Any, **kwargs: Any) -> Recipe:
-        return describe(function, *args, **kwargs)
-
-    return _torch_names(call, function)
+    return _torch_names(partial(describe, function))
 
 
-def _torch_names(run: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """torch takes numpy's names of arguments too; ``out=None`` is nobody's."""
+def _torch_names(run: Callable[..., Any]) -> Callable[..., Any]:
+    """torch takes numpy's names of arguments too; ``out=None`` changes nothing."""
 
     def call(*args: Any, out: None = None, **kwargs: Any) -> Any:
         return run(*args, **{_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()})
@@ -117,9 +141,8 @@ def shape(function: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
 def meta(value: Any) -> Any:
     """Operands and tensors as tensors of their shapes alone, of which torch can be asked."""
     if isinstance(value, (Operand, Tensor)):
-        real = (
-            value.dtype.is_floating_point or value.dtype.is_complex
-        )  # autocast would make these agree, but not on meta
+        # Autocast makes operands of different floating dtypes agree, but not on meta: they are all float32 here.
+        real = value.dtype.is_floating_point or value.dtype.is_complex
         return torch.empty(value.shape, dtype=torch.float32 if real else value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
         items = [meta(item) for item in value]
@@ -135,14 +158,7 @@ def whole_on_every_rank(tensor: Tensor) -> Tensor:
 
 
 def _whole_rule(input: Operand) -> Recipe:
-    dims = tuple(range(input.ndim))
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, dims))),),
-        local=lambda work, tile: tile,
-        uncut=frozenset(dims),
-        runs_empty=True,
-    )
+    return per_tile(input, lambda work, tile: tile, uncut=frozenset(range(input.ndim)))
 
 
 def on_tile(compute: Callable[[Work, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -152,13 +168,8 @@ def on_tile(compute: Callable[[Work, Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def viewing(input: Operand, space: Sequence[int], links: Sequence[Link], local: Any, **options: Any) -> Recipe:
     """A view of one operand: the space is the result."""
-    return Recipe(
-        space=tuple(space),
-        reads=(Read(input, tuple(links)),),
-        local=local,
-        runs_empty=True,
-        **{"view": True, **options},
-    )
+    options = {"view": True, **options}
+    return Recipe(space=tuple(space), reads=(Read(input, tuple(links)),), local=local, runs_empty=True, **options)
 
 
 def local_shape(work: Work) -> tuple[int, ...]:
@@ -171,6 +182,7 @@ def permutation(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     """torch says where each dim goes, if no two have the same size."""
     (input,) = operands((args, kwargs))
     first = 2
+    # Sizes 2, 3, 4, ...: each dim can be recognised in the result by its size.
     probe = torch.empty([first + d for d in range(input.ndim)], device="meta")
     rest = [probe if isinstance(a, Operand) else a for a in args]
     named = {name: probe if isinstance(a, Operand) else a for name, a in kwargs.items()}
@@ -191,8 +203,7 @@ def expand(function: Any, *args: Any, **kwargs: Any) -> Recipe:
     """A dim of size one is stretched; it was never cut."""
     input = next(operands((args, kwargs)))
     space = shape(function, *args, **kwargs)
-    new = len(space) - input.ndim
-    links = [Link(new + d) if size == space[new + d] else WHOLE for d, size in enumerate(input.shape)]
+    links = stretched(input.shape, space)
     return viewing(input, space, links, on_tile(lambda work, tile: tile.expand(local_shape(work))))
 
 
@@ -233,10 +244,11 @@ def unfold(input: Operand, dimension: int, size: int, step: int) -> Recipe:
 
 
 def normal(dim: int, ndim: int) -> int:
-    """A dim counted from 0; torch's error if there is none."""
-    if not -max(1, ndim) <= dim < max(1, ndim):
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
-    return dim % max(1, ndim)
+    """A dim counted from 0; torch's error if there is none. A tensor without dims takes 0 and -1, as in torch."""
+    most = max(1, ndim)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+    return dim % most
 
 
 def flat_ints(values: Sequence[Any]) -> tuple[int, ...]:

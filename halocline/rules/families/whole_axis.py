@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe
-from ..table import refuse, rule, run_rule
-from .view import as_called, each, made_of, normal, shapes
+from ..recipe import Operand, Output, Read, Recipe, follow, per_tile
+from ..table import refuse, rule, run_for
+from .view import as_called, each, made_of, made_of_each, normal, shapes, with_torch_names
 
 
 def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, **kwargs: Any) -> Recipe:
@@ -23,7 +23,7 @@ def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, 
     results = shapes(function, input, *args, **kwargs)
     return Recipe(
         space=results[0],
-        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
+        reads=(follow(input),),
         outputs=tuple(Output(result, tuple(range(len(result)))) for result in results),
         local=as_called(function),
         uncut=frozenset(normal(dim, input.ndim) for dim in listed),
@@ -31,15 +31,28 @@ def along(function: Any, input: Operand, dims: int | Sequence[int], *args: Any, 
     )
 
 
-@each("logcumsumexp")
-def cumulative(function: Any, input: Operand, dim: int, **kwargs: Any) -> Recipe:
-    """Its dim is brought together, or the cut moved to another one."""
-    return along(function, input, dim, dim)
+def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
+    """The shape that is left when ``dims`` are reduced: without them, or with size one in their place."""
+    return tuple(1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims)
 
 
-@each("glu")
-def glu(function: Any, input: Operand, dim: int = -1) -> Recipe:
-    """Both halves of a dim belong together."""
+def reduction(
+    input: Operand, dims: Sequence[int], keepdim: bool, local: Any, *others: Read, results: int = 1, **options: Any
+) -> Recipe:
+    """``dims`` become one value each; a second of the ``results`` holds positions, which have no gradient.
+
+    The caller says how tiles are combined: with ``combine=...``, or with ``uncut=...`` where ``dims`` must be whole.
+    """
+    kept = tuple(None if d in dims else d for d in range(input.ndim) if keepdim or d not in dims)
+    shape = reduced_shape(input.shape, dims, keepdim)
+    # An idle rank must make results of the same dtypes.
+    outputs = (Output(shape, kept), Output(shape, kept, constant=True, dtype=torch.long))
+    return per_tile(input, local, *others, outputs=outputs[:results], **options)
+
+
+@each("logcumsumexp glu")
+def of_one_dim(function: Any, input: Operand, dim: int = -1, **kwargs: Any) -> Recipe:
+    """The dim is brought together, or the cut moved to another one."""
     return along(function, input, dim, dim)
 
 
@@ -57,57 +70,28 @@ def local_response_norm(function: Any, input: Operand, size: int, *args: Any, **
     return along(function, input, 1, size)
 
 
-def stretched(shape: Sequence[int], space: Sequence[int]) -> tuple[Link, ...]:
-    """Dims aligned from the right; one of size one that is stretched is read whole."""
-    first = len(space) - len(shape)
-    return tuple(Link(first + d) if size == space[first + d] else WHOLE for d, size in enumerate(shape))
+def _named_dim(function: Any, input: Operand, *args: Any, dim: int, **kwargs: Any) -> Recipe:
+    return along(function, input, dim, *args, dim=dim, **kwargs)
 
 
-def _along_last(function: Any) -> Any:
-    """A rule for ``function(input, ..., dim=...)``, called with ``dim`` by name."""
-
-    def describe(input: Operand, *args: Any, dim: int, **kwargs: Any) -> Recipe:
-        return along(function, input, dim, *args, dim=dim, **kwargs)
-
-    return describe
-
-
-_sort_rule, _topk_rule = _along_last(torch.sort), _along_last(torch.topk)
-_argsort_rule = _along_last(torch.argsort)
-_cummax_rule, _cummin_rule = _along_last(torch.cummax), _along_last(torch.cummin)
-
-
-@made_of("sort")
-def sort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
-    """Values and positions along a whole dim."""
-    named = {"dim": dim, "descending": descending, "stable": bool(stable)}
-    return torch.return_types.sort(run_rule(torch.sort, _sort_rule, (input,), named))
-
-
-@made_of("argsort")
-def argsort(input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Tensor:
-    """Positions along a whole dim."""
-    named = {"dim": dim, "descending": descending, "stable": bool(stable)}
-    return run_rule(torch.argsort, _argsort_rule, (input,), named)
+@made_of_each("sort argsort")
+def sort(function: Any, input: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
+    """Values and positions along a whole dim, or positions alone."""
+    result = run_for(function, _named_dim, input, dim=dim, descending=descending, stable=bool(stable))
+    return with_torch_names(function, result)
 
 
 @made_of("topk")
 def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest of a whole dim."""
-    named = {"dim": dim, "largest": largest, "sorted": sorted}
-    return torch.return_types.topk(run_rule(torch.topk, _topk_rule, (input, k), named))
+    pair = run_for(torch.topk, _named_dim, input, k, dim=dim, largest=largest, sorted=sorted)
+    return torch.return_types.topk(pair)
 
 
-@made_of("cummax")
-def cummax(input: Tensor, dim: int) -> Any:
-    """Running maxima along a whole dim."""
-    return torch.return_types.cummax(run_rule(torch.cummax, _cummax_rule, (input,), {"dim": dim}))
-
-
-@made_of("cummin")
-def cummin(input: Tensor, dim: int) -> Any:
-    """Running minima along a whole dim."""
-    return torch.return_types.cummin(run_rule(torch.cummin, _cummin_rule, (input,), {"dim": dim}))
+@made_of_each("cummax cummin")
+def running_extreme(function: Any, input: Tensor, dim: int) -> Any:
+    """Running maxima or minima along a whole dim, and their positions."""
+    return with_torch_names(function, run_for(function, _named_dim, input, dim=dim))
 
 
 @rule(F.embedding)
@@ -127,25 +111,15 @@ def embedding(
             "max_norm, scale_grad_by_freq and sparse depend on which rows the other ranks look up",
             "leave them at their defaults",
         )
-    space = (*input.shape, weight.shape[1])
-    dims = tuple(range(len(space)))
-    return Recipe(
-        space=space,
-        reads=(Read(input, tuple(map(Link, dims[:-1]))), Read(weight, (WHOLE, Link(dims[-1])))),
-        local=as_called(F.embedding),
-        runs_empty=True,
-    )
+    reads = (follow(input), follow(weight, None, input.ndim))
+    return Recipe(space=(*input.shape, weight.shape[1]), reads=reads, local=as_called(F.embedding), runs_empty=True)
 
 
 @rule(F.one_hot)
 def one_hot(input: Operand, num_classes: int = -1) -> Recipe:
     """A new dim of classes, never cut."""
+    # The largest class on this rank may not be the largest of all.
     if num_classes < 0:
         raise refuse(F.one_hot, "the number of classes would be that of the values on this rank", "give num_classes")
-    return Recipe(
-        space=input.shape,
-        reads=(Read(input, tuple(map(Link, range(input.ndim)))),),
-        outputs=(Output((*input.shape, num_classes), (*range(input.ndim), None)),),
-        local=as_called(F.one_hot),
-        runs_empty=True,
-    )
+    output = Output((*input.shape, num_classes), (*range(input.ndim), None))
+    return per_tile(input, as_called(F.one_hot), outputs=(output,))

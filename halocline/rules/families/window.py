@@ -8,6 +8,8 @@ are never cut: an input whose channels are is gathered there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from ...errors import ShardingError
 from ...geometry import Transposed, Window
 from ...tensor import here
-from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair, read_whole
+from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair, whole_operands
 from ..table import rule
 from .convolve import Convolve
 
@@ -34,71 +36,80 @@ def _batched(input: Operand, spatial: int, name: str) -> int:
     return input.ndim - spatial - 1
 
 
-def _convolution(spatial: int, torch_function: Callable[..., Tensor]) -> Callable[..., Recipe]:
+def _convolution(
+    spatial: int,
+    torch_function: Callable[..., Tensor],
+    input: Operand,
+    weight: Operand,
+    bias: Operand | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Recipe:
+    """The rule of ``conv*d``."""
     name = f"conv{spatial}d"
+    lead = _batched(input, spatial, name)
+    # Before anything moves: what one rank refuses must not run here.
+    _ask_torch(name, torch_function, input, weight, stride, padding, dilation, groups)
+    kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
+    before, after = _padding(padding, kernel, dilations)
+    sizes = input.shape[lead + 1 :]
+    out = tuple(
+        (n + b + a - d * (k - 1) - 1) // s + 1
+        for n, k, s, d, b, a in zip(sizes, kernel, strides, dilations, before, after, strict=True)
+    )
+    _check_sizes(name, input, out, 1)
+    space = (*input.shape[:lead], weight.shape[0], *out)
+    windows = [Link(lead + 1 + i, Window(kernel[i], strides[i], dilations[i], before[i]), 0.0) for i in range(spatial)]
 
-    def describe(
-        input: Operand,
-        weight: Operand,
-        bias: Operand | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Recipe:
-        lead = _batched(input, spatial, name)
-        _ask_torch(name, torch_function, input, weight, stride, padding, dilation, groups)
-        kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
-        before, after = _padding(padding, kernel, dilations)
-        sizes = input.shape[lead + 1 :]
-        out = tuple(
-            (n + b + a - d * (k - 1) - 1) // s + 1
-            for n, k, s, d, b, a in zip(sizes, kernel, strides, dilations, before, after, strict=True)
-        )
-        _check_sizes(name, input, out, 1)
-        space = (*input.shape[:lead], weight.shape[0], *out)
-        windows = [
-            Link(lead + 1 + i, Window(kernel[i], strides[i], dilations[i], before[i]), 0.0) for i in range(spatial)
-        ]
+    def inner(work: Work) -> list[int]:
+        """Padding that torch does, on both sides: where the dim is not cut."""
+        return [amount if work.native(input, lead + 1 + i) else 0 for i, amount in enumerate(before)]
 
-        def inner(work: Work) -> list[int]:
-            """Padding that torch does, on both sides: where the dim is not cut."""
-            return [amount if work.native(input, lead + 1 + i) else 0 for i, amount in enumerate(before)]
+    def local(work: Work) -> Callable[..., Tensor]:
+        """torch's call for this rank: halos stand in for padding along cut dims."""
+        home = [work.native(input, lead + 1 + i) for i in range(spatial)]
+        outer = [a - b if native else 0 for a, b, native in zip(after, before, home, strict=True)]
+        more, both = [side for amount in reversed(outer) for side in (0, amount)], inner(work)
 
-        def local(work: Work) -> Callable[..., Tensor]:
-            home = [work.native(input, lead + 1 + i) for i in range(spatial)]
-            outer = [a - b if native else 0 for a, b, native in zip(after, before, home, strict=True)]
-            more, both = [side for amount in reversed(outer) for side in (0, amount)], inner(work)
+        def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+            return torch_function(input, weight, bias, strides, both, dilations, groups)
 
-            def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-                return torch_function(input, weight, bias, strides, both, dilations, groups)
+        def padded(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            """'same' padding of an even kernel is not symmetric."""
+            return compute(F.pad(input, more), *args, **kwargs)
 
-            def padded(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                """'same' padding of an even kernel is not symmetric."""
-                return compute(F.pad(input, more), *args, **kwargs)
+        return padded if any(more) else compute
 
-            return padded if any(more) else compute
+    def again(work: Work, gradient: Tensor, slope: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+        """The input's gradient. Of the input itself only the shape counts."""
+        call = (strides, inner(work), dilations, False, [0] * spatial, groups, [True, False, False])
+        return torch.ops.aten.convolution_backward(gradient, slope, weight.to(gradient.dtype), None, *call)[0]
 
-        def again(work: Work, gradient: Tensor, slope: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
-            """The input's gradient. Of the input itself only the shape counts."""
-            call = (strides, inner(work), dilations, False, [0] * spatial, groups, [True, False, False])
-            return torch.ops.aten.convolution_backward(gradient, slope, weight.to(gradient.dtype), None, *call)[0]
+    linear = Convolve(torch_function, kernel, strides, dilations, before, groups)
+    recipe = _recipe(input, space, windows, (weight, bias), Local(local), linear)
+    return replace(recipe, single_node=SingleNode(_NODE, again)) if lead else recipe
 
-        reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
-        if bias is not None:
-            reads.append(read_whole(bias))
-        return Recipe(
-            space=space,
-            reads=tuple(reads),
-            outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
-            local=Local(local),
-            linear_part=Convolve(torch_function, kernel, strides, dilations, before, groups).linear_part
-            if lead
-            else None,
-            single_node=SingleNode(_NODE, again) if lead else None,
-        )
 
-    return describe
+def _recipe(
+    input: Operand,
+    space: tuple[int, ...],
+    windows: Sequence[Link],
+    weights: tuple[Operand | None, ...],
+    local: Callable[..., Any],
+    linear: Convolve,
+) -> Recipe:
+    """Spatial dims are read in windows, channels and weights whole; without a batch the halo is always glued."""
+    lead = input.ndim - len(windows) - 1
+    channels = Read(input, (*map(Link, range(lead)), WHOLE, *windows))
+    return Recipe(
+        space=space,
+        reads=(channels, *whole_operands(*weights)),
+        outputs=(Output(space, (*range(lead), None, *range(lead + 1, input.ndim))),),
+        local=local,
+        linear_part=linear.linear_part if lead else None,
+    )
 
 
 def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -127,6 +138,7 @@ def _ask_torch(name: str, function: Callable[..., Tensor], input: Operand, weigh
 def _channels(name: str, input: Operand, weight: Operand, rest: Sequence[Any]) -> str:
     """Of an input with other channels than the layer takes, which torch says in few words."""
     spatial = len(weight.shape) - 2
+    # Channels stand just before the spatial dims, with or without a batch.
     there = input.shape[len(input.shape) - spatial - 1] if len(input.shape) > spatial else 0
     groups = 1 if "transpose" in name else next((each for each in rest[3:4] if isinstance(each, int)), 1)
     wanted = weight.shape[0] if "transpose" in name else weight.shape[1] * groups
@@ -140,73 +152,60 @@ def _check_sizes(name: str, input: Operand, out: tuple[int, ...], least: int) ->
         raise ShardingError(f"{name} in {here()}: an input of {list(input.shape)} leaves an output of {list(out)}")
 
 
-def _transposed(spatial: int, torch_function: Callable[..., Tensor]) -> Callable[..., Recipe]:
+def _transposed(
+    spatial: int,
+    torch_function: Callable[..., Tensor],
+    input: Operand,
+    weight: Operand,
+    bias: Operand | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Recipe:
+    """The rule of ``conv_transpose*d``."""
     name = f"conv_transpose{spatial}d"
+    operand, lead = input, _batched(input, spatial, name)
+    _ask_torch(name, torch_function, input, weight, stride, padding, output_padding, groups, dilation)
+    kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
+    pads, extra = pair(padding, spatial), pair(output_padding, spatial)
+    out = tuple(
+        (n - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for n, s, p, d, k, e in zip(input.shape[lead + 1 :], strides, pads, dilations, kernel, extra, strict=True)
+    )
+    _check_sizes(name, input, out, 0)  # torch allows an empty result here
+    space = (*input.shape[:lead], weight.shape[1] * groups, *out)
+    accesses = [Transposed(kernel[i], strides[i], dilations[i], pads[i]) for i in range(spatial)]
+    windows = [Link(lead + 1 + i, access) for i, access in enumerate(accesses)]
 
-    def describe(
-        input: Operand,
-        weight: Operand,
-        bias: Operand | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Recipe:
-        lead = _batched(input, spatial, name)
-        _ask_torch(name, torch_function, input, weight, stride, padding, output_padding, groups, dilation)
-        kernel, strides, dilations = weight.shape[2:], pair(stride, spatial), pair(dilation, spatial)
-        pads, extra = pair(padding, spatial), pair(output_padding, spatial)
-        out = tuple(
-            (n - 1) * s - 2 * p + d * (k - 1) + e + 1
-            for n, s, p, d, k, e in zip(input.shape[lead + 1 :], strides, pads, dilations, kernel, extra, strict=True)
-        )
-        _check_sizes(name, input, out, 0)  # torch allows an empty result here
-        space = (*input.shape[:lead], weight.shape[1] * groups, *out)
-        accesses = [Transposed(kernel[i], strides[i], dilations[i], pads[i]) for i in range(spatial)]
-        windows = [Link(lead + 1 + i, access) for i, access in enumerate(accesses)]
-
-        def compute(work: Work, tile: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            native = [work.native(input, lead + 1 + i) for i in range(spatial)]
-            inner = [pads[i] if native[i] else 0 for i in range(spatial)]
-            more = [extra[i] if native[i] else 0 for i in range(spatial)]
-            if all(native):
-                return torch_function(tile, w, b, strides, inner, more, groups, dilations)
-            if 0 in tile.shape:  # outputs that no input reaches
-                shape = [*tile.shape[:lead], space[lead], *(work.box[lead + 1 + i].size for i in range(spatial))]
-                probe = tile.new_zeros([*tile.shape[: lead + 1], *(max(1, n) for n in tile.shape[lead + 1 :])])
-                dtype = torch_function(probe, w.detach(), None, strides, inner, more, groups, dilations).dtype
-                full = (tile.new_zeros(shape) + tile.sum() * 0 + w.sum() * 0).to(dtype)
-                return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
-            full = torch_function(tile, w, None, strides, inner, more, groups, dilations)
-            full = _trim(full, [None if native[i] else _margin(work, i) for i in range(spatial)])
+    def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        """Under the names that torch's functions have for their arguments, which may be given by name."""
+        tile, w, b = input, weight, bias
+        native = [work.native(operand, lead + 1 + i) for i in range(spatial)]
+        inner = [pads[i] if native[i] else 0 for i in range(spatial)]
+        more = [extra[i] if native[i] else 0 for i in range(spatial)]
+        if all(native):
+            return torch_function(tile, w, b, strides, inner, more, groups, dilations)
+        if 0 in tile.shape:  # outputs that no input reaches
+            shape = [*tile.shape[:lead], space[lead], *(work.box[lead + 1 + i].size for i in range(spatial))]
+            probe = tile.new_zeros([*tile.shape[: lead + 1], *(max(1, n) for n in tile.shape[lead + 1 :])])
+            dtype = torch_function(probe, w.detach(), None, strides, inner, more, groups, dilations).dtype
+            full = (tile.new_zeros(shape) + tile.sum() * 0 + w.sum() * 0).to(dtype)
             return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
+        full = torch_function(tile, w, None, strides, inner, more, groups, dilations)
+        full = _trim(full, [None if native[i] else _margin(work, i) for i in range(spatial)])
+        return full if b is None else full + b.to(full.dtype).view(-1, *(1,) * spatial)
 
-        def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-            """Under the names that torch's functions have for them."""
-            return compute(work, input, weight, bias)
+    def _margin(work: Work, i: int) -> tuple[int, int]:
+        """How far the wanted output lies inside (or, negative, outside) what the local tile reaches."""
+        (need,), wanted = work.slots[operand.index][lead + 1 + i].needs, work.box[lead + 1 + i]
+        first = strides[i] * need.lo - pads[i]
+        last = strides[i] * (need.hi - 1) - pads[i] + accesses[i].reach + 1
+        return wanted.lo - first, last - wanted.hi
 
-        def _margin(work: Work, i: int) -> tuple[int, int]:
-            """How far the wanted output lies inside (or, negative, outside) what the local tile reaches."""
-            (need,), wanted = work.slots[input.index][lead + 1 + i].needs, work.box[lead + 1 + i]
-            first = strides[i] * need.lo - pads[i]
-            last = strides[i] * (need.hi - 1) - pads[i] + accesses[i].reach + 1
-            return wanted.lo - first, last - wanted.hi
-
-        reads = [Read(input, (*map(Link, range(lead)), WHOLE, *windows)), read_whole(weight)]
-        if bias is not None:
-            reads.append(read_whole(bias))
-        return Recipe(
-            space=space,
-            reads=tuple(reads),
-            outputs=(Output(space, (*range(lead), None, *range(lead + 1, lead + 1 + spatial))),),
-            local=local,
-            linear_part=Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True).linear_part
-            if lead
-            else None,
-        )
-
-    return describe
+    linear = Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True)
+    return _recipe(input, space, windows, (weight, bias), local, linear)
 
 
 def _trim(tensor: Tensor, margins: list[tuple[int, int] | None]) -> Tensor:
@@ -225,5 +224,7 @@ for _spatial, _conv, _deconv in (
     (2, F.conv2d, F.conv_transpose2d),
     (3, F.conv3d, F.conv_transpose3d),
 ):
-    rule(_conv, getattr(torch, f"conv{_spatial}d"))(_convolution(_spatial, _conv))
-    rule(_deconv, getattr(torch, f"conv_transpose{_spatial}d"))(_transposed(_spatial, _deconv))
+    rule(_conv, getattr(torch, f"conv{_spatial}d"), family="window")(partial(_convolution, _spatial, _conv))
+    rule(_deconv, getattr(torch, f"conv_transpose{_spatial}d"), family="window")(
+        partial(_transposed, _spatial, _deconv)
+    )
