@@ -26,6 +26,7 @@ from halocline.cli.output import (
 from halocline.errors import HaloclineError
 
 from .collectives import collectives
+from .foresight import foresight
 from .gpu import gpu
 from .gradients import gradients
 from .io import io
@@ -34,6 +35,7 @@ from .training import curves, lag, quality, whole_vs_crops
 
 bench = new_app(help="Measure what things cost on this machine.")
 add_command(bench, collectives)
+add_command(bench, foresight)
 add_command(bench, gpu)
 add_command(bench, gradients)
 add_command(bench, io)
