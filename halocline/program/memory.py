@@ -45,3 +45,17 @@ def peak_of(step: Callable[[], object]) -> int:
     with _Living() as living:
         step()
     return living.peak
+
+
+class MemoryCurve(_Living):
+    """Bytes that are alive after each local operation that runs inside; run it on meta tensors, inside ``dry``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if not planning():
+            self.points.append(self.bytes)
+        return result
