@@ -22,6 +22,7 @@ from .gathering import ChainLayer
 from .machine import Machine
 from .recording import RecordedStep, Subject, middle_rank, record_step
 from .replay import kind_of
+from .unrecordable import clear_recording_errors
 
 SLOWED = 0.02  # of hidden communication: a rank does not compute at full speed beside it
 BACKWARD = 3  # times its forward that an operation takes, with backward
@@ -48,12 +49,15 @@ class Estimator:
 
     def __init__(self, subject: Subject, machine: Machine, prices: Prices) -> None:
         self.subject, self.machine, self.prices = subject, machine, prices
-        self.uncut: RecordedStep = record_step(subject, {DATA: 1, **dict.fromkeys(subject.volume, 1)}, 1, warm=0)
+        with clear_recording_errors():
+            self.uncut = record_step(subject, {DATA: 1, **dict.fromkeys(subject.volume, 1)}, 1, warm=0)
         operations = self.uncut.record.operations
         last = max((n for n, event in enumerate(operations) if event.phase == "backward"), default=len(operations))
         self.of_samples = self._counted(operations[: last + 1])
         self.of_weights = self._counted(operations[last + 1 :])  # the optimizer's: not cut
         self._seconds = lru_cache(maxsize=None)(self._priced)
+        self._by_module = lru_cache(maxsize=None)(self._by_module_of_a_sample)
+        self._runs = lru_cache(maxsize=None)(self._forward_runs)
         self._sum_over_all = lru_cache(maxsize=None)(lambda size, ranks: sum_seconds(machine, size, range(ranks)))
         self.overhead: dict[str, float] = {}  # seconds by module that a recorded cut step has beyond the model
         self._axes_learned = 1
@@ -162,7 +166,7 @@ class Estimator:
             voxels = math.prod(volumes[0][2:]) if volumes else voxels
             cut = self._overhead_of(path, sizes)
             whole = cut if sizes[DATA] > 1 and path in self._statistics else 0.0
-            for event in map(_plain, events):
+            for event in events:
                 seconds, halo, statistics = cost(event)
                 cut += BACKWARD * seconds + 2 * (max(0.0, halo - seconds) + statistics)
                 whole += BACKWARD * self._seconds(self._local(event, uncut, local))
@@ -173,15 +177,11 @@ class Estimator:
             found.append(ChainLayer(path, able, voxels, cut, whole, enter, kept))
         return found
 
-    def _runs(self) -> list[tuple[str, list[Computed]]]:
+    def _forward_runs(self) -> list[tuple[str, list[Computed]]]:
         """Operations of forward, one after another in the same module."""
-        forward = (event for event in self.uncut.record.operations if event.phase == "forward")
-        inside = takewhile(lambda event: event.number < self._backward_begins, forward)
-        return [(path, list(events)) for path, events in groupby(inside, key=lambda event: event.place)]
-
-    @property
-    def _backward_begins(self) -> float:
-        return next((e.number for e in self.uncut.record.operations if e.phase == "backward"), math.inf)
+        inside = takewhile(lambda event: event.phase == "forward", self.uncut.record.operations)
+        runs = groupby(inside, key=lambda event: event.place)
+        return [(path, [_plain(event) for event in events]) for path, events in runs]
 
     def _gather_seconds(self, elements: int, sizes: Mapping[str, int]) -> float:
         """Each rank of the spatial axes sends its tile to all others."""
@@ -241,16 +241,21 @@ class Estimator:
 
     def by_module(self, paths: Sequence[str], tile: int, local: int) -> dict[str, tuple[float, int]]:
         """Forward seconds and bytes kept for backward of each module, at a share of ``local / tile`` samples."""
+        share = local / tile
+        whole = self._by_module(tuple(paths))
+        return {path: (seconds * share, int(kept * share)) for path, (seconds, kept) in whole.items()}
+
+    def _by_module_of_a_sample(self, paths: tuple[str, ...]) -> dict[str, tuple[float, float]]:
         seconds: dict[str, float] = defaultdict(float)
-        kept: dict[str, int] = defaultdict(int)
+        kept: dict[str, float] = defaultdict(float)
         owner = lru_cache(maxsize=None)(
             lambda place: next((p for p in paths if place == p or place.startswith(f"{p}.")), None)
         )
         for event in self.uncut.record.operations:
             path = owner(event.place)
             if path is not None and event.phase == "forward":
-                seconds[path] += self.prices.seconds(event) * local / tile
-                kept[path] += int(event.bytes / 2 * local / tile)
+                seconds[path] += self._seconds(_plain(event))
+                kept[path] += event.bytes / 2
         return {path: (seconds[path], kept[path]) for path in paths if path in seconds}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,27 @@ class Gathered:
 
 def best_gathers(layers: Sequence[ChainLayer]) -> Gathered:
     """The spans of layers whose gathering saves most; none where nothing does."""
+    ends = span_ends(layers)
+    saved_before = [0.0, *accumulate(each.cut - each.whole for each in layers)]
+    kept_before = [0, *accumulate(each.kept for each in layers)]
     best = [Gathered()] * (len(layers) + 1)  # of the layers from each position on
     for start in reversed(range(len(layers))):
         best[start] = best[start + 1]
-        if not layers[start].able:
-            continue
-        end = span_end(layers, start)
-        saved = sum(each.cut - each.whole for each in layers[start:end]) - layers[start].enter
+        end = ends[start]
+        saved = saved_before[end] - saved_before[start] - layers[start].enter
         after = best[end]
-        if saved > 0 and saved + after.seconds > best[start].seconds:
-            kept = sum(each.kept for each in layers[start:end])
+        if layers[start].able and saved > 0 and saved + after.seconds > best[start].seconds:
+            kept = kept_before[end] - kept_before[start]
             best[start] = Gathered((layers[start].place, *after.paths), saved + after.seconds, kept + after.memory)
     return best[0]
 
 
-def span_end(layers: Sequence[ChainLayer], start: int) -> int:
-    """The first layer after ``start`` with a larger input: there a sample that is cut joins."""
-    first = layers[start].voxels
-    return next((n for n in range(start + 1, len(layers)) if layers[n].voxels > first), len(layers))
+def span_ends(layers: Sequence[ChainLayer]) -> list[int]:
+    """For each layer the first after it with a larger input: there a sample that is cut joins."""
+    ends = [len(layers)] * len(layers)
+    open_spans: list[int] = []  # with inputs that become smaller
+    for number, layer in enumerate(layers):
+        while open_spans and layer.voxels > layers[open_spans[-1]].voxels:
+            ends[open_spans.pop()] = number
+        open_spans.append(number)
+    return ends

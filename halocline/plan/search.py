@@ -22,7 +22,7 @@ __all__ = ["Candidate", "NoPlan", "chosen", "factorizations", "meshes", "price",
 MARGIN = 0.03  # a plan must be predicted so much faster than plain data parallel to take its place
 AT_LEAST = 2  # candidates that are recorded and fit, so that there is one to compare with
 AT_MOST = 10  # candidates that are recorded
-EVENTS = 10_000  # recorded in all, from which on no more than AT_LEAST candidates are recorded
+EVENTS = 10_000  # recorded in all, from which on no more than AT_LEAST candidates are recorded; one from twice that on
 ALIKE = 2  # candidates with the same data axis and the same kinds of changes that are recorded; more of small networks
 HOPELESS = 1.03  # times the best time from which on a candidate is not recorded, by its corrected estimate
 
@@ -105,7 +105,7 @@ class Findings:
         fitting = [each.seconds_per_sample for each in self.candidates if each.fits]
         if len(self.candidates) >= AT_MOST or option.estimate.memory * self._memory > self._room:
             return True
-        if len(fitting) < AT_LEAST:
+        if len(fitting) < AT_LEAST and not (fitting and self._events >= 2 * EVENTS):
             return False
         alike = ALIKE + (self._events < EVENTS // 2)
         return (
