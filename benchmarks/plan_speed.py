@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from halocline.errors import HaloclineError
-from halocline.plan import candidate, estimate
+from halocline.plan import candidate, estimate, recording
+from halocline.plan import replay as replaying
 from halocline.plan.api import make_subject
 from halocline.plan.machine import load_machine
 from halocline.plan.search import search
@@ -58,7 +59,7 @@ class ResidualNet(nn.Module):
 
 
 def measure_plan_speed(trial: PlanSpeedTrial, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Everything in seconds; "search_s" is processor time of the search without recording steps."""
+    """Everything in seconds; "search_s" is processor time without recording and replaying steps."""
     tell(f"planning unet3d at {trial.size} cubed for {trial.gpus} devices")
     command = time_command(trial)
     search_seconds(ResidualNet, 1, trial)  # what torch sets up once
@@ -92,21 +93,29 @@ def time_command(trial: PlanSpeedTrial) -> dict[str, Any]:
 
 
 def search_seconds(network: Callable[[int], nn.Module], blocks: int, trial: PlanSpeedTrial) -> dict[str, float]:
-    """Processor time of one search: of the search itself, and of recording steps."""
-    recording, steps = 0.0, 0
+    """Processor time of one search: of the search itself, of recording steps, and of replaying them."""
+    spent = {"recording_s": 0.0, "replay_s": 0.0}
+    calls = dict.fromkeys(spent, 0)
 
-    def timed(*args: Any, **named: Any) -> Any:
-        nonlocal recording, steps
-        begun = time.process_time()
-        try:
-            return record_step(*args, **named)
-        finally:
-            recording, steps = recording + time.process_time() - begun, steps + 1
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return function(*args, **named)
+            finally:
+                spent[name] += time.process_time() - begun
+                calls[name] += 1
 
-    record_step = candidate.record_step
+        return call
+
+    record, replay = timed("recording_s", recording.record_step), timed("replay_s", replaying.replay)
     subject = make_subject(lambda: network(blocks), [(1, 1, *[trial.size] * 3)])
-    with mock.patch.object(candidate, "record_step", timed), mock.patch.object(estimate, "record_step", timed):
+    with (
+        mock.patch.object(candidate, "record_step", record),
+        mock.patch.object(estimate, "record_step", record),
+        mock.patch.object(candidate, "replay", replay),
+    ):
         begun = time.process_time()
         search(subject, load_machine(MACHINE), trial.gpus)
         whole = time.process_time() - begun
-    return {"search_s": whole - recording, "recording_s": recording, "recorded_steps": steps}
+    return {"search_s": whole - sum(spent.values()), **spent, "recorded_steps": calls["recording_s"]}

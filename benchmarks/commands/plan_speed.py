@@ -16,7 +16,8 @@ def plan_speed(size: Size = 256, gpus: Gpus = 1024, as_json: Json = False, debug
     """How long does `halocline plan` take, and does its search grow with a network's depth?
 
     The command is run on one core, with the interpreter's start. Then networks of 10 and 100 equal residual blocks are
-    planned for; the time of the search counts apart from that of recording steps, which grows with their operations.
+    planned for; the time of the search counts apart from that of recording and replaying steps, which grows with their
+    operations.
 
     **Examples**
 
@@ -42,7 +43,7 @@ def plan_speed(size: Size = 256, gpus: Gpus = 1024, as_json: Json = False, debug
     }
     for blocks, figures in result["depth"].items():
         facts[f"{blocks} blocks: search"] = f"{figures['search_s']:.2f} s"
-        recorded = f"{figures['recording_s']:.2f} s for {figures['recorded_steps']} recordings"
-        facts[f"{blocks} blocks: recording"] = recorded
+        recorded = f"{figures['recording_s']:.2f} s for {figures['recorded_steps']} steps"
+        facts[f"{blocks} blocks: recording, replay"] = f"{recorded}, {figures['replay_s']:.2f} s"
     facts["search, ten times as deep"] = f"{result['depth_ratio']:.2f} times as long"
     stdout().print(fact_table(f"Planning at {size} cubed for {gpus:,} devices", facts))

@@ -87,6 +87,11 @@ class RememberedPrices(Prices):
         return self.known[kind]
 
 
+def remembered(prices: Prices, speed: float = 1.0) -> RememberedPrices:
+    """The same prices, each worked out once."""
+    return RememberedPrices(**{each.name: getattr(prices, each.name) for each in fields(Prices)}, speed=speed)
+
+
 def price(
     subject: Subject,
     machine: Machine,
@@ -133,8 +138,7 @@ def price(
 
 
 def _timeline(recorded: RecordedStep, machine: Machine, prices: Prices, speed: float) -> Timeline:
-    priced = RememberedPrices(**{each.name: getattr(prices, each.name) for each in fields(Prices)}, speed=speed)
-    return replay(recorded.record.events, recorded.record.rank, machine, priced)
+    return replay(recorded.record.events, recorded.record.rank, machine, remembered(prices, speed))
 
 
 def sample_bytes(subject: Subject) -> int:

@@ -16,6 +16,7 @@ from itertools import groupby, takewhile
 
 from ..arrangement import DATA
 from ..world.events import Begun, Computed, Summed
+from .candidate import remembered
 from .collectives import exchange_seconds, sum_seconds
 from .cost import Prices, key_of
 from .gathering import ChainLayer
@@ -48,7 +49,7 @@ class Estimator:
     """Estimates for every mesh from one recording of the uncut step with one sample."""
 
     def __init__(self, subject: Subject, machine: Machine, prices: Prices) -> None:
-        self.subject, self.machine, self.prices = subject, machine, prices
+        self.subject, self.machine, self.prices = subject, machine, remembered(prices)
         with clear_recording_errors():
             self.uncut = record_step(subject, {DATA: 1, **dict.fromkeys(subject.volume, 1)}, 1, warm=0)
         operations = self.uncut.record.operations
