@@ -63,7 +63,8 @@ class Estimator:
         self.overhead: dict[str, float] = {}  # seconds by module that a recorded cut step has beyond the model
         self._axes_learned = 1
         self._statistics: set[str] = set()  # modules that combine statistics, also of whole samples on a data axis
-        self._modules = {name for name, module in subject.meta_model().named_modules() if not list(module.children())}
+        self.model = subject.meta_model()
+        self._modules = {name for name, module in self.model.named_modules() if not list(module.children())}
 
     def _counted(self, operations: Sequence[Computed]) -> list[OperationCount]:
         alike: dict[object, OperationCount] = {}
@@ -160,6 +161,7 @@ class Estimator:
         parts = math.prod(tile)
         found: list[ChainLayer] = []
         runs = self._runs()
+        folded: dict[int, tuple[float, float]] = {}
         entries = Counter(path for path, _ in runs)
         voxels = whole_sample = math.prod(self.subject.volume.values())
         for path, events in runs:
@@ -167,10 +169,12 @@ class Estimator:
             voxels = math.prod(volumes[0][2:]) if volumes else voxels
             cut = self._overhead_of(path, sizes)
             whole = cut if sizes[DATA] > 1 and path in self._statistics else 0.0
-            for event in events:
-                seconds, halo, statistics = cost(event)
-                cut += BACKWARD * seconds + 2 * (max(0.0, halo - seconds) + statistics)
-                whole += BACKWARD * self._seconds(self._local(event, uncut, local))
+            if id(events) not in folded:  # equal runs are one object
+                alone = [cost(event) for event in events]
+                work = sum(self._seconds(self._local(event, uncut, local)) for event in events)
+                waits = sum(max(0.0, halo - seconds) + statistics for seconds, halo, statistics in alone)
+                folded[id(events)] = BACKWARD * sum(seconds for seconds, *_ in alone) + 2 * waits, BACKWARD * work
+            cut, whole = cut + folded[id(events)][0], whole + folded[id(events)][1]
             late = voxels < whole_sample  # a network that gathers at once might as well not be cut
             able = late and path in self._modules and entries[path] == 1 and bool(volumes)
             enter = 2 * self._gather_seconds(math.prod(volumes[0]) * local, sizes) if able else 0.0
@@ -178,11 +182,13 @@ class Estimator:
             found.append(ChainLayer(path, able, voxels, cut, whole, enter, kept))
         return found
 
-    def _forward_runs(self) -> list[tuple[str, list[Computed]]]:
+    def _forward_runs(self) -> list[tuple[str, tuple[Computed, ...]]]:
         """Operations of forward, one after another in the same module."""
         inside = takewhile(lambda event: event.phase == "forward", self.uncut.record.operations)
         runs = groupby(inside, key=lambda event: event.place)
-        return [(path, [_plain(event) for event in events]) for path, events in runs]
+        same: dict[tuple[Computed, ...], tuple[Computed, ...]] = {}
+        plain = [(path, tuple(_plain(event) for event in events)) for path, events in runs]
+        return [(path, same.setdefault(events, events)) for path, events in plain]
 
     def _gather_seconds(self, elements: int, sizes: Mapping[str, int]) -> float:
         """Each rank of the spatial axes sends its tile to all others."""

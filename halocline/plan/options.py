@@ -91,7 +91,7 @@ def with_recomputation(estimator: Estimator, found: Sequence[Option]) -> list[Op
     """Those that do not fit, with the modules whose recomputation makes them fit in the least time, if any do."""
     room = int(estimator.machine.device.memory_gb.value * 1e9)
     tight = [option for option in found if option.estimate.memory > room / ROOM]
-    paths = blocks(estimator.subject.meta_model()) if tight else []
+    paths = blocks(estimator.model) if tight else []
     fitting: list[Option] = []
     for option in tight:
         tile = math.prod(size for axis, size in option.arrangement.sizes.items() if axis != DATA)
