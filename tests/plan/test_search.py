@@ -62,7 +62,10 @@ NETWORKS = {  # what is planned, and the modules whose input is smaller than the
 @pytest.mark.parametrize(
     ("network", "machine", "batch"),
     [
+        ("U-Net", "summit", None),
+        ("U-Net", "eos", None),
         ("U-Net", "summit", 1),
+        ("U-Net", "summit", 4),
         ("U-Net", "eos", 4),
         ("U-Net, uneven", "eos", 1),
         ("U-Net, uneven", "summit", 4),
