@@ -11,23 +11,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median
 from typing import Any
 
 import torch
 
-from halocline.arrangement import Arrangement
+from halocline.arrangement import DATA, Arrangement
 from halocline.plan.calibrate import describe, link_on_ranks, measure_device, measure_load
 from halocline.plan.cost import Key, Prices, key_of
 from halocline.plan.machine import Machine
 from halocline.plan.recording import record_step
 from halocline.plan.replay import Timeline
-from halocline.plan.search import price
+from halocline.plan.search import MARGIN, price
 from halocline.testing.pool import RankPool
 
 from . import foresight_ranks as on_ranks
 from .cluster import Cluster
 from .foresight_cases import Case, cluster_cases, local_cases, subject_of
+from .foresight_uneven import measure_uneven
 from .machine import Others
 from .machine import describe as describe_run
 
@@ -66,10 +68,11 @@ def measure_foresight(
     device = measure_device(torch.device("cpu"), lambda what, share: None, without=judged, seconds=seconds)
     seen = sum(_row_key(row) in judged for row in device["operations"])
     assert seen == 0, f"{seen} judged operations were calibrated"
-    rows, alone, others = [], None, []
+    rows, alone, others, machines = [], None, [], dict[Place, Machine]()
     for place, group in by_place(cases).items():
         with ranks_at(place) as ranks:
             machine, alone = describe_ranks(ranks, place, device, alone)
+            machines[place] = machine
             say(f"{place}: {len(group)} runs")
             predictions = {case.name: predict(case, machine) for case in group}
             watch = Others(ranks.run)
@@ -78,8 +81,15 @@ def measure_foresight(
             for case in group:
                 runs[case.name].memory = max(ranks.run(on_ranks.memory_peak_of, case, deadline=DEADLINE))
         rows += [row(case, predictions[case.name], runs[case.name]) for case in group]
+    say("unequal ranks")
+    uneven = measure_uneven(machines[2, None], repeat)
     facts = describe_run(max((share for share in others if share is not None), default=None))
-    return {**summary(rows, cases), "calibrated_operations": len(device["operations"]), "machine": facts}
+    return {
+        **summary(rows, cases),
+        "uneven": uneven,
+        "calibrated_operations": len(device["operations"]),
+        "machine": facts,
+    }
 
 
 def shapes_of(case: Case) -> set[Key]:
@@ -127,6 +137,7 @@ def describe_ranks(ranks: Any, place: Place, device: dict[str, Any], alone: Any)
     return Machine.model_validate(described), alone
 
 
+#: Of one rank, which exchanges nothing.
 NO_LINK = {"latency_us": 1.0, "gb_per_s": 10.0, "overlap_loss": 1.0}
 
 
@@ -159,6 +170,7 @@ def row(case: Case, predicted: Predicted, run: Measured) -> dict[str, Any]:
     return {
         "case": case.name,
         "ranks": case.ranks,
+        "plain": all(size == 1 for axis, size in case.sizes.items() if axis != DATA),
         "oversubscribed": case.ranks > (os.cpu_count() or 1),
         "measured_s": step,
         "spread": (max(run.seconds) - min(run.seconds)) / step,
@@ -172,22 +184,41 @@ def row(case: Case, predicted: Predicted, run: Measured) -> dict[str, Any]:
     }
 
 
+def choices(groups: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For each network on so many ranks: what the planner would take, measured against the best and the plain."""
+    found = []
+    for group in groups:
+        plain = next((each for each in group if each["plain"]), None)
+        taken = min(group, key=lambda each: each["predicted_s"])
+        if plain is not None and taken["predicted_s"] > (1 - MARGIN) * plain["predicted_s"]:
+            taken = plain
+        best = min(each["measured_s"] for each in group)
+        found.append(
+            {
+                "taken": taken["case"],
+                "over_best": taken["measured_s"] / best,
+                "over_plain": None if plain is None else taken["measured_s"] / plain["measured_s"],
+            }
+        )
+    return found
+
+
 def summary(rows: Sequence[dict[str, Any]], cases: Sequence[Case]) -> dict[str, Any]:
     """The figures that the table is judged by."""
     errors = [abs(each["error"]) for each in rows]
     by_name = {each["case"]: each for each in rows}
-    pairs = [
-        (by_name[a.name], by_name[b.name])
-        for number, a in enumerate(cases)
-        for b in cases[:number]
-        if a.group == b.group
-    ]
+    groups: dict[object, list[dict[str, Any]]] = defaultdict(list)
+    for case in cases:
+        groups[case.group].append(by_name[case.name])
+    several = [group for group in groups.values() if len(group) > 1]
+    pairs = [pair for group in several for pair in combinations(group, 2)]
     distinct = [
         pair
         for pair in pairs
         if abs(pair[0]["measured_s"] - pair[1]["measured_s"]) > DISTINCT * min(p["measured_s"] for p in pair)
     ]
     right = sum((a["measured_s"] < b["measured_s"]) == (a["predicted_s"] < b["predicted_s"]) for a, b in distinct)
+    taken = choices(several)
     return {
         "median_error": median(errors),
         "worst_error": max(errors),
@@ -195,6 +226,9 @@ def summary(rows: Sequence[dict[str, Any]], cases: Sequence[Case]) -> dict[str, 
         "worst_memory_error": max(abs(each["memory_error"]) for each in rows),
         "ranking": right / len(distinct) if distinct else None,
         "ranked_pairs": len(distinct),
+        "chosen": taken,
+        "worst_over_plain": max((each["over_plain"] for each in taken if each["over_plain"]), default=None),
+        "worst_over_best": max((each["over_best"] for each in taken), default=None),
         "cached_cases": 0,  # every operation of every case was kept from the calibration
         "targets": TARGETS,
         "cases": list(rows),

@@ -33,11 +33,11 @@ def warm_up() -> None:
         forget(case.name)
 
 
-def prepare(case: Case) -> None:
-    """Build the case on this rank and run it warm."""
-    _steps[case.name] = _make_step(case)
+def prepare(case: Case, name: str | None = None) -> None:
+    """Build the case on this rank and run it warm; ``timed_steps`` finds it by ``name``, or its own."""
+    step = _steps[name or case.name] = _make_step(case)
     for _ in range(WARM):
-        _steps[case.name]()
+        step()
 
 
 def memory_peak_of(case: Case) -> int:

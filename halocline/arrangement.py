@@ -65,6 +65,7 @@ class Arrangement:
         """Such as "data=4 depth=2": axes of one rank are left out."""
         words = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1] or ["one device"]
         words += [f"{axis} at {','.join(map(str, at[1:-1]))}" for axis, at in self.points.items()]
+        words += [f"at multiples of {self.multiple}"] if self.multiple > 1 else []
         words += [f"gather {name}" for name in self.gather]
         words += [f"recompute {name}" for name in self.recompute]
         return " ".join(words)

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
-from .output import Debug, Json, clear_errors, print_json, say, size_text, stderr, stdout
+from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from .plan_table import show_candidates, show_difference
 
 Target = Annotated[str, typer.Argument(help="A workload such as unet3d, zoo/network, or package.module:factory.")]
 MachineName = Annotated[
@@ -34,7 +34,18 @@ Measure = Annotated[
 Speeds = Annotated[
     str | None, typer.Option("--speeds", metavar="S,S,...", help="Relative speeds of unequal devices, by rank.")
 ]
+InputBytes = Annotated[
+    int | None,
+    typer.Option("--input-bytes", min=0, help="Bytes of one sample on disk; by default those of its tensors."),
+]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")]
+Compare = Annotated[
+    Path | None, typer.Option("--compare", metavar="FILE", help="Another plan: the difference, term by term.")
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option("--picture", metavar="FILE.svg", help="Draw time against memory and devices, and a rank's memory."),
+]
 
 
 def plan(
@@ -49,7 +60,10 @@ def plan(
     why_not: WhyNot = None,
     measure: Measure = False,
     speeds: Speeds = None,
+    input_bytes: InputBytes = None,
     out: Out = None,
+    compare: Compare = None,
+    picture: Picture = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -72,20 +86,30 @@ def plan(
 
     - `halocline plan unet3d --machine mine.json --json | tail -1`: a machine of your own, everything as JSON.
 
+    - `halocline plan unet3d --gpus 64 --compare monday.json --picture plan.svg`: what differs from another plan, and a
+      picture of time against memory and devices.
+
+    **Reading it**: *step* is the predicted time with its range: every constant of the machine that nobody measured at
+    its better and at its worse end. *compute* and *waits* add up to it; waits are what computation does not hide.
+    *bound by* is the largest term; *memory* that it does not fit, *input* that reading takes longer than the step.
+    Plain data parallel (`data=N`) is kept unless another cut is predicted at least 3 % faster for a sample.
+
     **Exit status**: 0, or 2 if nothing fits or the plan cannot be made as asked; the message says what would help.
     """
     with clear_errors("plan", debug):
         from ..arrangement import Arrangement
         from ..plan.api import check_devices
         from ..plan.cost import Prices
-        from ..plan.explain import as_plan, lost_by
+        from ..plan.explain import as_plan, difference, lost_by, said_difference
         from ..plan.machine import load_machine
+        from ..plan.plan_file import read_plan
         from ..plan.search import chosen, price, search
 
         described = load_machine(machine)
         check_devices(described, gpus)
         subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
         other = _whole_mesh(parse_cut(why_not), subject, gpus) if why_not else None
+        earlier = read_plan(compare) if compare else None
         prices, device = Prices(described.device), _device() if measure else None
         with Progress(TextColumn("recording meshes"), BarColumn(), MofNCompleteColumn(), console=stderr()) as bar:
             task = bar.add_task("", total=None)
@@ -98,18 +122,44 @@ def plan(
                 device,
                 lambda done, total: bar.update(task, completed=done, total=total),
                 parse_speeds(speeds),
+                input_bytes,
             )
         best = chosen(candidates, described)
-        rival = price(subject, described, Arrangement(other), batch, prices, device) if other else None
+        rival = None
+        if other:
+            rival = price(subject, described, Arrangement(other), batch, prices, device, input_bytes=input_bytes)
         made = as_plan(target, subject, described, best, candidates)
         if out is not None:
             made.save(out)
+        if picture is not None:
+            _draw(picture, target, subject, described, best, candidates, prices, batch)
     if as_json:
-        print_json({**made.model_dump(mode="json"), "why_not": rival and lost_by(best, rival)})
+        compared = earlier and [vars(each) for each in difference(earlier, made)]
+        print_json({**made.model_dump(mode="json"), "why_not": rival and lost_by(best, rival), "compared": compared})
         return
-    _show(target, described, best, candidates)
+    show_candidates(target, described, best, candidates)
     if rival:
         say(stdout(), lost_by(best, rival))
+    if earlier:
+        show_difference(earlier, made, difference(earlier, made))
+        say(stdout(), said_difference(earlier, made))
+
+
+def _draw(
+    path: Path,
+    target: str,
+    subject: Any,
+    machine: Any,
+    best: Any,
+    candidates: Sequence[Any],
+    prices: Any,
+    batch: int | None,
+) -> None:
+    from ..plan.front import memory_curve, over_devices
+    from ..train.reporting.plan_picture import draw_plan
+
+    points = over_devices(subject, machine, best, prices, batch)
+    path.write_text(draw_plan(target, machine, best, candidates, points, memory_curve(subject, best)), "utf-8")
 
 
 def subject_of(
@@ -173,37 +223,3 @@ def _whole_mesh(cut: Mapping[str, int], subject: Any, gpus: int) -> dict[str, in
     if gpus % rest or cut.get("data", gpus // rest) * rest != gpus:
         raise NoPlan(f"--why-not: {cut} does not divide {gpus} devices; give sizes whose product is {gpus}")
     return {axis: cut.get(axis, gpus // rest if axis == "data" else 1) for axis in axes}
-
-
-def _show(target: str, machine: Any, best: Any, candidates: list[Any]) -> None:
-    table = Table(
-        title=f"{target} on {math.prod(best.sizes.values()):,} devices of {machine.name}", title_justify="left"
-    )
-    for name in (
-        "mesh",
-        "step",
-        "per sample",
-        "compute",
-        "waits: halo",
-        "statistics",
-        "gradients",
-        "memory",
-        "bound by",
-    ):
-        table.add_column(name, justify="left" if name in ("mesh", "bound by") else "right")
-    for each in candidates[:10]:
-        line, exposed = each.timeline, each.timeline.exposed
-        waits = [_time(exposed.get(kind, 0.0)) for kind in ("halo", "statistics", "gradients")]
-        cells = [str(each), _time(line.seconds), _time(each.seconds_per_sample), _time(line.compute), *waits]
-        memory = size_text(each.recorded.memory) + ("" if each.fits else " (too much)")
-        table.add_row(*cells, memory, each.binds, style="bold" if each is best else "" if each.fits else "dim")
-    stdout().print(table)
-    assumed = ", ".join(path for path, _ in machine.assumed())
-    say(stdout(), f"Take {best}. Assumed, not measured: {assumed}." if assumed else f"Take {best}.")
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"

@@ -33,6 +33,7 @@ def plan(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.Adam,
     dtype: torch.dtype | None = None,
     speeds: Sequence[float] = (),
+    input_bytes: int | None = None,
 ) -> Plan:
     """Which cut of this network over ``devices`` devices of ``machine``, and what a step will take.
 
@@ -41,12 +42,14 @@ def plan(
     ``model`` is a module or a function that makes one; ``shapes`` are those of one sample of each input, with a batch
     of one. ``machine`` is the name of a shipped machine, or a file. ``batch`` counts the samples of a step over all
     ranks; by default one on each rank of the data axis. ``loss(outputs, *targets)`` is by default the mean square of
-    all outputs. ``speeds`` are the relative speeds of unequal devices, by rank. Nothing is computed.
+    all outputs. ``speeds`` are the relative speeds of unequal devices, by rank. ``input_bytes`` are those of one sample
+    on disk, by default those of its tensors. Nothing is computed.
     """
     subject = make_subject(model, shapes, loss, targets, optimizer, dtype)
     described = load_machine(machine) if isinstance(machine, str) else machine
     check_devices(described, devices)
-    candidates = search(subject, described, devices, batch, Prices(described.device), speeds=speeds)
+    prices = Prices(described.device)
+    candidates = search(subject, described, devices, batch, prices, speeds=speeds, input_bytes=input_bytes)
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "network")
     return as_plan(name, subject, described, chosen(candidates, described), candidates)
 

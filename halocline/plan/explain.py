@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..arrangement import fingerprint
+from .candidate import Candidate
 from .machine import Machine
 from .plan_file import Alternative, Plan, Prediction, machine_fingerprint
 from .recording import Subject
-from .search import Candidate
 
 
 def prediction(candidate: Candidate) -> Prediction:
     """The predicted step, as a plan holds it."""
     line, step = candidate.timeline, candidate.recorded
     return Prediction(
-        seconds=line.seconds,
-        low_seconds=line.seconds,
-        high_seconds=line.seconds,
+        seconds=candidate.seconds,
+        low_seconds=candidate.low_seconds or candidate.seconds,
+        high_seconds=candidate.high_seconds or candidate.seconds,
         seconds_per_sample=candidate.seconds_per_sample,
         compute=line.compute,
         exposed=dict(line.exposed),
@@ -28,6 +29,7 @@ def prediction(candidate: Candidate) -> Prediction:
             "optimizer": step.optimizer,
             "activations": step.activations,
         },
+        input=candidate.input_seconds,
         fits=candidate.fits,
         binds=candidate.binds,
     )
@@ -69,7 +71,8 @@ def lost_by(best: Candidate, rival: Candidate) -> str:
     """Why ``rival`` is not taken: the term by which it loses most."""
     if not rival.fits:
         return f"{rival} does not fit: it needs {rival.recorded.memory / 1e9:.1f} GB a device."
-    losses = {name: theirs - ours for (name, ours), (_, theirs) in zip(_terms(best), _terms(rival), strict=True)}
+    ours, theirs = (terms(prediction(each), each.samples) for each in (best, rival))
+    losses = {name: seconds - ours.get(name, 0.0) for name, seconds in theirs.items()}
     worst = max(losses, key=lambda name: losses[name])
     ratio = rival.seconds_per_sample / best.seconds_per_sample
     if ratio <= 1:
@@ -78,8 +81,48 @@ def lost_by(best: Candidate, rival: Candidate) -> str:
     return f"{rival} takes {ratio:.2f} times as long a sample as {best}; {most}."
 
 
-def _terms(candidate: Candidate) -> list[tuple[str, float]]:
-    """Seconds for a sample, by cause."""
-    line = candidate.timeline
-    waits = [(f"waiting for {kind}", line.exposed.get(kind, 0.0)) for kind in ("halo", "statistics", "gradients")]
-    return [(name, seconds / candidate.samples) for name, seconds in [("compute", line.compute), *waits]]
+WAITS = ("halo", "statistics", "gradients")
+
+
+def terms(predicted: Prediction, samples: int) -> dict[str, float]:
+    """Seconds for a sample, by cause; they add up to those of the step."""
+    kinds = [*WAITS, *(kind for kind in predicted.exposed if kind not in WAITS)]
+    waits = {f"waiting for {kind}": predicted.exposed.get(kind, 0.0) for kind in kinds}
+    step = predicted.compute + sum(waits.values())
+    waits["waiting for input"] = max(0.0, predicted.input - step)
+    return {name: seconds / samples for name, seconds in {"compute": predicted.compute, **waits}.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One term of two plans: seconds for a sample, or bytes of a device."""
+
+    term: str
+    first: float
+    second: float
+
+
+def difference(first: Plan, second: Plan) -> list[Difference]:
+    """Two plans term by term; the terms of time add up to the time for a sample."""
+    times = [terms(plan.predicted, plan.batch) for plan in (first, second)]
+    names = list(dict.fromkeys([*times[0], *times[1]]))
+    memory = [plan.predicted.memory for plan in (first, second)]
+    parts = list(dict.fromkeys([*memory[0], *memory[1]]))
+    return [
+        Difference("seconds a sample", *(plan.predicted.seconds_per_sample for plan in (first, second))),
+        *(Difference(name, *(each.get(name, 0.0) for each in times)) for name in names),
+        Difference("bytes of a device", *(float(sum(each.values())) for each in memory)),
+        *(Difference(part, *(float(each.get(part, 0)) for each in memory)) for part in parts),
+    ]
+
+
+def said_difference(first: Plan, second: Plan) -> str:
+    """Which of two plans is faster for a sample, and by which term."""
+    slower, faster = sorted((first, second), key=lambda plan: -plan.predicted.seconds_per_sample)
+    ratio = slower.predicted.seconds_per_sample / faster.predicted.seconds_per_sample
+    if ratio < 1.0005:
+        return f"{first} and {second} take the same time for a sample."
+    times = [terms(plan.predicted, plan.batch) for plan in (faster, slower)]
+    losses = {name: seconds - times[0].get(name, 0.0) for name, seconds in times[1].items()}
+    worst = max(losses, key=lambda name: losses[name])
+    return f"{slower} takes {ratio:.2f} times as long a sample as {faster}; most by {worst}."

@@ -22,7 +22,7 @@ VERSION = 1  # of the format
 class Prediction(Strict):
     """What a step takes: seconds and bytes of the slowest rank, by cause."""
 
-    seconds: float
+    seconds: float  # with reading, where that takes longer
     low_seconds: float  # with every assumed constant of the machine at its better end
     high_seconds: float
     seconds_per_sample: float
@@ -30,6 +30,7 @@ class Prediction(Strict):
     exposed: dict[str, float]  # waiting that computation does not hide, by what is waited for
     communication: dict[str, float]  # hidden or not
     memory: dict[str, int]  # bytes: weights, gradients, optimizer, activations
+    input: float = 0.0  # to read the samples of a step, which happens beside it
     fits: bool
     binds: str
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 from torch import nn
 
 CELLS = 400  # of the grid of bytes, at least; ten for each block
@@ -38,12 +40,23 @@ def least_work(costs: Mapping[str, tuple[float, int]], wanted: int) -> tuple[str
         return None
     cells = max(CELLS, 10 * len(costs))
     unit = max(1, wanted // cells)
-    never: tuple[float, tuple[str, ...]] = (float("inf"), ())
-    best = [(0.0, never[1]), *[never] * cells]
+    least = np.full(cells + 1, np.inf)  # seconds in which so many units are freed
+    least[0] = 0.0
+    taken: list[tuple[str, int, np.ndarray[Any, np.dtype[np.bool_]]]] = []
     for path, (seconds, kept) in costs.items():
         step = kept // unit  # rounded down: what is promised is freed
-        for cell in range(cells, 0, -1):
-            before = best[max(0, cell - step)]
-            if step and before[0] + seconds < best[cell][0]:
-                best[cell] = before[0] + seconds, (*before[1], path)
-    return best[cells][1] if best[cells][0] < float("inf") else tuple(costs)
+        if step:
+            with_it = (
+                np.concatenate([np.full(min(step, cells + 1), least[0]), least[: max(0, cells + 1 - step)]]) + seconds
+            )
+            with_it[0] = np.inf
+            taken.append((path, step, with_it < least))
+            least = np.minimum(least, with_it)
+    if not np.isfinite(least[cells]):
+        return tuple(costs)
+    cell, chosen = cells, list[str]()
+    for path, step, better in reversed(taken):
+        if better[cell]:
+            chosen.append(path)
+            cell = max(0, cell - step)
+    return tuple(reversed(chosen))

@@ -127,7 +127,7 @@ def record_step(
         if pricing is not None:
             mesh.world.events.clock = pricing.clock
             mesh.world.events.add(pricing.take)
-            workspace = partial(_workspace, mesh.world, pricing)
+            workspace = partial(_workspace, mesh.world, pricing) if pricing.knows_workspace else None
         for _ in range(warm):
             record(step, mesh)  # which names the module of an operation that needs values
         recorded: list[Record] = []

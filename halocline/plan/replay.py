@@ -67,6 +67,11 @@ class Replay:
         """Predicted seconds since the first event."""
         return self._now
 
+    @property
+    def knows_workspace(self) -> bool:
+        """Was the memory of operations measured on this machine?"""
+        return self._prices.curves is not None
+
     def workspace(self, event: Computed) -> int:
         """Bytes that the operation takes while it runs, beside its operands and results."""
         return self._prices.workspace(event)

@@ -16,7 +16,7 @@ Workspace = Callable[[Any, Any, Any], int]
 class _Living(TorchDispatchMode):
     """Counts the bytes of all storages that local operations made and nobody has let go of."""
 
-    def __init__(self, workspace: Workspace | None) -> None:
+    def __init__(self, workspace: Workspace | None = None) -> None:
         super().__init__()
         self.bytes = self.peak = 0
         self._known: set[int] = set()
@@ -55,3 +55,17 @@ def peak_of(step: Callable[[], object], workspace: Workspace | None = None) -> i
     with _Living(workspace) as living:
         step()
     return living.peak
+
+
+class MemoryCurve(_Living):
+    """Bytes that are alive after each local operation that runs inside; run it on meta tensors, inside ``dry``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if not planning():
+            self.points.append(self.bytes)
+        return result

@@ -39,6 +39,8 @@ class Classifier(nn.Module):
 
 ARRANGEMENTS = {
     "uneven": Arrangement({"data": 1, "depth": 2, "height": 1}, {"depth": (0, 9, 12)}),
+    "aligned": Arrangement({"data": 1, "depth": 2, "height": 1}, multiple=4),
+    "aligned, two axes, gather": Arrangement({"data": 1, "depth": 2, "height": 3}, multiple=2, gather=("late",)),
     "gather": Arrangement({"data": 1, "depth": 2, "height": 1}, gather=("late",)),
     "gather, data cut": Arrangement({"data": 2, "depth": 1, "height": 2}, gather=("late", "head")),
     "gather between cut layers": Arrangement({"data": 1, "depth": 2, "height": 2}, gather=("blocks.1",)),

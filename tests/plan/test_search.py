@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from halocline.errors import Refused
 from halocline.plan import search as search_module
 from halocline.plan.collectives import sum_seconds
 from halocline.plan.cost import Prices, key_of
+from halocline.plan.gathering import ChainLayer, Gathered, best_gathers
 from halocline.plan.machine import Machine, load_machine
 from halocline.plan.recording import middle_rank, record_step
 from halocline.plan.replay import replay
@@ -36,20 +38,68 @@ def test_the_middle_rank_has_most_neighbours() -> None:
     assert middle.messages > corner.messages and middle.rank == 4
 
 
+class LateLayers(nn.Module):
+    """A classifier whose late layers have hardly any work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 8, 3, 2, padding=1))
+        self.late = nn.Sequential(nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 16, 3, 2, padding=1), nn.Conv3d(16, 4, 3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.late(self.early(x)).mean((2, 3, 4)))
+
+
+NETWORKS = {  # what is planned, and the modules whose input is smaller than the sample
+    "U-Net": (subject(), ["norm", "up"]),
+    "U-Net, uneven": (subject(shapes=((1, 1, 20, 12, 24),)), ["norm", "up"]),
+    "classifier": (subject(make_model=LateLayers), ["late.0", "late.2"]),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("machine", ["summit", "eos"])
-@pytest.mark.parametrize("batch", [None, 4])
-def test_thinned_candidates_hold_the_best(machine: str, batch: int | None) -> None:
-    """The search's answer is within 1 % of the best of all meshes, each recorded and replayed."""
-    described = load_machine(machine)
-    best = search(subject(), described, 8, batch)[0]
-    volume = subject().volume
+@pytest.mark.parametrize(
+    ("network", "machine", "batch"),
+    [
+        ("U-Net", "summit", None),
+        ("U-Net", "eos", None),
+        ("U-Net", "summit", 1),
+        ("U-Net", "summit", 4),
+        ("U-Net", "eos", 4),
+        ("U-Net, uneven", "eos", 1),
+        ("U-Net, uneven", "summit", 4),
+        ("classifier", "summit", 1),
+        ("classifier", "eos", 4),
+    ],
+)
+def test_thinned_candidates_hold_the_best(network: str, machine: str, batch: int | None) -> None:
+    """The search's answer is within 1 % of the best of all candidates, each recorded and replayed."""
+    (planned, modules), described = NETWORKS[network], load_machine(machine)
+    best = search(planned, described, 8, batch)[0]
     everything = [
-        price(subject(), described, Arrangement(sizes), batch, Prices(described.device))
-        for sizes in factorizations(8, ["data", *volume])
-        if batch is None or batch % sizes["data"] == 0
+        price(planned, described, replace(Arrangement(sizes), **changes), batch, Prices(described.device))
+        for sizes in meshes(planned, 8, batch)
+        for changes in [{}, {"multiple": 2}, *({"gather": (module,)} for module in modules)]
     ]
     assert best.seconds_per_sample <= 1.01 * min(each.seconds_per_sample for each in everything)
+
+
+def test_late_layers_are_gathered_where_they_have_no_work() -> None:
+    candidates = search(subject(make_model=LateLayers), load_machine("summit"), 8, 1)
+    best, cut = candidates[0], next(each for each in candidates if not each.arrangement.gather)
+    assert best.arrangement.gather and best.seconds < cut.seconds
+
+
+def test_the_best_spans_of_a_chain_are_gathered() -> None:
+    def layer(place: str, voxels: int, cut: float, whole: float, able: bool = True) -> ChainLayer:
+        return ChainLayer(place, able, voxels, cut, whole, enter=1.0, kept=10)
+
+    down = [layer("first", 64, 5, 50, able=False), layer("down", 8, 5, 4), layer("bottom", 1, 5, 1)]
+    up = [layer("up", 8, 5, 4.5), layer("leave", 64, 5, 50, able=False), layer("head", 1, 5, 0.5)]
+    assert best_gathers(down) == Gathered(("down",), 4.0, 20)
+    assert best_gathers([*down, *up]) == Gathered(("down", "head"), 4.5 + 3.5, 40), "a span ends where a skip joins"
+    assert best_gathers([layer("down", 8, 5, 4.5)]) == Gathered(), "gathering itself takes longer"
 
 
 def test_plain_data_parallel_stays_unless_clearly_beaten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,113 @@
+"""How ``halocline plan`` shows its candidates, and the difference of two plans, in 80 columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .output import say, size_text, stdout
+
+if TYPE_CHECKING:
+    from ..plan.candidate import Candidate
+    from ..plan.explain import Difference
+    from ..plan.machine import Machine
+    from ..plan.plan_file import Plan
+
+SHOWN = 10  # candidates
+LONGEST = 3  # modules that a cell names
+
+
+def show_candidates(target: str, machine: Machine, best: Candidate, candidates: Sequence[Candidate]) -> None:
+    """The candidates, the best first, and what a step of the best is made of."""
+    table = Table(
+        title=f"{target} on {best.arrangement.ranks:,} devices of {machine.name}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("mesh", "step", "range", "a sample", "compute", "waits", "memory", "bound by"):
+        left = name in ("mesh", "bound by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "mesh", overflow="fold")
+    for each in candidates[:SHOWN]:
+        style = "bold" if each is best else "" if each.fits else "dim"
+        table.add_row(
+            short_name(each),
+            time_text(each.seconds),
+            range_text(each.low_seconds, each.high_seconds),
+            time_text(each.seconds_per_sample),
+            time_text(each.timeline.compute),
+            time_text(max(0.0, each.seconds - each.timeline.compute)),
+            size_text(each.recorded.memory),
+            each.binds,
+            style=style,
+        )
+    stdout().print(table)
+    say(stdout(), f"Take {best}. {_made_of(best)}")
+    if best.input_seconds > best.timeline.seconds:
+        say(
+            stdout(), "It is input-bound: faster storage, smaller files or nearer copies would help; other cuts do not."
+        )
+    assumed = ", ".join(path for path, _ in machine.assumed())
+    if assumed:
+        say(stdout(), f"Assumed, not measured: {assumed}.")
+
+
+def short_name(candidate: Candidate) -> str:
+    """An arrangement with few of its modules named."""
+    arrangement = candidate.arrangement
+    words = [f"{axis}={size}" for axis, size in arrangement.sizes.items() if size > 1] or ["one device"]
+    words += [f"{axis} uneven" for axis in arrangement.points]
+    words += [f"multiples of {arrangement.multiple}"] if arrangement.multiple > 1 else []
+    for what, paths in (("gather", arrangement.gather), ("recompute", arrangement.recompute)):
+        if paths:
+            more = f" and {len(paths) - LONGEST} more" if len(paths) > LONGEST else ""
+            words.append(f"{what} {', '.join(paths[:LONGEST])}{more}")
+    return " ".join(words)
+
+
+def _made_of(candidate: Candidate) -> str:
+    line = candidate.timeline
+    waits = [f"{time_text(seconds)} for {kind}" for kind, seconds in line.exposed.items() if seconds > 0]
+    waiting = f"; it waits {', '.join(waits)}" if waits else ""
+    reading = f"; reading takes {time_text(candidate.input_seconds)} beside it" if candidate.input_seconds else ""
+    return f"A step computes for {time_text(line.compute)}{waiting}{reading}."
+
+
+def show_difference(first: Plan, second: Plan, differences: Sequence[Difference]) -> None:
+    """Two plans term by term."""
+    table = Table(title="Difference", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", str(first), str(second), "difference"):
+        table.add_column(name, justify="left" if not name else "right", overflow="fold")
+    in_bytes = False
+    for each in differences:
+        in_bytes = in_bytes or each.term.startswith("bytes")
+        more = each.second - each.first
+        shown = size_text if in_bytes else time_text
+        sign = "+" if more > 0 else "-" if more < 0 else ""
+        cells = [shown(int(value) if in_bytes else value) for value in (each.first, each.second, abs(more))]
+        table.add_row(each.term, cells[0], cells[1], sign + cells[2])
+    stdout().print(table)
+
+
+def range_text(low: float, high: float) -> str:
+    """Such as "150-260 ms"."""
+    unit, size = _unit(high)
+    return f"{low / size:.3g}-{high / size:.3g} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits with a unit."""
+    unit, size = _unit(seconds)
+    return f"{seconds / size:.3g} {unit}" if seconds else "0 s"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size or math.isclose(seconds, size):
+            return unit, size
+    return "us", 1e-6
