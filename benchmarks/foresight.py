@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from halocline.arrangement import DATA, Arrangement
-from halocline.plan.calibrate import describe, link_on_ranks, measure_device, measure_load
+from halocline.plan.calibrate import describe, measure_device
+from halocline.plan.calibrate_ranks import link_on_ranks, measure_load
 from halocline.plan.cost import Key, Prices, key_of
 from halocline.plan.machine import Machine
 from halocline.plan.recording import record_step
@@ -78,6 +79,7 @@ def measure_foresight(
             watch = Others(ranks.run)
             runs = measure_runs(ranks, group, repeat, say)
             others.append(watch.share())
+        with ranks_at(place) as ranks:  # fresh ones: what the timed ones keep is not the case's
             for case in group:
                 runs[case.name].memory = max(ranks.run(on_ranks.memory_peak_of, case, deadline=DEADLINE))
         rows += [row(case, predictions[case.name], runs[case.name]) for case in group]
@@ -128,8 +130,8 @@ def ranks_at(place: Place) -> Iterator[Any]:
 def describe_ranks(ranks: Any, place: Place, device: dict[str, Any], alone: Any) -> tuple[Machine, Any]:
     """The machine as these ranks see it: their links, and what they take from each other."""
     count, rate = place
-    load, alone = measure_load(ranks, count, alone)
     links = ranks.run(link_on_ranks, deadline=DEADLINE)[0] if count > 1 else NO_LINK
+    load, alone = measure_load(ranks, count, device, links, alone)
     if rate is not None:  # a node is a namespace, and all share this machine's cores
         described = describe(device, links, [{**load, "ranks": 1}], STORAGE, nodes=count, ranks=1)
     else:

@@ -46,13 +46,15 @@ def memory_peak_of(case: Case) -> int:
     Memory that is let go of does not count, whether the C library keeps it or not; so times are not measured here.
     """
     return_memory_at_once()
-    _release()
-    before = memory_in_use(CPU)
-    PEAK_RESET.write_text("5")
-    prepare(case)
-    peak = memory_peak(CPU) - before
-    forget(case.name)
-    return peak
+    peaks = []
+    for _ in range(2):  # the first pays for what torch and the transport keep for good
+        _release()
+        before = memory_in_use(CPU)
+        PEAK_RESET.write_text("5")
+        prepare(case)
+        peaks.append(memory_peak(CPU) - before)
+        forget(case.name)
+    return peaks[-1]
 
 
 def timed_steps(name: str, count: int) -> float:

@@ -71,7 +71,7 @@ def calibrate(
                 bar.update(task, description=what, completed=share)
 
             measured = measure_device(device, tell, names, seconds=seconds)
-            link, loads = measure_ranks(ranks, tell)
+            link, loads = measure_ranks(ranks, measured, tell)
             tell("disk", 0.0)
             storage = measure_storage(folder or Path(tempfile.gettempdir()))
         described = describe(measured, link, loads if device.type == "cpu" else [], storage, ranks=ranks)
@@ -82,18 +82,18 @@ def calibrate(
         say(stdout(), f"wrote {out}; now: halocline plan unet3d --machine {out} --gpus {ranks}")
 
 
-def measure_ranks(ranks: int, tell: Tell) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def measure_ranks(ranks: int, device: dict[str, Any], tell: Tell) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Links, and what 1, 2, ... ranks at work on this machine take from each other."""
-    from ..plan.calibrate import link_on_ranks, measure_load
+    from ..plan.calibrate_ranks import link_on_ranks, measure_load
     from ..testing.pool import RankPool
 
-    alone, loads, link = None, [], {}
+    with RankPool(2) as pool:
+        link = pool.run(link_on_ranks, deadline=120)[0]
+    alone, loads = None, []
     counts = sorted({1, 2, ranks})
     for number, count in enumerate(counts):
         tell(f"{count} processes at work", number / len(counts))
         with RankPool(count) as pool:
-            entry, alone = measure_load(pool, count, alone)
+            entry, alone = measure_load(pool, count, device, link, alone)
             loads.append(entry)
-            if count == 2:
-                link = pool.run(link_on_ranks, deadline=120)[0]
     return link, loads

@@ -1,48 +1,40 @@
-"""Measure the machine at hand and describe it in the form of a machine file. Needs torch and numpy alone.
-
-The functions named ``*_on_ranks`` run on every rank of a group that the caller has started.
-"""
+"""Measure the machine at hand and describe it in the form of a machine file. Needs torch and numpy alone."""
 
 from __future__ import annotations
 
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..arrangement import Arrangement
-from ..distribute import distribute
-from ..program import dry, record
-from ..world import Label, Mesh, Receive, Send, World
-from .cost import Key, dtype_name, key_of
+from ..program import dry
+from .cost import Key, dtype_name
 from .curves import placed
-from .measure import Call, Catalogue, measure, return_memory_at_once, spread_over_kinds, time_call, workspace_of
+from .measure import (
+    Catalogue,
+    OperationCall,
+    return_memory_at_once,
+    spread_over_kinds,
+    time_call,
+    workspace_of,
+)
 from .probes import probes
 from .recording import record_step
 
 DTYPES = ("float64", "float32", "bfloat16")
-LABEL, SUM_LABEL = Label("calibration", "halocline calibrate"), Label("calibration", "halocline calibrate", "gradients")
 MOST = {True: 360, False: 24}  # operations of a kind that are timed: of those that multiply, and of others
 PROBES = 240
-TURN = 0.3  # seconds in which a kernel is called again and again
 LARGE = 1 << 18  # bytes of an operation from which on its workspace is measured
 _MEGABYTE = 1 << 20
 
 Tell = Callable[[str, float], None]  # what is measured, and the share of it that is done
-
-
-class Ranks(Protocol):
-    """Processes that run one function each, such as :class:`halocline.testing.RankPool`."""
-
-    def run(self, fn: Any, /, *args: Any, deadline: float = ...) -> list[Any]: ...
 
 
 def measured(value: float) -> dict[str, Any]:
@@ -93,7 +85,7 @@ def measure_device(
 
 def time_operations(
     device: torch.device, dtype: str, tell: Tell, without: Collection[Key], seconds: float
-) -> list[tuple[Call, float]]:
+) -> list[tuple[OperationCall, float]]:
     """Microseconds of what random networks consist of, in turns over kinds of operations."""
     with dry(0, 1):
         catalogue = Catalogue()
@@ -112,7 +104,7 @@ def time_operations(
     return timed
 
 
-def _row(call: Call, us: float, device: torch.device) -> dict[str, Any]:
+def _row(call: OperationCall, us: float, device: torch.device) -> dict[str, Any]:
     """One entry of the machine file's operations."""
     event = call.event
     return {
@@ -170,182 +162,6 @@ def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (os.cpu_count() or 1)
-
-
-# ---- ranks that share a node ----
-
-
-def measure_load(ranks: Ranks, count: int, alone: dict[str, float] | None = None) -> tuple[dict[str, Any], Any]:
-    """The entry of ``loads`` for ``count`` ranks at work, and the kernel times to compare larger counts with."""
-    kernels = _typical(ranks.run(kernels_on_ranks, deadline=120))
-    alone = alone or kernels
-    host = statistics.median(ranks.run(host_seconds_on_ranks, deadline=240))
-    latency = sums = 1e-6
-    if count > 1:
-        loaded = _typical(ranks.run(loaded_latency_on_ranks, deadline=120))
-        latency, sums = loaded["exchange"], loaded["sum"]
-    entry = {
-        "ranks": count,
-        "arithmetic": measured(max(0.9, kernels["arithmetic"] / alone["arithmetic"])),
-        "memory": measured(max(0.9, kernels["memory"] / alone["memory"])),
-        "host_us": measured(max(host * 1e6, 0.01)),
-        "latency_us": measured(max(latency * 1e6, 0.01)),
-        "sum_latency_us": measured(max(sums * 1e6, 0.01)),
-    }
-    return entry, alone
-
-
-def _typical(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
-
-
-def kernels_on_ranks() -> dict[str, float]:
-    """Seconds of a convolution and of a large addition while all ranks do the same."""
-    world = Mesh(data=-1).world
-    volume, weight = torch.ones(1, 16, 24, 24, 24), torch.ones(16, 16, 3, 3, 3)
-    large = torch.ones(_MEGABYTE)
-    calls: dict[str, Callable[[], object]] = {
-        "arithmetic": lambda: _convolve(volume, weight),
-        "memory": lambda: large.add_(1.0),
-    }
-    found = {}
-    for name, call in calls.items():
-        times = []
-        call()
-        for _ in range(5):
-            _meet(world)
-            started, calls_made = time.perf_counter(), 0
-            while time.perf_counter() - started < TURN:  # long, so that ranks that share a core all have their turns
-                call()
-                calls_made += 1
-            times.append((time.perf_counter() - started) / calls_made)
-        found[name] = statistics.median(times)
-    return found
-
-
-def _meet(world: World) -> None:
-    world.sum(torch.zeros(1), tuple(range(world.size)), LABEL)
-
-
-class _Chain(nn.Module):
-    """Small layers, so that the program itself takes most of the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv3d(2, 2, 3, padding=1) for _ in range(6))
-        self.norms = nn.ModuleList(nn.BatchNorm3d(2) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x)))
-        return x
-
-
-def host_seconds_on_ranks() -> float:
-    """Seconds of the program for each local operation, beside the operation itself, in a small cut network's step."""
-    world = Mesh(data=-1).world
-    arrangement = Arrangement({"data": 1, "depth": world.size})
-    model = distribute(_Chain(), plan=arrangement)
-    optimizer = torch.optim.Adam(model.parameters())
-    volume = arrangement.shard(torch.ones(1, 2, 4 * world.size, 4, 4), "NCDHW")
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(volume).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(5):
-        step()
-    # Processor time of all threads: waiting for others is not the program's.
-    seconds = []
-    for _ in range(15):
-        started = time.process_time()
-        step()
-        seconds.append(time.process_time() - started)
-    recorded = record(step, arrangement.mesh())
-    with Catalogue() as catalogue:
-        step()
-    known: dict[Key, float] = {}
-    measure(catalogue.calls, known, torch.device("cpu"))
-    kernels = sum(known.get(key_of(event), 0.0) for event in recorded.operations)
-    return max(0.0, statistics.median(seconds) - kernels) / len(recorded.operations)
-
-
-def loaded_latency_on_ranks() -> dict[str, float]:
-    """Seconds that a small exchange, and a small sum, add to ranks that compute a few milliseconds before each."""
-    world = Mesh(data=-1).world
-    everyone, small = tuple(range(world.size)), torch.zeros(256)
-    peers = sorted({(world.rank + 1) % world.size, (world.rank - 1) % world.size})
-    matrix = torch.ones(384, 384)
-
-    def exchange() -> None:
-        sends, receives = [Send(peer, small) for peer in peers], [Receive(peer, small.numel()) for peer in peers]
-        world.begin(sends, receives, small, everyone, LABEL).wait()
-
-    ways: dict[str, Callable[[], object]] = {
-        "nothing": lambda: None,
-        "exchange": exchange,
-        "sum": lambda: world.begin_sum(small, everyone, SUM_LABEL).wait(),
-    }
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(5):
-        for way, call in ways.items():
-            _meet(world)
-            started = time.perf_counter()
-            for _ in range(40):
-                torch.mm(matrix, matrix)
-                call()
-            found[way].append((time.perf_counter() - started) / 40)
-    medians = {way: statistics.median(times) for way, times in found.items()}
-    return {way: max(1e-6, medians[way] - medians["nothing"]) for way in ("exchange", "sum")}
-
-
-# ---- links and storage ----
-
-
-def link_on_ranks() -> dict[str, float]:
-    """Seconds of an empty message there and back, halved, and bytes a second of a large one; between ranks 0 and 1."""
-    world = Mesh(data=-1).world
-    small, large = torch.zeros(1), torch.zeros(2 * _MEGABYTE)
-    latency = statistics.median(_swap_seconds(world, small) for _ in range(200))
-    rate = large.nbytes / statistics.median(_swap_seconds(world, large) for _ in range(9))
-    return {"latency_us": latency * 1e6, "gb_per_s": rate / 1e9, "overlap_loss": _overlap_loss(world, large)}
-
-
-def _swap_seconds(world: World, value: Tensor) -> float:
-    """Ranks 0 and 1 send and receive at once; others do nothing."""
-    start = time.perf_counter()
-    if world.rank < 2:
-        peer = 1 - world.rank
-        world.begin([Send(peer, value)], [Receive(peer, value.numel())], value, (0, 1), LABEL).wait()
-    return time.perf_counter() - start
-
-
-def _overlap_loss(world: World, value: Tensor) -> float:
-    """Of the time of an exchange: what it takes from work that runs beside it."""
-    matrix = torch.ones(512, 512)
-    alone, beside = [], []
-    travel = statistics.median(_swap_seconds(world, value) for _ in range(5))
-    repeat = 1
-    for _ in range(7):
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)
-        repeat = max(repeat, int(1.5 * travel / (time.perf_counter() - started)))
-    for _ in range(9):
-        started = time.perf_counter()
-        for _ in range(repeat):
-            torch.mm(matrix, matrix)
-        alone.append(time.perf_counter() - started)
-        if world.rank < 2:
-            peer = 1 - world.rank
-            started = time.perf_counter()
-            pending = world.begin([Send(peer, value)], [Receive(peer, value.numel())], value, (0, 1), LABEL)
-            for _ in range(repeat):
-                torch.mm(matrix, matrix)
-            pending.wait()
-            beside.append(time.perf_counter() - started)
-    lost = statistics.median(beside or alone) - statistics.median(alone)
-    return min(1.0, max(1e-3, lost / travel))
 
 
 def measure_storage(folder: Path) -> float:

@@ -30,7 +30,7 @@ MMAP_THRESHOLD = -3  # the C library's number of this setting
 STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Call(NamedTuple):
+class OperationCall(NamedTuple):
     """One operation with its arguments on meta tensors, and the event that a record has of it."""
 
     event: Computed
@@ -45,17 +45,17 @@ class Catalogue(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._world = this_world()
-        self.calls: dict[Key, Call] = {}
+        self.calls: dict[Key, OperationCall] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not planning() and not is_free(function):
             event = computed(self._world, function, args, result)
-            self.calls.setdefault(key_of(event), Call(event, function, args, dict(kwargs or {})))
+            self.calls.setdefault(key_of(event), OperationCall(event, function, args, dict(kwargs or {})))
         return result
 
 
-def measure(calls: Mapping[Key, Call], known: dict[Key, float], device: torch.device) -> None:
+def measure(calls: Mapping[Key, OperationCall], known: dict[Key, float], device: torch.device) -> None:
     """Add to ``known`` the seconds of each call that it lacks: the median of a few timings."""
     for key, call in calls.items():
         if key not in known:
@@ -87,7 +87,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def workspace_of(call: Call, device: torch.device) -> int:
+def workspace_of(call: OperationCall, device: torch.device) -> int:
     """Bytes that one call takes at its peak beside its operands and results; 0 where the system does not tell.
 
     On a CPU it wants :func:`return_memory_at_once`.
@@ -104,7 +104,7 @@ def workspace_of(call: Call, device: torch.device) -> int:
         return max(0, memory_peak(device) - before - own)
 
 
-def _writes_in_place(call: Call) -> bool:
+def _writes_in_place(call: OperationCall) -> bool:
     return any(result.alias_info is not None for result in schema_of(call.function).returns)
 
 
@@ -172,12 +172,12 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
-def spread_over_kinds(calls: Iterable[Call], most: Mapping[bool, int], kind_of: Any) -> list[Call]:
+def spread_over_kinds(calls: Iterable[OperationCall], most: Mapping[bool, int], kind_of: Any) -> list[OperationCall]:
     """At most so many calls of each kind, in turns, so that a measurement that is cut short has some of every kind.
 
     ``most`` is by whether the kind multiplies: convolutions and products have more to tell.
     """
-    by_kind: dict[object, list[Call]] = {}
+    by_kind: dict[object, list[OperationCall]] = {}
     for call in calls:
         kind = kind_of(call.event)
         kept = by_kind.setdefault(kind, [])
