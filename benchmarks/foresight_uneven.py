@@ -37,11 +37,12 @@ def measure_uneven(machine: Machine, repeat: int) -> dict[str, Any]:
     if (os.cpu_count() or 1) < 2:
         raise ClusterError("unequal ranks are emulated on two cores, and this machine has one")
     planned = replace(CASE, **planned_cut(machine))
+    even = replace(planned, points={})
     with RankPool(2) as pool:
         pool.run(pin_to_core, per_rank=[(0,), (1,)], deadline=DEADLINE)
         times: dict[str, list[float]] = {"alike": [], "equal": [], "planned": []}
-        names = {"alike": CASE.name, "equal": CASE.name, "planned": f"planned {planned.name}"}
-        pool.run(on_ranks.prepare, CASE, deadline=DEADLINE)
+        names = {"alike": even.name, "equal": even.name, "planned": f"planned {planned.name}"}
+        pool.run(on_ranks.prepare, even, deadline=DEADLINE)
         pool.run(on_ranks.prepare, planned, names["planned"], deadline=DEADLINE)
         for _ in range(repeat):
             times["alike"].append(_step(pool, names["alike"]))

@@ -71,11 +71,11 @@ def measure_load(
 def _inside_a_step(
     ranks: Ranks, count: int, device: dict[str, Any], link: dict[str, float], load: dict[str, Any]
 ) -> float:
-    """Seconds that operations take in steps, over those that they take by themselves: the median over networks."""
+    """Seconds that operations take in steps, over those that they take by themselves; large networks count most."""
     nodes = {"nodes": 1, "ranks": count}
     machine = Machine.model_validate(describe(device, link, [load], 1e9, **nodes))
     prices = Prices(machine.device).on(machine, count)
-    ratios = []
+    inside = expected = 0.0
     for number in STEP_PROBES:
         subject, sizes = step_probe(number, count)
         rank = middle_rank(sizes)
@@ -83,8 +83,9 @@ def _inside_a_step(
         line = replay(recorded.record.events, rank, machine, prices)
         host = len(recorded.record.operations) * load["host_us"]["value"] * 1e-6 * load["arithmetic"]["value"]
         took = max(ranks.run(probe_step_on_ranks, number, count, deadline=240))
-        ratios.append((took - line.exposed_seconds - host) / max(1e-6, line.compute - host))
-    return min(3.0, max(0.7, statistics.median(ratios)))
+        inside += took - line.exposed_seconds - host
+        expected += line.compute - host
+    return min(3.0, max(0.7, inside / expected))
 
 
 def step_probe(number: int, count: int) -> tuple[Subject, dict[str, int]]:
