@@ -20,11 +20,12 @@ import torch
 from halocline.arrangement import DATA, Arrangement
 from halocline.plan.calibrate import describe, measure_device
 from halocline.plan.calibrate_ranks import link_on_ranks, measure_load
+from halocline.plan.candidate import MARGIN
 from halocline.plan.cost import Key, Prices, key_of
 from halocline.plan.machine import Machine
 from halocline.plan.recording import record_step
 from halocline.plan.replay import Timeline
-from halocline.plan.search import MARGIN, price
+from halocline.plan.search import price
 from halocline.testing.pool import RankPool
 
 from . import foresight_ranks as on_ranks
@@ -231,7 +232,7 @@ def summary(rows: Sequence[dict[str, Any]], cases: Sequence[Case]) -> dict[str, 
         "chosen": taken,
         "worst_over_plain": max((each["over_plain"] for each in taken if each["over_plain"]), default=None),
         "worst_over_best": max((each["over_best"] for each in taken), default=None),
-        "cached_cases": 0,  # every operation of every case was kept from the calibration
+        "cached_cases": 0,  # asserted: no operation of a case was calibrated
         "targets": TARGETS,
         "cases": list(rows),
     }

@@ -36,7 +36,7 @@ class Case:
     @property
     def group(self) -> tuple[object, ...]:
         """Cases that differ in their cut alone, and can be ranked."""
-        return self.workload, tuple(self.arguments.items()), self.shape, self.ranks, self.batch, self.rate
+        return self.workload, repr(self.arguments), self.shape, self.ranks, self.batch, self.rate
 
     @property
     def name(self) -> str:

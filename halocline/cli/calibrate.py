@@ -36,7 +36,7 @@ def calibrate(
 ) -> None:
     """Measure this machine, and describe it for `halocline plan`.
 
-    Times some two thousand operations of random small networks on the GPU if there is one, else on one thread of the
+    Times some five thousand operations of random small networks on the GPU if there is one, else on one thread of the
     CPU: convolutions, norms, pools and optimizer steps at local shapes, with the memory that each takes while it runs.
     Then messages and sums between processes, alone and while they compute, and reading from disk. It takes about five
     minutes; let nothing else run meanwhile. Shapes in between are interpolated.
@@ -55,7 +55,7 @@ def calibrate(
         from ..plan.calibrate import describe, measure_device, measure_storage
         from ..testing.task import BadUsage
 
-        ranks = ranks or max(2, os.cpu_count() or 2)
+        ranks = ranks or torch.cuda.device_count() or max(2, os.cpu_count() or 2)
         names = [name.strip() for name in dtypes.split(",")]
         unknown = [name for name in names if name not in ("float64", "float32", "bfloat16", "float16")]
         if unknown:
@@ -74,7 +74,7 @@ def calibrate(
             link, loads = measure_ranks(ranks, measured, tell)
             tell("disk", 0.0)
             storage = measure_storage(folder or Path(tempfile.gettempdir()))
-        described = describe(measured, link, loads if device.type == "cpu" else [], storage, ranks=ranks)
+        described = describe(measured, link, loads, storage, ranks=ranks)
         out.write_text(json.dumps(described) + "\n")
     if as_json:
         print_json(described)
@@ -90,7 +90,9 @@ def measure_ranks(ranks: int, device: dict[str, Any], tell: Tell) -> tuple[dict[
     with RankPool(2) as pool:
         link = pool.run(link_on_ranks, deadline=120)[0]
     alone, loads = None, []
-    counts = sorted({1, 2, ranks})
+    counts = sorted({*(2**n for n in range(ranks.bit_length())), ranks})
+    if "gpu" in device["kind"]:
+        return link, []  # the program and the messages run beside the device
     for number, count in enumerate(counts):
         tell(f"{count} processes at work", number / len(counts))
         with RankPool(count) as pool:

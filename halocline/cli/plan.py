@@ -103,14 +103,19 @@ def plan(
         from ..plan.explain import as_plan, difference, lost_by, said_difference
         from ..plan.machine import load_machine
         from ..plan.plan_file import read_plan
-        from ..plan.search import chosen, price, search
+        from ..plan.search import NoPlan, chosen, meshes, price, search
 
         described = load_machine(machine)
         check_devices(described, gpus)
         subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
         other = _whole_mesh(parse_cut(why_not), subject, gpus) if why_not else None
+        if other and other not in meshes(subject, gpus, batch):
+            raise NoPlan(
+                f"--why-not {why_not}: no mesh of this cut fits samples of {list(subject.shapes[0])} and batch "
+                f"{batch or 'one on each rank of the data axis'}"
+            )
         earlier = read_plan(compare) if compare else None
-        prices, device = Prices(described.device), _device() if measure else None
+        prices, device = Prices(described.device), _device(described) if measure else None
         with Progress(TextColumn("recording meshes"), BarColumn(), MofNCompleteColumn(), console=stderr()) as bar:
             task = bar.add_task("", total=None)
             candidates = search(
@@ -127,7 +132,9 @@ def plan(
         best = chosen(candidates, described)
         rival = None
         if other:
-            rival = price(subject, described, Arrangement(other), batch, prices, device, input_bytes=input_bytes)
+            rival = price(
+                subject, described, Arrangement(other), batch, prices, device, parse_speeds(speeds), input_bytes
+            )
         made = as_plan(target, subject, described, best, candidates)
         if out is not None:
             made.save(out)
@@ -191,14 +198,22 @@ def subject_of(
     )
 
 
-def _device() -> Any:
-    """The GPU, or one thread of the CPU, as a rank has."""
+def _device(machine: Any) -> Any:
+    """The GPU, or one thread of the CPU, as a rank has; refused where the plan is for another device."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    torch.set_num_threads(1)
-    return torch.device("cpu")
+    from ..plan.calibrate import device_name
+    from ..testing.task import BadUsage
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device_name(device) != machine.device.name:
+        raise BadUsage(
+            f"--measure times operations on {device_name(device)}, and {machine.name} has {machine.device.name}; plan "
+            "for a file that `halocline calibrate` wrote here"
+        )
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    return device
 
 
 def parse_speeds(text: str | None) -> list[float]:

@@ -16,7 +16,7 @@ from .cost import Prices
 from .explain import as_plan
 from .machine import Machine, MachineError, load_machine
 from .plan_file import Plan, read_plan
-from .recording import Subject, TargetShape
+from .recording import LETTERS, Subject, TargetShape
 from .search import chosen, price, search
 
 Shape = Sequence[int]
@@ -45,6 +45,8 @@ def plan(
     all outputs. ``speeds`` are the relative speeds of unequal devices, by rank. ``input_bytes`` are those of one sample
     on disk, by default those of its tensors. Nothing is computed.
     """
+    if batch is not None and batch < 1:
+        raise PlanError(f"a step has one sample or more, not batch={batch}")
     subject = make_subject(model, shapes, loss, targets, optimizer, dtype)
     described = load_machine(machine) if isinstance(machine, str) else machine
     check_devices(described, devices)
@@ -68,6 +70,8 @@ def load_plan(path: Path | str, machine: str | Machine | None = None, model: Any
             f"plan {path}: it was priced on {read.machine}, and to price it on {described.name} the network is needed: "
             "give model="
         )
+    check_devices(described, read.arrangement.ranks)
+    training = {"dtype": getattr(torch, read.dtype), **training}
     return repriced(read, make_subject(model, read.shapes, **training), described)
 
 
@@ -87,7 +91,7 @@ def make_subject(
     dtype: torch.dtype | None = None,
 ) -> Subject:
     """What is to be planned, from the arguments of ``hc.plan``."""
-    if not shapes or any(len(shape) < 3 or shape[0] != 1 for shape in shapes[:1]):
+    if not shapes or any(len(shape) not in LETTERS or shape[0] != 1 for shape in shapes[:1]):
         raise PlanError(
             f"hc.plan takes the shape of one sample with a batch of one and channels, such as (1, 1, 64, 64, 64); it "
             f"was given {list(shapes)}"
@@ -106,6 +110,8 @@ def make_subject(
 
 def check_devices(machine: Machine, devices: int) -> None:
     """Raise if the machine has fewer."""
+    if devices < 1:
+        raise PlanError(f"a plan is for one device or more, not {devices}")
     if devices > machine.devices:
         raise MachineError(
             f"{machine.name} has {machine.devices:,} devices, and {devices:,} were asked for; plan for fewer"
@@ -121,7 +127,7 @@ def mean_square(outputs: Any) -> Tensor:
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """A copy on meta tensors: no value is copied."""
+    """A copy whose parameters and buffers are meta tensors."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

@@ -57,7 +57,7 @@ def measure_device(
     Peaks are those of a matrix product, so that an efficiency of 1 means as fast as that.
     """
     tell("matrix products", 0.0)
-    peaks = {name: _peak(getattr(torch, name), device) for name in DTYPES}
+    peaks = {name: _peak(getattr(torch, name), device) for name in dict.fromkeys((*DTYPES, *dtypes))}
     tell("memory", 0.0)
     large = torch.empty(64 * _MEGABYTE, dtype=torch.float32, device=device)
     bandwidth = 2 * large.nbytes / time_call(torch.ops.aten.copy_.default, (large, large.clone()), {}, device)
@@ -70,7 +70,7 @@ def measure_device(
         tell("memory of operations", number / len(timed))
         operations.append(_row(call, us, device))
     return {
-        "name": _device_name(device),
+        "name": device_name(device),
         "kind": "gpu" if device.type == "cuda" else "cpu",
         "memory_gb": measured(_memory(device) / 1e9),
         "memory_gb_per_s": measured(bandwidth / 1e9),
@@ -89,9 +89,10 @@ def time_operations(
     """Microseconds of what random networks consist of, in turns over kinds of operations."""
     with dry(0, 1):
         catalogue = Catalogue()
-    for number, (subject, mesh, batch) in enumerate(probes(PROBES, getattr(torch, dtype))):
+    count = max(16, min(PROBES, int(2 * seconds)))
+    for number, (subject, mesh, batch) in enumerate(probes(count, getattr(torch, dtype))):
         record_step(subject, mesh, batch, beside=catalogue, warm=0)
-        tell("shapes of operations", (number + 1) / PROBES)
+        tell("shapes of operations", (number + 1) / count)
     wanted = [call for key, call in catalogue.calls.items() if key not in without and "::" not in call.event.name]
     random.Random(0).shuffle(wanted)
     wanted = spread_over_kinds(wanted, MOST, lambda event: placed(event).kind)
@@ -149,7 +150,8 @@ def _convolve(volume: Tensor, weight: Tensor) -> Tensor:
     return F.conv3d(volume, weight, padding=1)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """As a machine file names it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

@@ -24,7 +24,7 @@ from .cost import Key, Prices, key_of
 from .machine import Machine
 from .measure import Catalogue, measure
 from .probes import probes
-from .recording import STEADY, Subject, middle_rank, record_step
+from .recording import STEADY, Subject, busiest_rank, record_step
 from .replay import Replay, replay
 
 LABEL, SUM_LABEL = Label("calibration", "halocline calibrate"), Label("calibration", "halocline calibrate", "gradients")
@@ -65,6 +65,7 @@ def measure_load(
     inside = _inside_a_step(ranks, count, device, link, entry)
     for term in ("arithmetic", "memory"):
         entry[term] = measured(entry[term]["value"] * inside)
+    entry["host_us"] = measured(max(entry["host_us"]["value"] / inside, 0.01))  # prices multiply it by arithmetic
     return entry, alone
 
 
@@ -78,7 +79,7 @@ def _inside_a_step(
     inside = expected = 0.0
     for number in STEP_PROBES:
         subject, sizes = step_probe(number, count)
-        rank = middle_rank(sizes)
+        rank = busiest_rank(Arrangement(sizes), subject.volume)
         recorded = record_step(subject, sizes, 1, rank, pricing=Replay(rank, machine, prices))
         line = replay(recorded.record.events, rank, machine, prices)
         host = len(recorded.record.operations) * load["host_us"]["value"] * 1e-6 * load["arithmetic"]["value"]
@@ -222,7 +223,7 @@ def loaded_latency_on_ranks() -> dict[str, float]:
 
 
 def link_on_ranks() -> dict[str, float]:
-    """Seconds of an empty message there and back, halved, and bytes a second of a large one; between ranks 0 and 1."""
+    """Seconds of a small message each way at once, and bytes a second of a large one; between ranks 0 and 1."""
     world = Mesh(data=-1).world
     small, large = torch.zeros(1), torch.zeros(2 * _MEGABYTE)
     latency = statistics.median(_swap_seconds(world, small) for _ in range(200))

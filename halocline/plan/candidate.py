@@ -14,9 +14,10 @@ from .cost import Prices
 from .machine import Machine
 from .measure import Catalogue, measure
 from .ranges import at_end
-from .recording import RecordedStep, Subject, middle_rank, record_step
+from .recording import RecordedStep, Subject, busiest_rank, record_step
 from .replay import Replay, Timeline, replay
 
+MARGIN = 0.03  # a plan must be predicted so much faster than plain data parallel to take its place
 INPUT = "input"  # the verdict where reading takes longer than the step
 
 
@@ -88,7 +89,7 @@ def price(
     sizes = arrangement.sizes
     local = 1 if batch is None else batch // sizes[DATA]
     steps: list[tuple[Timeline, RecordedStep, float]] = []
-    for rank in range(len(speeds)) if speeds else (middle_rank(sizes),):
+    for rank in range(len(speeds)) if speeds else (busiest_rank(arrangement, subject.volume),):
         catalogue = None
         if device is not None:
             with dry(0, 1):

@@ -91,8 +91,8 @@ class Prices:
         moved = event.bytes / (device.memory_gb_per_s.value * 1e9 * device.memory_efficiency.value)
         work = event.flops / 1e9
         share = device.efficiency.value * work / (work + device.half_work_gflop.value)
-        arithmetic = work / (self._peak(event) * 1e3 * share) if work else 0.0
-        return max(moved, arithmetic if self._multiplies(event) else 0.0, device.launch_us.value * 1e-6)
+        arithmetic = work / (self._peak(event) * 1e3 * share) if work and self._multiplies(event) else 0.0
+        return max(moved, arithmetic, device.launch_us.value * 1e-6)
 
     def _multiplies(self, event: Computed) -> bool:
         """Only convolutions and products are bound by arithmetic; all else by memory."""

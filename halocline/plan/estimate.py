@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, takewhile
 
-from ..arrangement import DATA
+from ..arrangement import DATA, Arrangement
 from ..world.events import Begun, Computed, Summed
 from .collectives import exchange_seconds, sum_seconds
 from .cost import Prices, key_of
 from .gathering import ChainLayer
 from .machine import Machine
-from .recording import RecordedStep, Subject, middle_rank, record_step
+from .recording import RecordedStep, Subject, busiest_rank, record_step
 from .replay import kind_of
 from .unrecordable import clear_recording_errors
 
@@ -140,7 +140,7 @@ class Estimator:
         self, event: Computed, sizes: Mapping[str, int], tile: tuple[float, ...], local: int
     ) -> tuple[float, float, float]:
         """Seconds of an operation at a rank's share, of its halo, and of the statistics that ranks combine."""
-        ranks, rank = math.prod(sizes.values()), middle_rank(sizes)
+        ranks, rank = math.prod(sizes.values()), busiest_rank(Arrangement(sizes), self.subject.volume)
         seconds = self._seconds(self._local(event, tile, local))
         halo = exchange_seconds(self.machine, rank, self._halo(event, sizes, tile, local, rank), self.prices.load)
         combined = "batch_norm" in event.name and ranks > 1
@@ -196,7 +196,7 @@ class Estimator:
     def _gather_seconds(self, elements: int, sizes: Mapping[str, int]) -> float:
         """Each rank of the spatial axes sends its tile to all others."""
         parts = math.prod(sizes[axis] for axis in self.subject.volume)
-        rank = middle_rank(sizes)
+        rank = busiest_rank(Arrangement(sizes), self.subject.volume)
         first = rank - rank % parts  # the data axis is the first of a mesh
         size = elements * self.subject.dtype.itemsize // parts
         return exchange_seconds(

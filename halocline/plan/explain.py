@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..arrangement import fingerprint
-from .candidate import Candidate
+from .candidate import MARGIN, Candidate
 from .machine import Machine
 from .plan_file import Alternative, Plan, Prediction, machine_fingerprint
 from .recording import Subject
@@ -76,7 +76,8 @@ def lost_by(best: Candidate, rival: Candidate) -> str:
     worst = max(losses, key=lambda name: losses[name])
     ratio = rival.seconds_per_sample / best.seconds_per_sample
     if ratio <= 1:
-        return f"{rival} is predicted to take {ratio:.2f} of the time of {best}: the difference is within the margin."
+        reason = "the difference is within the margin" if ratio > 1 - MARGIN else "the search did not record it"
+        return f"{rival} is predicted to take {ratio:.2f} of the time of {best}: {reason}."
     most = f"most of it by {worst} (+{losses[worst] * 1e3:.3g} ms)"
     return f"{rival} takes {ratio:.2f} times as long a sample as {best}; {most}."
 

@@ -6,6 +6,7 @@ Files are JSON, checked by pydantic. Units stand in the names; unknown keys and 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -72,7 +73,9 @@ class MeasuredOperation(Strict):
     """
 
     name: str
-    dtype: str
+    dtype: Literal[
+        "None", "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
+    ]
     shapes: tuple[tuple[int, ...], ...]
     options: tuple[bool | int | tuple[bool | int, ...] | None, ...]
     flops: float = Field(ge=0)
@@ -178,7 +181,7 @@ class Machine(Strict):
     def load(self, ranks: int) -> NodeLoad | None:
         """Of a node when a run has so many ranks: the nearest that was measured. None for machines without loads."""
         here = min(ranks, self.devices_per_node)
-        return min(self.loads, key=lambda load: abs(load.ranks - here), default=None)
+        return min(self.loads, key=lambda load: abs(math.log(load.ranks / here)), default=None)
 
     def assumed(self) -> Iterator[tuple[str, Quantity]]:
         """Constants that nobody has measured or published, with their paths."""

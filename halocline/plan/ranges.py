@@ -10,8 +10,9 @@ from .machine import Machine, Quantity
 
 Described = TypeVar("Described", bound=BaseModel)
 
-#: Ends of the names of constants that are better when they are small: latencies, and work below which a device idles.
-SMALL_IS_BETTER = ("_us", "_gflop", "_seconds", "_slowdown")
+#: Ends of the names of constants that are better when they are small: latencies, work below which a device idles, and
+#: what ranks take from each other.
+SMALL_IS_BETTER = ("_us", "_gflop", "overlap_loss", "arithmetic", "memory")
 
 
 def at_end(machine: Machine, better: bool) -> Machine:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 
 from ..arrangement import AXIS_OF_LETTER, Arrangement
 from ..distribute import distribute
+from ..geometry import Partition
 from ..program import Record, dry, record
+from ..program.autocast import autocast_on_meta
 from ..program.memory import peak_of
 from ..program.record import computed, is_free
+from ..tensor import unwrap
 from ..world import World
 from .replay import Replay
 
@@ -69,21 +73,26 @@ class RecordedStep:
     """A step of one rank, with the bytes it holds."""
 
     record: Record
-    weights: int
+    weights: int  # buffers and frozen parameters too
     gradients: int
     optimizer: int
-    activations: int
+    activations: int  # the peak of what the step makes, and this rank's part of the samples
 
     @property
     def memory(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def middle_rank(sizes: Mapping[str, int]) -> int:
-    """The rank with most neighbours: it does the most, so the step waits for it."""
+def busiest_rank(arrangement: Arrangement, volume: Mapping[str, int]) -> int:
+    """The rank with the largest tile, and of those one with most neighbours: the others wait for it."""
     rank = 0
-    for size in sizes.values():
-        rank = rank * size + size // 2
+    for axis, size in arrangement.sizes.items():
+        place = size // 2
+        if axis in volume and size > 1:
+            at = arrangement.points.get(axis) or Partition.even(volume[axis], size, arrangement.multiple).points
+            pieces = [end - begin for begin, end in pairwise(at)]
+            place = max(range(size), key=lambda n: (pieces[n], 0 < n < size - 1, -abs(n - size // 2)))
+        rank = rank * size + place
     return rank
 
 
@@ -106,7 +115,7 @@ def record_step(
     times that it predicts, and operations take the workspace that it knows of.
     """
     arrangement = arrangement or Arrangement(sizes)
-    rank = middle_rank(sizes) if rank is None else rank
+    rank = busiest_rank(arrangement, subject.volume) if rank is None else rank
     with dry(rank, math.prod(sizes.values())), torch.device("meta"):
         model = distribute(subject.make_model().to(subject.dtype), plan=arrangement)
         mesh, samples = arrangement.mesh(), batch * sizes.get("data", 1)
@@ -117,7 +126,7 @@ def record_step(
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
-            with subject.around():
+            with subject.around(), autocast_on_meta():
                 loss = subject.loss(model(*inputs), *targets)
             loss.backward()
             if optimizer is not None:
@@ -134,8 +143,9 @@ def record_step(
         with beside or nullcontext():
             peak = peak_of(lambda: recorded.append(record(step, mesh)), workspace)
         state = 0 if optimizer is None else _bytes(_state_tensors(optimizer))
-    weights = _bytes(parameters)
-    return RecordedStep(recorded[0], weights, weights, state, peak)
+    held = _bytes([*model.parameters(), *model.buffers()])
+    samples_held = _bytes([unwrap(each) for each in (*inputs, *targets)])
+    return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak)
 
 
 def _workspace(world: World, pricing: Replay, function: Any, args: Any, result: Any) -> int:

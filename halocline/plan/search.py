@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..arrangement import DATA
-from .candidate import Candidate, is_plain, price
+from .candidate import MARGIN, Candidate, is_plain, price
 from .cost import Prices
 from .estimate import Estimator
 from .machine import Machine
@@ -19,7 +19,6 @@ from .recording import Subject
 
 __all__ = ["Candidate", "NoPlan", "chosen", "factorizations", "meshes", "price", "search"]
 
-MARGIN = 0.03  # a plan must be predicted so much faster than plain data parallel to take its place
 AT_LEAST = 2  # candidates that are recorded and fit, so that there is one to compare with
 AT_MOST = 10  # candidates that are recorded
 EVENTS = 10_000  # recorded in all, from which on no more than AT_LEAST candidates are recorded; one from twice that on

@@ -11,7 +11,7 @@ from ..errors import PlanError
 
 def axis_speeds(sizes: Mapping[str, int], speeds: Sequence[float]) -> dict[str, list[float]]:
     """For each mesh axis the speed of every place on it: that of the slowest rank there."""
-    if len(speeds) != math.prod(sizes.values()) or any(speed <= 0 for speed in speeds):
+    if len(speeds) != math.prod(sizes.values()) or not all(0 < speed < math.inf for speed in speeds):
         raise PlanError(
             f"{len(speeds)} speeds for {math.prod(sizes.values())} devices: give one positive number for each rank, "
             "such as 2,1 for two"

@@ -81,8 +81,9 @@ class _OperationEvents(TorchDispatchMode):
 
 
 def is_free(function: Any) -> bool:
-    """Results that alias an argument without writing cost nothing, nor does memory that nobody has written yet."""
-    if "empty" in schema_of(function).name:
+    """Views, memory that is not written yet, marks for a profiler and scalars of the host cost a device nothing."""
+    name = schema_of(function).name
+    if "empty" in name or name.startswith("profiler::") or function is item_operator:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(function).returns)
 

@@ -102,7 +102,7 @@ def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
 def _known_machine(plan: Plan) -> Machine | None:
     """The machine that the plan was made for, if its description is found and has not changed."""
     try:
-        machine = load_machine(plan.machine)
+        machine = load_machine(_HERE if plan.machine == "here" else plan.machine)
     except MachineError:
         return None
     return machine if plan.is_for(machine) else None

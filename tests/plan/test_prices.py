@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_unet import subject
+from torch import Tensor, nn
 
+from halocline.errors import HaloclineError
 from halocline.plan.calibrate import describe, measure_device
 from halocline.plan.collectives import exchange_seconds, sum_seconds
 from halocline.plan.cost import Prices, event_of, key_of
@@ -17,7 +19,7 @@ from halocline.plan.curves import Curves, placed
 from halocline.plan.machine import Machine, MeasuredOperation, load_machine
 from halocline.plan.measure import Catalogue, workspace_of
 from halocline.plan.probes import probes
-from halocline.plan.recording import record_step
+from halocline.plan.recording import Subject, record_step
 from halocline.plan.replay import Replay, replay
 from halocline.program import dry
 from halocline.program.memory import peak_of
@@ -185,3 +187,59 @@ def test_a_device_is_measured_without_the_shapes_that_are_judged() -> None:
     device = measure_device(CPU, lambda what, share: None, without=judged, seconds=5.0)
     measured = {key_of(event_of(MeasuredOperation.model_validate(row))) for row in device["operations"]}
     assert len(measured) > 100 and not measured & judged
+
+
+class Mixed(nn.Module):
+    """A frozen layer, a buffer, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Conv3d(4, 64, 3, padding=1).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(1000))
+        self.head = nn.Conv3d(64, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(x)).float()
+
+
+def mixed(**changes: Any) -> Subject:
+    return Subject(Mixed, lambda output: output.square().mean(), ((1, 4, 16, 16, 16),), **changes)
+
+
+UNCUT = {"data": 1, "depth": 1, "height": 1, "width": 1}
+
+
+def test_memory_holds_samples_frozen_weights_and_buffers() -> None:
+    step = record_step(mixed(), UNCUT, 1)
+    assert step.weights == 4 * (64 * 4 * 27 + 64 + 1000 + 64 + 1) and step.gradients == 4 * 65
+    assert step.activations > 4 * 16**3 * (4 + 64), "the sample, and what the frozen layer makes"
+
+
+def test_gradients_lie_in_their_buckets_on_meta_tensors_too() -> None:
+    """A gradient whose bucket holds it is no memory of its own: all meta tensors have the same address."""
+
+    def large() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), *(nn.Linear(512, 512, bias=False) for _ in range(4)))
+
+    drawn = Subject(large, lambda output: output.square().mean(), ((1, 1, 512),))
+    step = record_step(drawn, {"data": 1, "width": 1}, 1)
+    assert step.activations < 3 * 4 * 512**2, "two gradients on their way, not all four"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_autocast_is_recorded_as_it_would_run(depth: int) -> None:
+    casting = mixed(around=lambda: torch.autocast("cpu", torch.bfloat16))
+    step = record_step(casting, {**UNCUT, "depth": depth}, 1)
+    convolutions = [event.dtype for event in step.record.operations if "convolution" in event.name]
+    assert convolutions and set(convolutions) == {torch.bfloat16}
+    assert step.gradients == 4 * 65, "parameters stay in float32"
+
+
+def test_a_dtype_without_a_peak_may_still_be_copied() -> None:
+    machine = load_machine("summit")
+    peaks = {name: peak for name, peak in machine.device.peak_tflops.items() if name != "float64"}
+    prices = Prices(machine.device.model_copy(update={"peak_tflops": peaks}))
+    copy = Computed(0, 0, 0.0, "cat", "", "forward", ((8,),), torch.float64, 8.0, 128)
+    assert prices.seconds(copy) > 0
+    with pytest.raises(HaloclineError, match="no peak for float64"):
+        prices.seconds(convolution(8, 16)._replace(dtype=torch.float64))

@@ -20,7 +20,7 @@ from halocline.plan.collectives import sum_seconds
 from halocline.plan.cost import Prices, key_of
 from halocline.plan.gathering import ChainLayer, Gathered, best_gathers
 from halocline.plan.machine import Machine, load_machine
-from halocline.plan.recording import middle_rank, record_step
+from halocline.plan.recording import busiest_rank, record_step
 from halocline.plan.replay import replay
 from halocline.plan.search import NoPlan, chosen, factorizations, meshes, price, search
 from halocline.world.events import Begun, Computed, Label, Summed, Waited
@@ -32,10 +32,24 @@ def test_every_factorization_once() -> None:
     assert all(a * b * c == 12 for a, b, c in found)
 
 
-def test_the_middle_rank_has_most_neighbours() -> None:
+def test_the_busiest_rank_has_the_largest_tile_and_then_most_neighbours() -> None:
     sizes = {"data": 1, "depth": 3, "height": 3, "width": 1}
-    middle, corner = (record_step(subject(), sizes, 1, rank).record for rank in (middle_rank(sizes), 0))
-    assert middle.messages > corner.messages and middle.rank == 4
+    volume = {"depth": 12, "height": 12, "width": 12}
+    middle = busiest_rank(Arrangement(sizes), volume)
+    inner, corner = (record_step(subject(), sizes, 1, rank).record for rank in (middle, 0))
+    assert inner.messages > corner.messages and middle == 4
+    pair = {"data": 1, "depth": 2, "height": 1, "width": 1}
+    assert busiest_rank(Arrangement(pair, multiple=8), {**volume, "depth": 12}) == 0, "tiles of 8 and 4"
+    assert busiest_rank(Arrangement(pair, {"depth": (0, 4, 12)}), volume) == 1
+
+
+def test_the_slowest_rank_of_an_uneven_cut_is_priced() -> None:
+    machine, sizes = load_machine("perlmutter"), {"data": 1, "depth": 2, "height": 1, "width": 1}
+    cut = Arrangement(sizes, {"depth": (0, 18, 24)})
+    found = price(subject(), machine, cut, 1, Prices(machine.device))
+    recorded = [record_step(subject(), sizes, 1, rank, arrangement=cut) for rank in range(2)]
+    assert found.recorded.record.rank == 0
+    assert found.recorded.activations == recorded[0].activations > recorded[1].activations
 
 
 class LateLayers(nn.Module):
@@ -221,7 +235,7 @@ def test_a_sample_is_a_batch_of_one() -> None:
 @pytest.mark.long
 def test_operations_are_timed_at_their_own_shapes(tmp_path: Path) -> None:
     out = tmp_path / "here.json"
-    assert CliRunner().invoke(app, ["calibrate", "--out", str(out)]).exit_code == 0
+    assert CliRunner().invoke(app, ["calibrate", "--seconds", "8", "--out", str(out)]).exit_code == 0
     assert load_machine(str(out)).device.peak_tflops["float32"].source == "measured"
     machine = load_machine(str(out))
     prices, sizes = Prices(machine.device), {"data": 1, "depth": 2, "height": 1, "width": 1}

@@ -230,3 +230,18 @@ def test_what_torch_refuses_is_refused_for_the_global_shape() -> None:
             F.max_pool1d(tiny, 2, 1, 1, 3)
 
     run_local(2, on_rank)
+
+
+def test_arguments_that_torch_refuses_are_refused_of_cut_tensors_too() -> None:
+    pooled, places = F.max_pool3d(torch.randn(1, 1, 4, 4, 4), 2, return_indices=True)
+
+    def body() -> None:
+        mesh = Mesh(depth=2)
+        values, indices = (hc.shard(tensor, mesh, {2: "depth"}) for tensor in (pooled, places))
+        rows = hc.shard(torch.randn(6, 5), mesh, {0: "depth"})
+        with pytest.raises(RuntimeError, match="exactly three elements"):
+            F.max_unpool3d(values, indices, (2, 3))
+        with pytest.raises(RuntimeError, match="expected input with shape"):
+            F.layer_norm(rows, (3, 6, 5))
+
+    run_local(2, body)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._torch_private import sharers
+from ..._torch_private import sharers, storage_key
 
 _COUNTABLE = {torch.bfloat16: 256, torch.half: 2048}  # largest count that sums of ones reach exactly in these dtypes
 
@@ -115,7 +115,7 @@ class Bucket:
         """Does this gradient lie anywhere in the bucket's memory?"""
         if gradient is None or gradient.layout is not torch.strided:
             return False
-        return gradient.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+        return storage_key(gradient) == storage_key(self.memory)  # meta tensors all have the address 0
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
         """Is this gradient exactly the parameter's place in the bucket's memory?"""

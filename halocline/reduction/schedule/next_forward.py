@@ -8,7 +8,6 @@ synchronous step.
 
 from __future__ import annotations
 
-import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -208,12 +207,13 @@ class NextForwardOverlap:
 
     def _read(self, index: int, number: int) -> None:
         """A deferred parameter is read: note when, and settle its bucket."""
-        now = time.perf_counter()
+        clock = self._engine.world.events.clock
+        now = clock()
         self._began = self._began or now
         self._needs.setdefault(index, now - self._began - self._stalled)
         if number in self._left:
             self._settle(number)
-            self._stalled += time.perf_counter() - now
+            self._stalled += clock() - now
 
     def _settle(self, number: int) -> None:
         """Wait for a bucket's sum, and make the requested steps of its parameters."""

@@ -208,7 +208,7 @@ def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float)
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
     """torch's own kernel: the normalised dims are read whole, all others keep their cuts."""
     last = len(normalized_shape)
-    dims = (*range(input.ndim - last), *[None] * last)
+    dims = tuple(None if dim >= input.ndim - last else dim for dim in range(input.ndim))
     return Recipe(
         space=input.shape,
         reads=(follow(input, *dims), *whole_operands(weight, bias)),

@@ -189,6 +189,9 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         output_size: Any = None,
     ) -> Tensor:
         size = None if output_size is None else tuple(output_size)
+        if any(isinstance(value, Sequence) and len(value) != spatial for value in (kernel_size, stride, padding)):
+            values, places = (Operand(n, tuple(input.shape), dtype, frozenset()) for n, dtype in enumerate(_UNPOOLED))
+            shape(function, values, places, kernel_size, stride, padding, size)  # torch says what is wrong with them
         windows = tuple(windows_of(spatial, kernel_size, stride, padding))
         call = Unpool(function, tuple(input.shape), windows, size)
         cut = tuple(d for d in range(call.lead, input.ndim) if is_cut(input, d) or is_cut(indices, d))
@@ -197,6 +200,9 @@ def _max_unpool(spatial: int, function: Any) -> Callable[..., Tensor]:
         return run_rule(function, _unpool_rule, (input, indices, call, near, _widened(input)), {})
 
     return run
+
+
+_UNPOOLED = (torch.float32, torch.int64)  # dtypes of values and places, where only shapes count
 
 
 def _widened(input: Tensor) -> torch.dtype:
