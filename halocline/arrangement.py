@@ -144,7 +144,7 @@ def _with_whole_samples(tensor: Tensor) -> Tensor:
 
 
 class _Recomputed:
-    """A module's forward under torch's checkpoint: exchanges nothing again, and counts no batch of a norm twice."""
+    """A module's forward under torch's checkpoint: exchanges nothing again, and updates running statistics once."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward

@@ -42,6 +42,11 @@ def measured(value: float) -> dict[str, Any]:
     return {"value": float(f"{value:.4g}"), "source": "measured"}
 
 
+def guessed(value: float) -> dict[str, Any]:
+    """A quantity that was measured on something else, with a range of ten times each way."""
+    return {**measured(value), "source": "assumed", "low": value / 10, "high": value * 10}
+
+
 # ---- one device ----
 
 
@@ -189,13 +194,17 @@ def describe(
     nodes: int = 1,
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """A machine file: nodes of ``ranks`` devices each, all joined by one level of links."""
+    """A machine file: nodes of ``ranks`` devices each, all joined by one level of links.
+
+    ``link`` is that between processes; for GPUs, which have links of their own, it is no more than an assumption.
+    """
+    quantity = guessed if device["kind"] == "gpu" else measured
     level = {
         "name": "between processes",
         "kind": "socket",
         "devices": None,
-        "gb_per_s": measured(link["gb_per_s"]),
-        "latency_us": measured(link["latency_us"]),
+        "gb_per_s": quantity(link["gb_per_s"]),
+        "latency_us": quantity(link["latency_us"]),
         "shared_by": 1,
     }
     return {

@@ -55,7 +55,7 @@ class Prices:
     speed: float = 1.0
     load: NodeLoad | None = None
     curves: Curves | None = None
-    _alone: dict[Key, float] = field(default_factory=dict)  # seconds, where nobody else computes
+    _alone: dict[Key, float] = field(default_factory=dict)  # seconds without other ranks on the node
 
     def __post_init__(self) -> None:
         if self.curves is None and self.device.operations:

@@ -105,7 +105,7 @@ class Device(Strict):
 
 
 class NodeLoad(Strict):
-    """What changes with the number of ranks at work on one node, measured by `halocline calibrate`.
+    """What changes with the number of ranks that run on a node, measured by `halocline calibrate`.
 
     ``arithmetic`` and ``memory`` are how many times longer an operation takes than alone, by what it is bound by.
     ``host_us`` is the time of the program itself for each operation. ``latency_us`` is what an exchange adds to ranks

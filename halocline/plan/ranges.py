@@ -1,4 +1,4 @@
-"""The honest range of a prediction: the same record, priced with every assumed constant at its better or worse end."""
+"""The range of a prediction: the same record, priced with every assumed constant at its better or worse end."""
 
 from __future__ import annotations
 

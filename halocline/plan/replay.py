@@ -110,7 +110,7 @@ class Replay:
         self._now = max(self._now, waited.ends) + lost
 
     def end(self) -> Timeline:
-        """What has begun and nobody waited for ends the step too."""
+        """Wait for communication that is still in flight; the timeline of the whole step."""
         for waited in self._under_way.values():
             self._wait(waited)
         self._under_way.clear()

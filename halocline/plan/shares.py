@@ -28,10 +28,10 @@ def axis_speeds(sizes: Mapping[str, int], speeds: Sequence[float]) -> dict[str, 
 def balanced_points(
     size: int, speeds: Sequence[float], seconds: Callable[[float], float], multiple: int = 1
 ) -> tuple[int, ...]:
-    """Cut points of a dim of ``size`` at which the slowest rank is done first.
+    """Cut points of a dim of ``size`` that minimise the time of the slowest rank.
 
     ``seconds(share)`` is what a device of speed 1 takes for a share of the dim. The time within which all can be done
-    is found by bisection; what rounding leaves goes to whoever is done first.
+    is found by bisection; leftover elements go to the rank that finishes first.
     """
     blocks = -(-size // multiple)
     if len(speeds) > blocks:

@@ -1,4 +1,4 @@
-"""Programs written down: what one rank does in a step, without doing it."""
+"""Recorded steps: the operations and the communication of one rank."""
 
 from .record import Record, dry, record
 

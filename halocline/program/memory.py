@@ -1,4 +1,4 @@
-"""How much memory a step will take, from the step itself run dry."""
+"""Peak memory of a step, from a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Workspace = Callable[[Any, Any, Any], int]
 
 
 class _Living(TorchDispatchMode):
-    """Counts the bytes of all storages that local operations made and nobody has let go of."""
+    """Counts the bytes of storages that local operations made and that are still alive."""
 
     def __init__(self, workspace: Workspace | None = None) -> None:
         super().__init__()
