@@ -30,7 +30,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def least_work(costs: Mapping[str, tuple[float, int]], wanted: int) -> tuple[str, ...] | None:
-    """The blocks whose recomputation frees ``wanted`` bytes in the least seconds; None if recomputing every block is not enough.
+    """The blocks whose recomputation frees ``wanted`` bytes in the least seconds; None if all of them do not suffice.
 
     ``costs`` holds forward seconds and kept bytes by block. While one block is recomputed its activations are there
     again, so the largest of those chosen is added to what must be freed.
