@@ -10,6 +10,7 @@ Left out: HyenaNDUNETR and DAF3D (their packages do not install), Generator (no 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -40,7 +41,12 @@ def volume(depth: int = 32, height: int | None = None, *, channels: int = 1) -> 
 
 def net(name: str, inputs: list[Input], *args: Any, **options: Any) -> ZooEntry:
     """``Name(*args, **options)`` of MONAI. What stands in parentheses behind a name tells variants apart."""
-    return ZooEntry(name, lambda n: getattr(n, name.partition("(")[0])(*args, **options), tuple(inputs))
+
+    def make(networks: Any) -> Any:
+        mine, named = copy.deepcopy((args, options))  # some networks change the lists that they are given
+        return getattr(networks, name.partition("(")[0])(*mine, **named)
+
+    return ZooEntry(name, make, tuple(inputs))
 
 
 # Encoders and decoders with skips: halos at every level, and tiles that shrink and grow.
