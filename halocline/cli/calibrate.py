@@ -38,7 +38,7 @@ def calibrate(
 
     Times some five thousand operations of random small networks on the GPU if there is one, else on one thread of the
     CPU: convolutions, norms, pools and optimizer steps at local shapes, with the memory that each takes while it runs.
-    Then messages and sums between processes, alone and while they compute, and reading from disk. It takes about five
+    Then messages and sums between processes, alone and while they compute, and reading from disk. It takes about six
     minutes; let nothing else run meanwhile. Shapes in between are interpolated.
 
     **Examples**
