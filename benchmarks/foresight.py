@@ -70,11 +70,10 @@ def measure_foresight(
     device = measure_device(torch.device("cpu"), lambda what, share: None, without=judged, seconds=seconds)
     seen = sum(_row_key(row) in judged for row in device["operations"])
     assert seen == 0, f"{seen} judged operations were calibrated"
-    rows, alone, others, machines = [], None, [], dict[Place, Machine]()
+    rows, others, machines = [], [], dict[Place, Machine]()
     for place, group in by_place(cases).items():
         with ranks_at(place) as ranks:
-            machine, alone = describe_ranks(ranks, place, device, alone)
-            machines[place] = machine
+            machine = machines[place] = describe_ranks(ranks, place, device)
             say(f"{place}: {len(group)} runs")
             predictions = {case.name: predict(case, machine) for case in group}
             watch = Others(ranks.run)
@@ -128,16 +127,16 @@ def ranks_at(place: Place) -> Iterator[Any]:
             yield cluster
 
 
-def describe_ranks(ranks: Any, place: Place, device: dict[str, Any], alone: Any) -> tuple[Machine, Any]:
+def describe_ranks(ranks: Any, place: Place, device: dict[str, Any]) -> Machine:
     """The machine as these ranks see it: their links, and what they take from each other."""
     count, rate = place
     links = ranks.run(link_on_ranks, deadline=DEADLINE)[0] if count > 1 else NO_LINK
-    load, alone = measure_load(ranks, count, device, links, alone)
+    load = measure_load(ranks, count, device, links)
     if rate is not None:  # a node is a namespace, and all share this machine's cores
         described = describe(device, links, [{**load, "ranks": 1}], STORAGE, nodes=count, ranks=1)
     else:
         described = describe(device, links, [load], STORAGE, ranks=count)
-    return Machine.model_validate(described), alone
+    return Machine.model_validate(described)
 
 
 #: Of one rank, which exchanges nothing.

@@ -89,13 +89,12 @@ def measure_ranks(ranks: int, device: dict[str, Any], tell: Tell) -> tuple[dict[
 
     with RankPool(2) as pool:
         link = pool.run(link_on_ranks, deadline=120)[0]
-    alone, loads = None, []
+    loads = []
     counts = sorted({*(2**n for n in range(ranks.bit_length())), ranks})
     if "gpu" in device["kind"]:
         return link, []  # the program and the messages run beside the device
     for number, count in enumerate(counts):
         tell(f"{count} processes at work", number / len(counts))
         with RankPool(count) as pool:
-            entry, alone = measure_load(pool, count, device, link, alone)
-            loads.append(entry)
+            loads.append(measure_load(pool, count, device, link))
     return link, loads

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ..distribute import distribute
 from ..program import record
 from ..world import Label, Mesh, Receive, Send, World
 from .calibrate import describe, measured
-from .cost import Key, Prices, key_of
+from .cost import BOUNDS, Key, Prices, key_of
 from .machine import Machine
 from .measure import Catalogue, measure
 from .probes import probes
@@ -28,8 +29,11 @@ from .recording import STEADY, Subject, busiest_rank, record_step
 from .replay import Replay, replay
 
 LABEL, SUM_LABEL = Label("calibration", "halocline calibrate"), Label("calibration", "halocline calibrate", "gradients")
-STEP_PROBES, STEP_SEED = range(12), 1  # networks whose whole steps are timed
-TURN = 0.3  # seconds in which a kernel is called again and again
+STEP_PROBES, STEP_SEED = range(15), 1  # networks whose whole steps are timed
+STEP_TERMS = (*BOUNDS, "host_us", "waiting")
+HOLD = 0.3  # how much the factors of a step's terms are held to each other
+DOUBTFUL = 0.15  # relative error from which on a step counts less
+TURN = 0.1  # seconds in which a kernel is called again and again
 _MEGABYTE = 1 << 20
 
 
@@ -39,69 +43,86 @@ class Ranks(Protocol):
     def run(self, fn: Any, /, *args: Any, deadline: float = ...) -> list[Any]: ...
 
 
-def measure_load(
-    ranks: Ranks, count: int, device: dict[str, Any], link: dict[str, float], alone: dict[str, float] | None = None
-) -> tuple[dict[str, Any], Any]:
-    """The entry of ``loads`` for ``count`` ranks at work, and the kernel times to compare larger counts with.
+def measure_load(ranks: Ranks, count: int, device: dict[str, Any], link: dict[str, float]) -> dict[str, Any]:
+    """The entry of ``loads`` for ``count`` ranks at work.
 
-    Kernels, messages and the program are measured by themselves. Then whole steps of a few networks say how much longer
-    operations take inside a step, where memory is fresh and caches hold other things.
+    Kernels, messages and the program are measured by themselves first. Then whole steps of a few networks correct them:
+    inside a step memory is fresh, caches hold other things, and on a shared core one rank computes while others wait.
     """
-    kernels = _typical(ranks.run(kernels_on_ranks, deadline=120))
-    alone = alone or kernels
+    crowding = _typical(ranks.run(crowding_on_ranks, deadline=240))
     host = statistics.median(ranks.run(host_seconds_on_ranks, deadline=240))
-    latency = sums = 1e-6
+    loaded = {"exchange": 1e-6, "sum": 1e-6}
     if count > 1:
         loaded = _typical(ranks.run(loaded_latency_on_ranks, deadline=120))
-        latency, sums = loaded["exchange"], loaded["sum"]
-    entry: dict[str, Any] = {
+    entry = {
         "ranks": count,
-        "arithmetic": measured(max(0.9, kernels["arithmetic"] / alone["arithmetic"])),
-        "memory": measured(max(0.9, kernels["memory"] / alone["memory"])),
+        **{name: measured(factor) for name, factor in crowding.items()},
         "host_us": measured(max(host * 1e6, 0.01)),
-        "latency_us": measured(max(latency * 1e6, 0.01)),
-        "sum_latency_us": measured(max(sums * 1e6, 0.01)),
+        "latency_us": measured(max(loaded["exchange"] * 1e6, 0.01)),
+        "sum_latency_us": measured(max(loaded["sum"] * 1e6, 0.01)),
+        "waiting": measured(1.0),
     }
-    inside = _inside_a_step(ranks, count, device, link, entry)
-    for term in ("arithmetic", "memory"):
-        entry[term] = measured(entry[term]["value"] * inside)
-    entry["host_us"] = measured(max(entry["host_us"]["value"] / inside, 0.01))  # prices multiply it by arithmetic
-    return entry, alone
+    terms, seconds = _probe_steps(ranks, count, device, link, entry)
+    factors = fitted_factors(terms, seconds)
+    for name, factor in zip(STEP_TERMS, factors, strict=True):
+        entry[name] = measured(entry[name]["value"] * float(factor))
+    return entry
 
 
-def _inside_a_step(
+def _probe_steps(
     ranks: Ranks, count: int, device: dict[str, Any], link: dict[str, float], load: dict[str, Any]
-) -> float:
-    """Seconds that operations take in steps, over those that they take by themselves; large networks count most."""
-    nodes = {"nodes": 1, "ranks": count}
-    machine = Machine.model_validate(describe(device, link, [load], 1e9, **nodes))
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each probe network: what the terms of its step are expected to take, and what the step takes, in seconds."""
+    machine = Machine.model_validate(describe(device, link, [load], 1e9, nodes=1, ranks=count))
     prices = Prices(machine.device).on(machine, count)
-    inside = expected = 0.0
+    terms, seconds = [], []
     for number in STEP_PROBES:
-        subject, sizes = step_probe(number, count)
+        subject, sizes, batch = step_probe(number, count)
         rank = busiest_rank(Arrangement(sizes), subject.volume)
-        recorded = record_step(subject, sizes, 1, rank, pricing=Replay(rank, machine, prices))
+        recorded = record_step(subject, sizes, batch, rank, pricing=Replay(rank, machine, prices))
         line = replay(recorded.record.events, rank, machine, prices)
-        host = len(recorded.record.operations) * load["host_us"]["value"] * 1e-6 * load["arithmetic"]["value"]
-        took = max(ranks.run(probe_step_on_ranks, number, count, deadline=240))
-        inside += took - line.exposed_seconds - host
-        expected += line.compute - host
-    return min(3.0, max(0.7, inside / expected))
+        host = len(recorded.record.operations) * load["host_us"]["value"] * 1e-6
+        kernels = prices.by_bound(recorded.record.operations)
+        terms.append([*(kernels[name] for name in BOUNDS), host, line.exposed_seconds])
+        seconds.append(max(ranks.run(probe_step_on_ranks, number, count, deadline=240)))
+    return np.array(terms), np.array(seconds)
 
 
-def step_probe(number: int, count: int) -> tuple[Subject, dict[str, int]]:
-    """A network for whole steps, cut over ``count`` ranks along its first dim."""
-    subject = next(islice(probes(number + 1, torch.float32, seed=STEP_SEED), number, None))[0]
-    return subject, {axis: count if n == 0 else 1 for n, axis in enumerate(subject.volume)} | {"data": 1}
+def fitted_factors(terms: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """By which factors the terms of steps add up to the measured seconds.
+
+    Least squares of relative errors, in which one common factor is free and the differences between terms are held
+    small; steps that others disturbed (far too long) lose their weight.
+    """
+    common = float(np.median(seconds / terms.sum(1)))
+    count = terms.shape[1]
+    relative = common * terms / seconds[:, None]
+    weights = np.ones(len(seconds))
+    factors = np.ones(count)
+    for _ in range(10):
+        rows = np.vstack([weights[:, None] * relative, HOLD * np.eye(count)])
+        wanted = np.concatenate([weights, HOLD * np.ones(count)])
+        factors = np.clip(np.linalg.lstsq(rows, wanted, rcond=None)[0], 0.2, 4.0)
+        off = np.abs(relative @ factors - 1)
+        weights = np.sqrt(np.minimum(1.0, DOUBTFUL / np.maximum(off, 1e-9)))
+    return common * factors
+
+
+def step_probe(number: int, count: int) -> tuple[Subject, dict[str, int], int]:
+    """A network for whole steps, cut over ``count`` ranks: its first dim, its last, or the batch; samples a rank."""
+    subject, _, batch = next(islice(probes(number + 1, torch.float32, seed=STEP_SEED), number, None))
+    axes = list(subject.volume)
+    axis = (axes[0], axes[-1], "data")[number % 3]
+    return subject, {"data": 1} | dict.fromkeys(axes, 1) | {axis: count}, batch
 
 
 def probe_step_on_ranks(number: int, count: int) -> float:
     """Seconds of a training step of that network."""
-    subject, sizes = step_probe(number, count)
+    subject, sizes, batch = step_probe(number, count)
     arrangement = Arrangement(sizes)
     model = distribute(subject.make_model(), plan=arrangement)
     optimizer = torch.optim.Adam(model.parameters())
-    volume = arrangement.shard(torch.ones(subject.shapes[0]), subject.letters)
+    volume = arrangement.shard(torch.ones(batch * sizes["data"], *subject.shapes[0][1:]), subject.letters)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -109,10 +130,10 @@ def probe_step_on_ranks(number: int, count: int) -> float:
         optimizer.step()
 
     seconds = []
-    for number in range(8):
+    for turn in range(STEADY + 5):
         started = time.perf_counter()
         step()
-        if number >= STEADY:
+        if turn >= STEADY:
             seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
@@ -121,28 +142,40 @@ def _typical(found: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
-def kernels_on_ranks() -> dict[str, float]:
-    """Seconds of a convolution and of a large addition while all ranks do the same."""
+def crowding_on_ranks() -> dict[str, float]:
+    """How many times longer kernels take while all ranks run them than while rank 0 does alone, by their bound."""
     world = Mesh(data=-1).world
-    volume, weight = torch.ones(1, 16, 24, 24, 24), torch.ones(16, 16, 3, 3, 3)
     large = torch.ones(_MEGABYTE)
-    calls: dict[str, Callable[[], object]] = {
-        "arithmetic": lambda: F.conv3d(volume, weight, padding=1),
-        "memory": lambda: large.add_(1.0),
-    }
-    found = {}
-    for name, call in calls.items():
-        times = []
+    ratios: dict[str, list[float]] = {name: [] for name in BOUNDS}
+    for side, channels in ((24, 16), (32, 24), (12, 64)):
+        volumes = torch.ones(2, channels, side, side, side)
+        weight = torch.ones(channels, channels, 3, 3, 3)
+        calls: dict[str, Callable[[], object]] = {
+            "arithmetic": lambda v=volumes, w=weight: F.conv3d(v, w, padding=1),  # type: ignore[misc]
+            "unfolding": lambda v=volumes[:1], w=weight: F.conv3d(v, w, padding=1),  # type: ignore[misc]
+            "memory": lambda: large.add_(1.0),
+        }
+        for name, call in calls.items():
+            ratios[name] += [_crowding(world, call) for _ in range(3)]
+    return {name: max(1.0, statistics.median(found)) for name, found in ratios.items()}
+
+
+def _crowding(world: World, call: Callable[[], object]) -> float:
+    """Seconds of a call on all ranks at once over those on rank 0 alone, one after the other so that neither drifts."""
+    call()
+    _meet(world)
+    alone = torch.tensor([_seconds_of(call, TURN) if world.rank == 0 else 0.0])
+    alone = world.sum(alone, tuple(range(world.size)), LABEL)
+    return _seconds_of(call, TURN * max(1, world.size // 2)) / float(alone)
+
+
+def _seconds_of(call: Callable[[], object], least: float) -> float:
+    """Of one call, on average over at least so long: ranks that share a core all have their turns."""
+    started, calls_made = time.perf_counter(), 0
+    while time.perf_counter() - started < least:
         call()
-        for _ in range(5):
-            _meet(world)
-            started, calls_made = time.perf_counter(), 0
-            while time.perf_counter() - started < TURN:  # long, so that ranks that share a core all have their turns
-                call()
-                calls_made += 1
-            times.append((time.perf_counter() - started) / calls_made)
-        found[name] = statistics.median(times)
-    return found
+        calls_made += 1
+    return (time.perf_counter() - started) / calls_made
 
 
 def _meet(world: World) -> None:

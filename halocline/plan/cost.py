@@ -7,6 +7,7 @@ traffic, whichever is slower, and never less than a launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +16,7 @@ from .._torch_private import schema_of
 from ..errors import HaloclineError
 from ..program.work import FORMULAS
 from ..world.events import Computed
-from .curves import Curves
+from .curves import Curves, placed, unfolds
 from .machine import Device, Machine, MeasuredOperation, NodeLoad
 
 #: Operation, dtype, shapes of the operands, other arguments, FLOPs, bytes.
@@ -24,6 +25,9 @@ Key = tuple[str, str, tuple[tuple[int, ...], ...], tuple[object, ...], float, in
 #: Operations that are bound by arithmetic: those whose work has a formula of its own.
 MULTIPLY = frozenset(schema_of(function).name.removeprefix("aten::") for function in FORMULAS)
 _INTEGERS = ("int", "uint", "bool")
+
+#: What operations are bound by: the factors of :class:`NodeLoad`.
+BOUNDS = ("arithmetic", "unfolding", "memory")
 
 
 def key_of(event: Computed) -> Key:
@@ -34,6 +38,13 @@ def key_of(event: Computed) -> Key:
 def dtype_name(event: Computed) -> str:
     """Such as "float32"; "None" where the operation has no operands."""
     return str(event.dtype).removeprefix("torch.")
+
+
+def bound_of(event: Computed) -> str:
+    """One of ``BOUNDS``. Convolutions that torch unfolds first move far more memory than their operands."""
+    if event.name not in MULTIPLY:
+        return "memory"
+    return "unfolding" if unfolds(placed(event).kind) else "arithmetic"
 
 
 def event_of(measured: MeasuredOperation) -> Computed:
@@ -73,9 +84,16 @@ class Prices:
         if alone is None:
             alone = self._alone[key] = self._interpolated(event)
         if self.load is not None:
-            crowd = self.load.arithmetic if self._multiplies(event) else self.load.memory
-            alone = alone * crowd.value + self.load.host_us.value * 1e-6 * self.load.arithmetic.value
+            alone = alone * getattr(self.load, bound_of(event)).value + self.load.host_us.value * 1e-6
         return alone / self.speed
+
+    def by_bound(self, events: Iterable[Computed]) -> dict[str, float]:
+        """Seconds of these operations by what bounds them, without the program's own time."""
+        host = self.load.host_us.value * 1e-6 if self.load is not None else 0.0
+        totals = dict.fromkeys(BOUNDS, 0.0)
+        for event in events:
+            totals[bound_of(event)] += self.seconds(event) - host / self.speed
+        return totals
 
     def workspace(self, event: Computed) -> int:
         """Bytes that the operation takes while it runs, beside its operands and results."""
@@ -91,12 +109,8 @@ class Prices:
         moved = event.bytes / (device.memory_gb_per_s.value * 1e9 * device.memory_efficiency.value)
         work = event.flops / 1e9
         share = device.efficiency.value * work / (work + device.half_work_gflop.value)
-        arithmetic = work / (self._peak(event) * 1e3 * share) if work and self._multiplies(event) else 0.0
+        arithmetic = work / (self._peak(event) * 1e3 * share) if work and event.name in MULTIPLY else 0.0
         return max(moved, arithmetic, device.launch_us.value * 1e-6)
-
-    def _multiplies(self, event: Computed) -> bool:
-        """Only convolutions and products are bound by arithmetic; all else by memory."""
-        return event.name in MULTIPLY
 
     def _peak(self, event: Computed) -> float:
         name = dtype_name(event)

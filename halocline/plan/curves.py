@@ -25,6 +25,7 @@ NEAREST = 8  # neighbours that count
 RIDGE = 0.3  # how much the slope between neighbours is held to zero
 LEAST_WIDTH = 0.25  # of the neighbourhood, in factors of two
 FEWEST = 3  # measured operations that make a curve
+BACKEND = 3  # part of a convolution's kind: which of torch's kernels
 COARSE = 3  # parts of a kind that must agree: function, dtype, number of dims
 SLACK = 0.2  # how far an interpolated logarithm may lie beyond its neighbours'
 
@@ -35,11 +36,15 @@ _BYTES, _FLOPS = 1e10, 5e10
 
 @dataclass(frozen=True)
 class Placed:
-    """An operation among its kind: where it stands (logarithms of sizes), and the terms of its time."""
+    """An operation among its kind: where it stands (logarithms of sizes), and the terms of its time.
+
+    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one.
+    """
 
     kind: Kind
     place: tuple[float, ...]
     terms: tuple[float, ...]
+    touched: float
 
 
 class Curves:
@@ -50,7 +55,7 @@ class Curves:
         for event, seconds, workspace in measured:
             where = placed(event)
             for kind in dict.fromkeys((where.kind, where.kind[:COARSE])):
-                rows[kind].append((where, seconds, workspace / max(1, event.bytes)))
+                rows[kind].append((where, seconds, workspace / max(1, where.touched)))
         self._curves = {kind: _Curve(found) for kind, found in rows.items() if len(found) >= FEWEST}
 
     def seconds(self, event: Computed) -> float | None:
@@ -63,7 +68,7 @@ class Curves:
         """Bytes that the operation takes while it runs, beside its operands and results."""
         where = placed(event)
         curve = self._curve(where)
-        return 0 if curve is None else int(curve.workspace_share(where) * event.bytes)
+        return 0 if curve is None else int(curve.workspace_share(where) * where.touched)
 
     def _curve(self, where: Placed) -> _Curve | None:
         return self._curves.get(where.kind) or self._curves.get(where.kind[:COARSE])
@@ -89,7 +94,7 @@ class _Curve:
         return float(self._sum(np.array(where.terms))) * math.exp(left)
 
     def workspace_share(self, where: Placed) -> float:
-        """Of the operation's bytes."""
+        """Of the bytes that the operation touches."""
         _, distance, near = self._neighbours(where)
         weights = _weights(distance[near])
         return float(weights @ self._shares[near] / weights.sum())
@@ -148,15 +153,15 @@ def _placed(
 ) -> Placed:
     terms = (1e-6, moved / _BYTES, flops / _FLOPS)
     if name == "convolution":
-        return _convolution((name, dtype), shapes[0], shapes[1], options[-6:], (True, True), terms)
+        return _convolution((name, dtype), shapes[0], shapes[1], options[-6:], (True, True), terms, moved)
     if name == "convolution_backward":
         wanted = cast(tuple[bool, ...], options[-1])
-        return _convolution((name, dtype), shapes[1], shapes[2], options[-7:-1], wanted, terms)
+        return _convolution((name, dtype), shapes[1], shapes[2], options[-7:-1], wanted, terms, moved)
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         left, right = shapes[-2:]
         batch = left[0] if len(left) == 3 else 1
-        return Placed((name, dtype), _logs(batch, left[-2], left[-1], right[-1]), terms)
-    return Placed((name, dtype), _logs(moved, flops), terms)
+        return Placed((name, dtype), _logs(batch, left[-2], left[-1], right[-1]), terms, moved)
+    return Placed((name, dtype), _logs(moved, flops), terms, moved)
 
 
 def _convolution(
@@ -166,6 +171,7 @@ def _convolution(
     options: tuple[object, ...],
     wanted: tuple[bool, ...],
     terms: tuple[float, ...],
+    moved: int,
 ) -> Placed:
     stride, _, dilation, transposed, _, groups = cast(tuple[Any, ...], options)
     backend = convolution_backend((volume, weight), function[1] or torch.float32, options)
@@ -174,9 +180,15 @@ def _convolution(
     sizes = _logs(weight[1], weight[0] / groups, voxels, volume[0], volume[-1], kernel, groups)
     place = (*sizes, 2 * math.log2(math.prod(stride)), math.log2(math.prod(dilation)), 2.0 * (kernel == 1))
     positions = volume[0] * voxels / (1 if transposed else math.prod(stride))
-    unfolded = positions * weight[1] * groups * kernel
-    more = (4 * unfolded / _BYTES, positions * weight[0] / 1e9, volume[0] * 1e-5, 4 * math.prod(weight) / _BYTES)
-    return Placed(kind, place, (*terms, *more))
+    unfolded = 4 * positions * weight[1] * groups * kernel
+    more = (unfolded / _BYTES, positions * weight[0] / 1e9, volume[0] * 1e-5, 4 * math.prod(weight) / _BYTES)
+    touched = moved + unfolded if unfolds(kind) else moved
+    return Placed(kind, place, (*terms, *more), touched)
+
+
+def unfolds(kind: Kind) -> bool:
+    """Does torch write the windows of such a convolution to memory before it multiplies?"""
+    return len(kind) > BACKEND and str(kind[BACKEND]).startswith("Slow")
 
 
 def _logs(*sizes: float) -> tuple[float, ...]:

@@ -63,6 +63,7 @@ GigabytesPerSecond = Annotated[Quantity, between(1e-3, 1e5, "is it in GB/s (byte
 Microseconds = Annotated[Quantity, between(1e-2, 1e5, "is it in microseconds?")]
 Share = Annotated[Quantity, between(1e-3, 1.0, "it is a share of the peak, from 0 to 1")]
 Factor = Annotated[Quantity, between(0.5, 1e3, "it is a ratio of times, about 1 or more")]
+WaitingShare = Annotated[Quantity, between(0.05, 20, "it is a ratio of times, about 1")]
 Gflop = Annotated[Quantity, between(1e-6, 1e5, "is it in GFLOP?")]
 
 
@@ -107,17 +108,20 @@ class Device(Strict):
 class NodeLoad(Strict):
     """What changes with the number of ranks that run on a node, measured by `halocline calibrate`.
 
-    ``arithmetic`` and ``memory`` are how many times longer an operation takes than alone, by what it is bound by.
-    ``host_us`` is the time of the program itself for each operation. ``latency_us`` is what an exchange adds to ranks
-    that compute between exchanges, ``sum_latency_us`` what a sum by the transport adds.
+    ``arithmetic``, ``unfolding`` and ``memory`` are how many times longer an operation takes than alone, by what it is
+    bound by. ``host_us`` is the time of the program itself for each operation. ``latency_us`` is what an exchange adds
+    to ranks that compute between exchanges, ``sum_latency_us`` what a sum by the transport adds; ``waiting`` is the
+    share of it that counts, below 1 where ranks share a core and one computes while another waits.
     """
 
     ranks: int = Field(ge=1)
     arithmetic: Factor
+    unfolding: Factor
     memory: Factor
     host_us: Microseconds
     latency_us: Microseconds
     sum_latency_us: Microseconds
+    waiting: WaitingShare
 
 
 class NetworkLevel(Strict):

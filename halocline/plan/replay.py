@@ -59,6 +59,7 @@ class Replay:
         self.timeline = Timeline()
         self._rank, self._machine, self._prices = rank, machine, prices
         self._loss = machine.overlap_loss.value if machine.overlap_loss is not None else 0.0
+        self._waiting = prices.load.waiting.value if prices.load is not None else 1.0
         self._now = 0.0
         self._busy: dict[tuple[int, str], float] = defaultdict(float)  # a channel carries one thing after another
         self._under_way: dict[int, _UnderWay] = {}
@@ -105,9 +106,9 @@ class Replay:
 
     def _wait(self, waited: _UnderWay) -> None:
         hidden = max(0.0, min(self._now, waited.ends) - waited.starts)
-        lost = self._loss * hidden
-        self.timeline.exposed[waited.kind] += lost + max(0.0, waited.ends - self._now)
-        self._now = max(self._now, waited.ends) + lost
+        exposed = self._waiting * (self._loss * hidden + max(0.0, waited.ends - self._now))
+        self.timeline.exposed[waited.kind] += exposed
+        self._now += exposed
 
     def end(self) -> Timeline:
         """Wait for communication that is still in flight; the timeline of the whole step."""

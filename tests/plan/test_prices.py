@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from halocline.errors import HaloclineError
 from halocline.plan.calibrate import describe, measure_device
+from halocline.plan.calibrate_ranks import fitted_factors
 from halocline.plan.collectives import exchange_seconds, sum_seconds
-from halocline.plan.cost import Prices, event_of, key_of
+from halocline.plan.cost import Prices, bound_of, event_of, key_of
 from halocline.plan.curves import Curves, placed
 from halocline.plan.machine import Machine, MeasuredOperation, load_machine
 from halocline.plan.measure import Catalogue, workspace_of
@@ -96,8 +98,9 @@ def machine_here(**changes: Any) -> Machine:
         "operations": operations,
     }
     loads = [
-        {"ranks": ranks, "arithmetic": quantity(ranks), "memory": quantity(2 * ranks), "host_us": quantity(10)}
+        {"ranks": ranks, "arithmetic": quantity(ranks), "unfolding": quantity(3 * ranks), "memory": quantity(2 * ranks)}
         | {"latency_us": quantity(100 * ranks), "sum_latency_us": quantity(1000 * ranks)}
+        | {"host_us": quantity(10), "waiting": quantity(1 / ranks)}
         for ranks in (1, 2)
     ]
     link = {"latency_us": 5.0, "gb_per_s": 1.0, "overlap_loss": 0.5}
@@ -115,11 +118,17 @@ def test_a_machine_with_measured_operations_survives_its_file() -> None:
 def test_ranks_of_a_node_slow_each_other() -> None:
     machine = machine_here()
     alone, pair = (Prices(machine.device).on(machine, ranks) for ranks in (1, 2))
-    multiply = convolution(8, 16)
+    multiply, unfold = convolution(8, 16, batch=2), convolution(8, 16)
     read = multiply._replace(name="relu", flops=0.0)
     host = 10e-6
-    assert pair.seconds(multiply) == pytest.approx(2 * (alone.seconds(multiply) - host) + 2 * host)
-    assert pair.seconds(read) == pytest.approx(2 * (alone.seconds(read) - host) + 2 * host)
+    assert [bound_of(each) for each in (multiply, unfold, read)] == ["arithmetic", "unfolding", "memory"]
+    plain = Prices(machine.device)
+    for event, factor in ((multiply, 1), (unfold, 3), (read, 2)):
+        assert alone.seconds(event) == pytest.approx(factor * plain.seconds(event) + host)
+        assert pair.seconds(event) == pytest.approx(2 * factor * plain.seconds(event) + host)
+    assert pair.by_bound([unfold, read]) == pytest.approx(
+        {"arithmetic": 0.0, "unfolding": 6 * plain.seconds(unfold), "memory": 4 * plain.seconds(read)}
+    )
     assert Prices(machine.device).on(machine, 2, speed=2.0).seconds(read) == pytest.approx(pair.seconds(read) / 2)
     load = machine.load(2)
     assert exchange_seconds(machine, 0, [(1, 10**6)], load) == pytest.approx(200e-6 + 1e-3)
@@ -136,6 +145,26 @@ def test_hidden_communication_still_costs_where_the_processor_does_it() -> None:
     line = replay([halo, work, wait], 0, machine, prices)
     assert line.seconds == pytest.approx(prices.seconds(work) + 0.5 * travel)
     assert line.exposed["halo"] == pytest.approx(0.5 * travel)
+
+
+def test_waiting_counts_less_where_ranks_share_a_core() -> None:
+    machine = machine_here()
+    halo = Begun(1, 0, 0.0, Label("conv3d", ""), ((1, 10**6),), (), torch.float32)
+    wait = Waited(2, 0, 0.0, halo.label, 1, 0.0)
+    prices = Prices(machine.device).on(machine, 2)
+    travel = exchange_seconds(machine, 0, halo.sends, prices.load)
+    assert replay([halo, wait], 0, machine, prices).seconds == pytest.approx(travel / 2)
+
+
+def test_factors_of_a_steps_terms_are_fitted_past_disturbed_steps() -> None:
+    draw = np.random.default_rng(0)
+    terms = draw.uniform(0.01, 0.1, (15, 5))
+    true = np.array([1.3, 1.2, 1.6, 1.1, 0.9])
+    seconds = terms @ true
+    asked = draw.uniform(0.01, 0.1, (20, 5))
+    assert asked @ fitted_factors(terms, seconds) == pytest.approx(asked @ true, rel=0.06)
+    seconds[[3, 8, 11]] *= 2  # another program ran meanwhile
+    assert asked @ fitted_factors(terms, seconds) == pytest.approx(asked @ true, rel=0.12)
 
 
 def test_gradients_are_planned_from_predicted_times() -> None:
