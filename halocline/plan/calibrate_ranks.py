@@ -54,7 +54,7 @@ def measure_load(ranks: Ranks, count: int, device: dict[str, Any], link: dict[st
     loaded = {"exchange": 1e-6, "sum": 1e-6}
     if count > 1:
         loaded = _typical(ranks.run(loaded_latency_on_ranks, deadline=120))
-    entry = {
+    entry: dict[str, Any] = {
         "ranks": count,
         **{name: measured(factor) for name, factor in crowding.items()},
         "host_us": measured(max(host * 1e6, 0.01)),
