@@ -30,7 +30,7 @@ from halocline.testing.pool import RankPool
 
 from . import foresight_ranks as on_ranks
 from .cluster import Cluster
-from .foresight_cases import Case, cluster_cases, local_cases, subject_of
+from .foresight_cases import Case, cluster_cases, local_cases, subject_of, workload_cases
 from .foresight_uneven import measure_uneven
 from .machine import Others
 from .machine import describe as describe_run
@@ -83,11 +83,14 @@ def measure_foresight(
             for case in group:
                 runs[case.name].memory = max(ranks.run(on_ranks.memory_peak_of, case, deadline=DEADLINE))
         rows += [row(case, predictions[case.name], runs[case.name]) for case in group]
+    say("every workload at its small size, plain and cut")
+    small = measure_workloads(machines[PAIR], repeat, say)
     say("unequal ranks")
-    uneven = measure_uneven(machines[2, None], repeat)
+    uneven = measure_uneven(machines[PAIR], repeat)
     facts = describe_run(max((share for share in others if share is not None), default=None))
     return {
         **summary(rows, cases),
+        "workloads": small,
         "uneven": uneven,
         "calibrated_operations": len(device["operations"]),
         "machine": facts,
@@ -139,6 +142,7 @@ def describe_ranks(ranks: Any, place: Place, device: dict[str, Any]) -> Machine:
     return Machine.model_validate(described)
 
 
+PAIR: Place = (2, None)
 #: Of one rank, which exchanges nothing.
 NO_LINK = {"latency_us": 1.0, "gb_per_s": 10.0, "overlap_loss": 1.0}
 
@@ -165,6 +169,31 @@ def measure_runs(ranks: Any, cases: Sequence[Case], repeat: int, say: Say) -> di
     return found
 
 
+def measure_workloads(machine: Machine, repeat: int, say: Say) -> dict[str, Any]:
+    """What the planner would take for each workload, beside plain data parallel and every cut by hand.
+
+    Its operations may have been calibrated: this judges the choice, not the prices.
+    """
+    cases = workload_cases()
+    rows = {}
+    for name in dict.fromkeys(case.workload for case in cases):
+        group = [case for case in cases if case.workload == name]
+        with ranks_at(PAIR) as ranks:
+            runs = measure_runs(ranks, group, repeat, lambda text: None)
+        rows[name] = [row(case, predict(case, machine), runs[case.name]) for case in group]
+        say(f"{name}: {choices([rows[name]])[0]}")
+    taken = choices(list(rows.values()))
+    return {
+        "worst_over_plain": max(each["over_plain"] for each in taken),
+        "worst_over_best": max(
+            (each["over_best"] for each in taken if each["best_over_plain"] <= 1 / 1.1), default=None
+        ),
+        "median_error": median(abs(each["error"]) for group in rows.values() for each in group),
+        "chosen": taken,
+        "cases": [each for group in rows.values() for each in group],
+    }
+
+
 def row(case: Case, predicted: Predicted, run: Measured) -> dict[str, Any]:
     """One line of the table."""
     step = median(run.seconds)
@@ -182,7 +211,7 @@ def row(case: Case, predicted: Predicted, run: Measured) -> dict[str, Any]:
         "exposed_s": dict(line.exposed),
         "measured_bytes": run.memory,
         "predicted_bytes": predicted.memory,
-        "memory_error": predicted.memory / run.memory - 1,
+        "memory_error": predicted.memory / run.memory - 1 if run.memory else None,
     }
 
 
@@ -200,6 +229,7 @@ def choices(groups: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
                 "taken": taken["case"],
                 "over_best": taken["measured_s"] / best,
                 "over_plain": None if plain is None else taken["measured_s"] / plain["measured_s"],
+                "best_over_plain": None if plain is None else best / plain["measured_s"],
             }
         )
     return found

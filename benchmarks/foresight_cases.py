@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from halocline.arrangement import DATA
 from halocline.plan.api import mean_square
 from halocline.plan.recording import LETTERS, Subject
 from halocline.workloads import WORKLOADS
 
-__all__ = ["LETTERS", "Case", "cluster_cases", "local_cases", "make_network", "subject_of"]
+__all__ = ["LETTERS", "Case", "cluster_cases", "local_cases", "make_network", "subject_of", "workload_cases"]
 
 
 @dataclass(frozen=True)
@@ -85,4 +86,18 @@ def cluster_cases(rates: Sequence[str]) -> list[Case]:
     for rate in rates:
         found += _cases("unet3d", (1, 1, 40, 40, 40), ({"data": 2}, {"depth": 2}), 2, rate, width=8)
         found += _cases("cosmoflow", (1, 4, 64, 64, 64), ({"data": 2}, {"depth": 2}), 2, rate)
+    return found
+
+
+def workload_cases() -> list[Case]:
+    """Every workload at its small size on two ranks: plain data parallel, and each cut by hand."""
+    found = []
+    for name, workload in WORKLOADS.items():
+        small = workload.small
+        shape = (1, *workload.data(1, 0, **small.data)["x"].store.shape)
+        arguments = {**workload.fit((shape,)), **small.network}
+        axes = ("depth", "height", "width")[5 - len(shape) :]
+        for cut in (DATA, *axes):
+            sizes = {axis: 1 + (axis == cut) for axis in (DATA, *axes)}
+            found.append(Case(name, arguments, shape, sizes, small.training["batch"]))
     return found

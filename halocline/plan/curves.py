@@ -27,6 +27,7 @@ LEAST_WIDTH = 0.25  # of the neighbourhood, in factors of two
 FEWEST = 3  # measured operations that make a curve
 BACKEND = 3  # part of a convolution's kind: which of torch's kernels
 COARSE = 3  # parts of a kind that must agree: function, dtype, number of dims
+ALIAS = 1024  # elements: 4 KiB in float32, after which addresses share the lines of a first-level cache
 SLACK = 0.2  # how far an interpolated logarithm may lie beyond its neighbours'
 
 Kind = tuple[object, ...]
@@ -178,7 +179,14 @@ def _convolution(
     kernel, voxels = math.prod(weight[2:]), math.prod(volume[2:])
     kind = (*function, len(volume), backend, transposed, groups == 1, *wanted[:2])
     sizes = _logs(weight[1], weight[0] / groups, voxels, volume[0], volume[-1], kernel, groups)
-    place = (*sizes, 2 * math.log2(math.prod(stride)), math.log2(math.prod(dilation)), 2.0 * (kernel == 1))
+    aliased = voxels % ALIAS == 0  # channels lie on the same lines of a cache
+    place = (
+        *sizes,
+        2 * math.log2(math.prod(stride)),
+        math.log2(math.prod(dilation)),
+        2.0 * (kernel == 1),
+        2.0 * aliased,
+    )
     positions = volume[0] * voxels / (1 if transposed else math.prod(stride))
     unfolded = 4 * positions * weight[1] * groups * kernel
     more = (unfolded / _BYTES, positions * weight[0] / 1e9, volume[0] * 1e-5, 4 * math.prod(weight) / _BYTES)

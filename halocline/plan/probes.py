@@ -19,7 +19,7 @@ CHANNELS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 INPUTS = (1, 3, 4, 16)
 MESHES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1))
 MOST_FLOPS = 4e9  # of one convolution
-MOST_ELEMENTS = 1 << 22  # of one tensor
+MOST_ELEMENTS = 1 << 24  # of one tensor: more than caches hold
 LEAST_SIDE = 8  # a multiple of 4, so that pools and rises fit
 
 
@@ -90,4 +90,7 @@ def _side(draw: random.Random, dims: int, channels: tuple[int, ...], batch: int)
     # Half of them are large: a step spends its time in large operations, and large is where estimates must not drift.
     least = LEAST_SIDE if draw.random() < 0.5 else max(LEAST_SIDE, 0.6 * most)
     side = math.exp(draw.uniform(math.log(least), math.log(most)))
+    # Half of them are powers of two, as most samples are: their rows and planes compete for the same lines of a cache.
+    if draw.random() < 0.5:
+        return max(LEAST_SIDE, 2 ** math.floor(math.log2(side)))
     return max(LEAST_SIDE, int(side) // 4 * 4)
