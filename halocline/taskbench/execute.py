@@ -68,7 +68,7 @@ class GraphRun(ABC):
         graph, size, first, pairs = self.graph, self.graph.output_bytes, self.own.start, self.pairs
         bytes_of = self._spoiled(step, bytes_of)
         balanced = graph.kernel != "load_imbalance"
-        expected = {}
+        expected: dict[int, bytes] = {}
         for column, inputs in self.rows[step].tasks:
             for each in inputs:
                 wanted = expected.get(each.column)
@@ -109,9 +109,7 @@ class MessageRun(GraphRun):
     Rows alternate between two buffers, since tasks read one row while they write the next.
     """
 
-    def __init__(
-        self, graph: TaskGraph, ranks: int, rank: int, make: MakeExchange, fault: Fault | None = None
-    ) -> None:
+    def __init__(self, graph: TaskGraph, ranks: int, rank: int, make: MakeExchange, fault: Fault | None = None) -> None:
         super().__init__(graph, ranks, rank, fault)
         self._make = make
         elements = 2 * self.pairs

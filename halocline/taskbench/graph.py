@@ -33,7 +33,7 @@ class TaskGraph:
     """
 
     pattern: str
-    steps: int = 200
+    steps: int = 100
     width: int = 8
     radix: int = 5
     output_bytes: int = PAIR
@@ -53,11 +53,10 @@ class TaskGraph:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Depth, height and width of ``stencil_3d``: factors of the width of the graph, as equal as they can be."""
-        best = min(
+        return min(
             ((a, b, self.width // a // b) for a in _divisors(self.width) for b in _divisors(self.width // a)),
             key=lambda sides: (max(sides) - min(sides), *(-side for side in sides)),
         )
-        return best
 
     def columns(self, step: int) -> range:
         """The tasks of a row. Only ``tree`` grows and ``dom`` grows and shrinks."""
@@ -85,7 +84,9 @@ class TaskGraph:
         if step == 0:
             return ()
         before = self.columns(step - 1)
-        return tuple(sorted({each for each in PATTERNS[self.pattern](self, self.phase(step), column) if each in before}))
+        return tuple(
+            sorted({each for each in PATTERNS[self.pattern](self, self.phase(step), column) if each in before})
+        )
 
     def tasks(self) -> int:
         """Of all rows."""

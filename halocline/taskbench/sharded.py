@@ -1,5 +1,7 @@
-"""Task graphs through a rule on a sharded tensor: a row is a tensor that is cut along its columns, and a convolution with
-one-hot weights brings each task its inputs. The executor fetches the halos.
+"""Task graphs through a rule on a sharded tensor.
+
+A row is a tensor that is cut along its columns, and a convolution with one-hot weights brings each task its inputs; the
+executor fetches the halos.
 
 A convolution expresses every pattern whose offsets are the same for all columns: ``nearest`` and both stencils as they
 are, ``fft`` by its dilation, ``stencil_1d_periodic`` behind a circular pad, ``dom`` and ``random_nearest`` as a part of
@@ -41,11 +43,9 @@ class ShardedRun(GraphRun):
 
     def __init__(self, graph: TaskGraph, world: World, fault: Fault | None = None) -> None:
         super().__init__(graph, world.size, world.rank, fault)
-        if graph.pattern not in EXPRESSED:
-            raise TaskBenchError(f"no rule expresses {graph.pattern}; on a tensor it is {', '.join(EXPRESSED)}")
-        sides = graph.grid if graph.pattern == "stencil_3d" else (graph.width,)
-        if sides[0] % world.size and graph.width != world.size:
-            raise TaskBenchError(f"{world.size} ranks do not divide the {sides[0]} columns of {graph.pattern}")
+        if reason := unfit_for_rule(graph, world.size):
+            raise TaskBenchError(reason)
+        sides = _sides(graph)
         parts = sides if graph.width == world.size else (world.size, *[1] * (len(sides) - 1))
         with as_world(world):
             mesh = Mesh(**dict(zip(AXES, parts, strict=False)))
@@ -92,6 +92,19 @@ class ShardedRun(GraphRun):
             return memory[at : at + size]
 
         self.run_tasks(step, iterations, bytes_of, self._memory[step % 2])
+
+
+def unfit_for_rule(graph: TaskGraph, ranks: int) -> str:
+    """Why no convolution on so many ranks expresses a graph; empty if one does."""
+    if graph.pattern not in EXPRESSED:
+        return f"no rule expresses {graph.pattern}; a convolution does {', '.join(EXPRESSED)}"
+    if _sides(graph)[0] % ranks and graph.width != ranks:
+        return f"{ranks} ranks do not divide the {_sides(graph)[0]} columns of {graph.pattern}"
+    return ""
+
+
+def _sides(graph: TaskGraph) -> tuple[int, ...]:
+    return graph.grid if graph.pattern == "stencil_3d" else (graph.width,)
 
 
 def _faces(height: int, width: int) -> OneHotWindow:
