@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from .execute import output_pair
 from .graph import PAIR, TaskBenchError, TaskGraph
 from .kernels import Kernel, make_kernel
 
 Submit = Callable[..., Any]  # a graph, a step, a column, iterations, then the inputs' handles
-
-_pair = struct.Struct("<dd").pack
 
 
 @cache
@@ -30,10 +28,10 @@ def task(graph: TaskGraph, step: int, column: int, iterations: int, *inputs: byt
     """Check the inputs, compute, and return the output."""
     pairs = graph.output_bytes // PAIR
     for each, found in zip(graph.dependencies(step, column), inputs, strict=True):
-        if found != _pair(step - 1, each) * pairs:
+        if found != output_pair(step - 1, each) * pairs:
             raise TaskBenchError(f"{graph.pattern}: task (step {step}, column {column}) has a wrong input from {each}")
     _kernel(graph.kernel)(round(graph.share(step, column) * iterations))
-    return _pair(step, column) * pairs
+    return output_pair(step, column) * pairs
 
 
 def seconds_of(submit: Submit, wait: Callable[[list[Any]], object], graphs: Sequence[TaskGraph], size: int) -> float:

@@ -22,7 +22,12 @@ from .schedule import HERE, PlannedRow, TaskInput, own_columns, plan_rows
 
 Fault = tuple[int, int]  # the step and column of a task that is given a wrong input on purpose
 InputBytes = Callable[[int, TaskInput], object]  # of a task, by its column
-_pair = struct.Struct("<dd").pack
+_STRUCT = struct.Struct("<dd")
+
+
+def output_pair(step: int, column: int) -> bytes:
+    """What a task writes, over and over. Counted from 1: memory that was never written is zero, and no output."""
+    return _STRUCT.pack(step + 1, column + 1)
 
 
 class TaskExchange(ABC):
@@ -73,12 +78,12 @@ class GraphRun(ABC):
             for each in inputs:
                 wanted = expected.get(each.column)
                 if wanted is None:
-                    wanted = expected[each.column] = _pair(step - 1, each.column) * pairs
+                    wanted = expected[each.column] = output_pair(step - 1, each.column) * pairs
                 if bytes_of(column, each) != wanted:
                     raise self._wrong(step, column, each.column, bytes_of(column, each))
             self.kernel(iterations if balanced else round(graph.share(step, column) * iterations))
             at = (column - first) * size
-            outputs[at : at + size] = _pair(step, column) * pairs
+            outputs[at : at + size] = output_pair(step, column) * pairs
 
     def _spoiled(self, step: int, bytes_of: InputBytes) -> InputBytes:
         """``bytes_of``, but for the task of the fault, which is given another of its inputs in place of each."""
@@ -95,7 +100,7 @@ class GraphRun(ABC):
         return mixed_up
 
     def _wrong(self, step: int, column: int, awaited: int, found: object) -> TaskBenchError:
-        row, other = struct.unpack_from("<dd", bytes(found))  # type: ignore[call-overload]
+        row, other = (number - 1 for number in _STRUCT.unpack_from(bytes(found)))  # type: ignore[call-overload]
         return TaskBenchError(
             f"{self.graph.pattern}, graph {self.graph.number}: task (step {step}, column {column}) needs the output of "
             f"(step {step - 1}, column {awaited}) and was given that of (step {row:g}, column {other:g}): the runtime "

@@ -36,6 +36,7 @@ class OneHotWindow:
 
     call: Callable[[Tensor], Tensor]
     offsets: dict[int, int]
+    channels: int
 
 
 class ShardedRun(GraphRun):
@@ -69,8 +70,10 @@ class ShardedRun(GraphRun):
         weight = torch.eye(2 * reach + 1, dtype=torch.float64).unsqueeze(1)
         offsets = {dilation * (at - reach): at for at in range(2 * reach + 1)}
         if graph.pattern == "stencil_1d_periodic":
-            return OneHotWindow(lambda row: F.conv1d(F.pad(row, (1, 1), "circular"), weight), offsets)
-        return OneHotWindow(lambda row: F.conv1d(row, weight, None, 1, dilation * reach, dilation), offsets)
+            return OneHotWindow(lambda row: F.conv1d(F.pad(row, (1, 1), "circular"), weight), offsets, len(weight))
+        return OneHotWindow(
+            lambda row: F.conv1d(row, weight, None, 1, dilation * reach, dilation), offsets, len(weight)
+        )
 
     def begin(self, step: int) -> None:
         """The whole convolution: its halo exchange has no other work to hide behind."""
@@ -81,9 +84,9 @@ class ShardedRun(GraphRun):
             self._brought = unwrap(brought).movedim((0, 1), (-1, -2)).contiguous()
 
     def execute(self, step: int, iterations: int) -> None:
-        offsets, size, width = self._windows[self.graph.phase(step)].offsets, self.graph.output_bytes, self.graph.width
+        window, size, width = self._windows[self.graph.phase(step)], self.graph.output_bytes, self.graph.width
         memory = memory_of(self._brought) if self._brought is not None else memoryview(b"")
-        first, channels = self.own.start, len(offsets)
+        first, offsets, channels = self.own.start, window.offsets, window.channels
 
         def bytes_of(column: int, each: TaskInput) -> memoryview:
             offset = each.column - column
@@ -115,4 +118,4 @@ def _faces(height: int, width: int) -> OneHotWindow:
     for channel, (plane, line, cell) in enumerate(places):
         weight[channel, 0, plane, line, cell] = 1.0
         offsets.setdefault((plane - 1) * height * width + (line - 1) * width + cell - 1, channel)
-    return OneHotWindow(lambda row: F.conv3d(row, weight, None, 1, 1), offsets)
+    return OneHotWindow(lambda row: F.conv3d(row, weight, None, 1, 1), offsets, len(weight))
