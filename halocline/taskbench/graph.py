@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import HaloclineError
 
-KERNELS = ("empty", "busy_wait", "compute_bound", "memory_bound", "load_imbalance")
+KERNELS = ("empty", "busy_wait", "compute_bound", "memory_bound", "load_imbalance", "sleep")
 PAIR = 16  # bytes of a row and a column, the least that an output holds
 _PERIOD = 3  # rows after which the edges of ``spread`` and ``random_nearest`` repeat
 _FRACTION = 0.25  # of its window that a task of ``random_nearest`` keeps

@@ -11,11 +11,12 @@ Kernel = Callable[[int], object]
 
 DOUBLES = 2048  # of one iteration of the compute-bound kernel: they stay in the cache
 SCRATCH, SAMPLES = 1 << 25, 512  # bytes that the memory-bound kernel goes round, and pieces they are copied in
-MICROSECOND = 1e-6  # one iteration of the busy-wait kernel
+MICROSECOND = 1e-6  # one iteration of the kernels that wait
 #: What one iteration does, in the unit by which a rate is told.
 WORK = {
     "empty": (0.0, "tasks"),
     "busy_wait": (MICROSECOND, "seconds"),
+    "sleep": (MICROSECOND, "seconds"),
     "compute_bound": (2.0 * DOUBLES, "FLOP"),
     "load_imbalance": (2.0 * DOUBLES, "FLOP"),
     "memory_bound": (float(SCRATCH // SAMPLES), "bytes"),
@@ -24,7 +25,8 @@ WORK = {
 
 def make_kernel(name: str) -> Kernel:
     """A function of the number of iterations."""
-    return {"empty": _empty, "busy_wait": _busy_wait, "memory_bound": _memory_bound}.get(name, _compute_bound)()
+    others = {"empty": _empty, "busy_wait": _busy_wait, "sleep": _sleep, "memory_bound": _memory_bound}
+    return others.get(name, _compute_bound)()
 
 
 def _empty() -> Kernel:
@@ -38,6 +40,21 @@ def _busy_wait() -> Kernel:
             pass
 
     return wait
+
+
+def _sleep() -> Kernel:
+    """For emulated clusters, whose ranks are more than the cores. Sleeps that were too long shorten the next."""
+    debt = 0.0
+
+    def sleep(iterations: int) -> None:
+        nonlocal debt
+        debt += iterations * MICROSECOND
+        began = time.perf_counter()
+        if debt > 0:
+            time.sleep(debt)
+            debt -= time.perf_counter() - began
+
+    return sleep
 
 
 def _compute_bound() -> Kernel:
