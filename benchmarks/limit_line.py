@@ -92,7 +92,14 @@ def ends(points: Sequence[dict[str, float]]) -> dict[str, float | None]:
     ]
     measured, predicted = crossing(efficiency, 0.5), crossing(limit, 1.0)
     ratio = predicted / measured if measured and predicted else None
-    return {"one_rank_s": one, "measured_end": measured, "predicted_end": predicted, "predicted_over_measured": ratio}
+    fastest = min(points, key=lambda point: point["step_s"])["ranks"]
+    return {
+        "one_rank_s": one,
+        "fastest_ranks": fastest,
+        "measured_end": measured,
+        "predicted_end": predicted,
+        "predicted_over_measured": ratio,
+    }
 
 
 def crossing(points: Points, level: float) -> float | None:

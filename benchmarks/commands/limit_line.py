@@ -33,8 +33,8 @@ def limit_line(
 
     - `halocline bench limit-line --json | tail -1`: three sizes of volume, in about four minutes.
 
-    **Reading it**: scaling ends where half of a step is work. *predicted* is where METG x exchanges crosses ideal
-    scaling; it should be within a factor of 2 of *measured*.
+    **Reading it**: scaling ends where half of a step is work (*measured*); *fastest* is the count with the shortest
+    step. *predicted* is where METG x exchanges crosses ideal scaling; it should be within a factor of 2 of *measured*.
     """
     from ..limit_line import measure_limit_line
 
@@ -48,12 +48,12 @@ def limit_line(
         [f"{each['depth']} x {each['side']} x {each['side']}", f"{each['one_rank_s']:.2f}", *_cells(each)]
         for each in result["cases"]
     ]
-    headings = ("volume", "one rank, s", "measured", "predicted", "ratio")
+    headings = ("volume", "one rank, s", "fastest", "measured", "predicted", "ratio")
     stdout().print(number_table("Ranks at which strong scaling ends", headings, rows))
     worst = result["worst_factor"]
     say(stdout(), f"worst factor {worst:.2f}" if worst else "some scaling does not end within the ranks measured")
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:
-    names = ("measured_end", "predicted_end", "predicted_over_measured")
+    names = ("fastest_ranks", "measured_end", "predicted_end", "predicted_over_measured")
     return ["-" if entry[name] is None else f"{entry[name]:.2f}" for name in names]

@@ -29,6 +29,10 @@ Rounds = Annotated[int, typer.Option("--repeat", min=1, help="Runs of each size;
 Inject = Annotated[
     str, typer.Option("--inject", metavar="STEP,COLUMN", help="Mix up the inputs of this task, which has to fail.")
 ]
+MachineFile = Annotated[
+    Path | None,
+    typer.Option("--machine", metavar="FILE.json", help="Write METG of stencil_3d into this machine description."),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw efficiency against granularity.")]
 
 
@@ -46,6 +50,7 @@ def taskbench(
     repeat: Rounds = 5,
     inject: Inject = "",
     plot: Plot = None,
+    machine: MachineFile = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -56,10 +61,13 @@ def taskbench(
     its inputs. Tasks shrink until half the best rate is lost: that length is **METG**, the minimum effective task
     granularity. The shorter, the better.
 
-    **Example**
+    **Examples**
 
     - `halocline taskbench --pattern stencil_1d,fft --runtime world,tensor,torch --plot curves.svg`: three runtimes on
       two patterns, in about a minute.
+
+    - `halocline taskbench --pattern stencil_3d --runtime tensor --output-bytes 65536 --machine here.json`: METG of a
+      spatial cut with faces of 64 KiB; `halocline plan --machine here.json` then leaves out smaller tiles.
 
     **Patterns**: trivial, no_comm, stencil_1d, stencil_1d_periodic, dom, tree, fft, all_to_all, nearest, spread,
     random_nearest, stencil_3d. **Kernels**: empty, busy_wait, compute_bound, memory_bound, load_imbalance.
@@ -92,6 +100,10 @@ def taskbench(
             task = bar.add_task("starting", total=1.0)
             result = measure(settings, lambda p, r, share: bar.update(task, description=f"{p}, {r}", completed=share))
         told = summary(settings, result)
+        if machine is not None:
+            from ..taskbench.spatial import write_spatial_metg
+
+            write_spatial_metg(machine, settings, result)
         if plot is not None:
             from ..taskbench.chart import draw_curves
 

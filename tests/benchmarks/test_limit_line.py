@@ -1,9 +1,9 @@
 """The two ends of strong scaling, from figures whose ends are known, and the replayed step."""
 
 import pytest
+
 from benchmarks.limit_line import crossing, ends
 from benchmarks.limit_line_ranks import UNetCase, replay
-
 from halocline.testing.pool import shared_pool
 
 

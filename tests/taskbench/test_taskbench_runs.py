@@ -3,20 +3,24 @@
 import json
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from halocline.cli.app import app
+from halocline.plan.machine import load_machine
 from halocline.taskbench import central, ranks
 from halocline.taskbench.chart import draw_curves
 from halocline.taskbench.exchanges import over_world
 from halocline.taskbench.execute import GraphRun, MessageRun, TaskExchange, output_pair, run_graphs
 from halocline.taskbench.graph import KERNELS, PATTERNS, TaskBenchError, TaskGraph
 from halocline.taskbench.kernels import WORK, make_kernel
+from halocline.taskbench.measure import TaskBenchResult, TaskBenchSettings
 from halocline.taskbench.metg import Curve, GranularityPoint
 from halocline.taskbench.runtimes import RUNTIMES, chosen_runtimes
 from halocline.taskbench.sharded import ShardedRun, unfit_for_rule
+from halocline.taskbench.spatial import write_spatial_metg
 from halocline.testing.pool import shared_pool
 from halocline.world import World, run_local, this_world
 
@@ -156,6 +160,22 @@ def test_the_chart_shows_every_curve() -> None:
     assert drawn.count("METG 20 µs") == 2 and "fft: efficiency" in drawn and drawn.startswith("<svg")
 
 
+def test_the_spatial_metg_goes_into_a_machine_file(tmp_path: Path) -> None:
+    machine = tmp_path / "here.json"
+    machine.write_text(load_machine("perlmutter").model_dump_json())
+    points = tuple(GranularityPoint(n, n * 1e-6 + 1e-5, n / (n + 10)) for n in (1, 4, 16, 64))
+    curves = tuple(
+        Curve("stencil_3d", name, 2, 200, points, seconds, ()) for name, seconds in (("world", 2e-5), ("tensor", 5e-5))
+    )
+    settings = TaskBenchSettings(("stencil_3d",), tuple(chosen_runtimes(["world"])), output_bytes=65536)
+    write_spatial_metg(machine, settings, TaskBenchResult(curves, (), 1.0))
+    found = load_machine(str(machine)).spatial_metg_us
+    assert found is not None and found.value == pytest.approx(50) and found.source == "measured"
+    assert "faces of 65,536 bytes" in found.reference
+    with pytest.raises(TaskBenchError, match="was not measured"):
+        write_spatial_metg(machine, settings, TaskBenchResult((), (), 1.0))
+
+
 def test_mistakes_are_one_clear_line() -> None:
     for arguments, said in (
         (["--pattern", "ring"], "no pattern 'ring'"),
@@ -168,7 +188,7 @@ def test_mistakes_are_one_clear_line() -> None:
 
 
 @pytest.mark.long
-def test_the_command_measures_and_catches_an_injected_fault(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_measures_and_catches_an_injected_fault(tmp_path: Path) -> None:
     plot = tmp_path / "curves.svg"
     arguments = ["taskbench", "--pattern", "stencil_1d", "--steps", "20", "--repeat", "2", "--json"]
     ended = CliRunner().invoke(app, [*arguments, "--runtime", "world,tensor,mpi,world-mpi", "--plot", str(plot)])
