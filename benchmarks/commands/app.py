@@ -30,6 +30,7 @@ from .foresight import foresight
 from .gpu import gpu
 from .gradients import gradients
 from .io import io
+from .limit_line import limit_line
 from .plan_speed import plan_speed
 from .stage import stage
 from .training import curves, lag, quality, whole_vs_crops
@@ -40,6 +41,7 @@ add_command(bench, foresight)
 add_command(bench, gpu)
 add_command(bench, gradients)
 add_command(bench, io)
+add_command(bench, limit_line, "limit-line")
 add_command(bench, plan_speed, "plan-speed")
 add_command(bench, stage)
 add_command(bench, quality)

@@ -18,11 +18,24 @@ from .output import add_command, new_app
 from .plan import plan
 from .predict import predict
 from .report import report
+from .taskbench import taskbench
 from .train import train
 from .tune import tune
 
 app = new_app()
-for _command in (check, demo, train, report, plan, calibrate, predict, launch, doctor, tune):  # as help lists them
+for _command in (
+    check,
+    demo,
+    train,
+    report,
+    plan,
+    calibrate,
+    predict,
+    launch,
+    doctor,
+    tune,
+    taskbench,
+):  # as help lists them
     add_command(app, _command)
 app.add_typer(data, name="data")
 add_benchmarks(app)
@@ -67,6 +80,9 @@ def halocline(
 
     - `halocline data info volumes.h5 --cut D=2,H=2`: shows what is in a file, what each rank would read of it,
       and how to chunk it.
+
+    - `halocline taskbench --runtime world,torch`: measures the smallest task that the runtime handles well, beside bare
+      messages.
 
     - `halocline tune`: measures a new kind of GPU once, for tensors beyond 2^31 elements; optional.
 

@@ -92,6 +92,15 @@ class Estimator:
         slowed = (SLOWED if loss is None else loss.value) * halos
         return Estimate(compute + waits + more + slowed + max(0.0, gradients - backward), memory)
 
+    def work_between_exchanges(self, sizes: Mapping[str, int], local: int) -> float:
+        """Seconds that a rank computes for each halo exchange of its samples; infinite where there is none."""
+        tile, compute, exchanges = self._tile(sizes, 1), 0.0, 0
+        for each in self.of_samples:
+            seconds, halo, _ = self._cost(each.event, sizes, tile, local)
+            compute += each.count * seconds
+            exchanges += each.count * (halo > 0)
+        return compute / exchanges if exchanges else math.inf
+
     def learn(self, sizes: Mapping[str, int], local: int, recorded: RecordedStep) -> None:
         """Take over from a recorded cut step what its modules do beyond the model: small operations round each cut.
 

@@ -160,6 +160,9 @@ class Machine(Strict):
     #: Of the time that communication runs beside computation: what the computation loses by it.
     overlap_loss: Share | None = None
     loads: tuple[NodeLoad, ...] = ()
+    #: Work between two exchanges of a cut sample below which less than half of the time is work, measured by
+    #: `halocline taskbench --machine`. No smaller tile is worthwhile.
+    spatial_metg_us: Microseconds | None = None
 
     @model_validator(mode="after")
     def _levels_grow(self) -> Machine:

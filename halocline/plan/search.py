@@ -45,7 +45,7 @@ def search(
     wanted = least_surface(meshes(subject, devices, batch), subject.volume)
     estimator = Estimator(subject, machine, prices.on(machine, devices))
     found = Findings(machine)
-    queue = worth_recording(options(estimator, wanted, batch, speeds, input_bytes), machine)
+    queue = worth_recording(worthwhile(options(estimator, wanted, batch, speeds, input_bytes), estimator), machine)
     while queue:
         option = min(queue, key=found.corrected)
         queue.remove(option)
@@ -57,8 +57,8 @@ def search(
         if not (is_plain(option.arrangement) or estimator.overhead):
             estimator.learn(option.arrangement.sizes, option.local, candidate.recorded)
             found.estimates_change()
-            better = worth_recording(options(estimator, wanted, batch, speeds, input_bytes), machine)
-            queue = [each for each in better if not found.has(each)]
+            better = worthwhile(options(estimator, wanted, batch, speeds, input_bytes), estimator)
+            queue = [each for each in worth_recording(better, machine) if not found.has(each)]
     return sorted(found.candidates, key=_rank)
 
 
@@ -118,6 +118,16 @@ def _kind(option: Option) -> tuple[object, ...]:
     arrangement = option.arrangement
     cut = sum(size > 1 for axis, size in arrangement.sizes.items() if axis != DATA)
     return arrangement.sizes[DATA], cut, arrangement.multiple, bool(arrangement.recompute), bool(arrangement.gather)
+
+
+def worthwhile(queue: Sequence[Option], estimator: Estimator) -> list[Option]:
+    """Those whose tiles have the work that the machine's spatial METG asks for; all, if none of them may fit."""
+    machine = estimator.machine
+    if machine.spatial_metg_us is None:
+        return list(queue)
+    least, room = machine.spatial_metg_us.value * 1e-6, ROOM * machine.device.memory_gb.value * 1e9
+    large = [each for each in queue if estimator.work_between_exchanges(each.arrangement.sizes, each.local) >= least]
+    return large if any(each.estimate.memory <= room for each in large) else list(queue)
 
 
 def worth_recording(queue: Sequence[Option], machine: Machine) -> list[Option]:

@@ -242,3 +242,22 @@ def test_operations_are_timed_at_their_own_shapes(tmp_path: Path) -> None:
     candidate = price(subject(), machine, Arrangement(sizes), None, prices, torch.device("cpu"))
     keys = {key_of(event) for event in candidate.recorded.record.operations}
     assert keys <= set(prices.measured) and all(seconds > 0 for seconds in prices.measured.values())
+
+
+def test_tiles_below_the_spatial_metg_are_left_out_unless_nothing_else_fits() -> None:
+    plain = load_machine("perlmutter")
+
+    def cut_candidates(machine: Machine, memory: float | None = None) -> list[bool]:
+        device = machine.device
+        if memory is not None:
+            device = device.model_copy(update={"memory_gb": device.memory_gb.model_copy(update={"value": memory})})
+        small = machine.model_copy(update={"device": device})
+        return [not each.is_plain for each in search(subject(), small, 4)]
+
+    metg = {"value": 1e5, "source": "measured", "reference": "a test"}
+    slow = Machine.model_validate({**plain.model_dump(), "spatial_metg_us": metg})
+    quick = Machine.model_validate({**plain.model_dump(), "spatial_metg_us": {**metg, "value": 0.01}})
+    assert any(cut_candidates(plain)) and cut_candidates(quick) == cut_candidates(plain)
+    assert not any(cut_candidates(slow))
+    needed = min(each.recorded.memory for each in search(subject(), plain, 4)) / 1e9
+    assert any(cut_candidates(slow, 1.01 * needed)), "too little memory for whole samples: a cut is all there is"

@@ -1,0 +1,1 @@
+"""What the runtime itself costs, by the task graphs of Task Bench."""
