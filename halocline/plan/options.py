@@ -10,7 +10,7 @@ from ..arrangement import DATA, Arrangement
 from .candidate import is_plain, reading_seconds
 from .estimate import Estimate, Estimator
 from .gathering import best_gathers
-from .recompute import blocks, least_work
+from .recompute import least_work
 from .shares import uneven_points
 
 ROOM = 1.1  # times the memory up to which an estimate may be too high
@@ -91,24 +91,20 @@ def with_recomputation(estimator: Estimator, found: Sequence[Option]) -> list[Op
     """Those that do not fit, with the modules whose recomputation makes them fit in the least time, if any do."""
     room = int(estimator.machine.device.memory_gb.value * 1e9)
     tight = [option for option in found if option.estimate.memory > room / ROOM]
-    paths = blocks(estimator.model) if tight else []
     fitting: list[Option] = []
     for option in tight:
         tile = math.prod(size for axis, size in option.arrangement.sizes.items() if axis != DATA)
-        costs = estimator.by_module(paths, tile, option.local)
-        again = least_work(costs, int(option.estimate.memory * ROOM) - room)
-        if again:
-            freed = sum(costs[path][1] for path in again) - max(costs[path][1] for path in again)
-            seconds = option.estimate.seconds + sum(costs[path][0] for path in again)
-            estimate = Estimate(seconds, option.estimate.memory - freed)
-            fitting.append(Option(replace(option.arrangement, recompute=again), option.samples, estimate))
+        again = least_work(estimator.blocks(tile, option.local), int(option.estimate.memory * ROOM) - room)
+        if again is not None:
+            estimate = Estimate(option.estimate.seconds + again.seconds, option.estimate.memory - again.freed)
+            fitting.append(Option(replace(option.arrangement, recompute=again.paths), option.samples, estimate))
     return fitting
 
 
 def with_gathers(estimator: Estimator, found: Sequence[Option]) -> list[Option]:
     """Those in which late layers have so little work that each rank does all of it, sooner than it exchanges halos."""
     better: list[Option] = []
-    for option in found:
+    for option in found if estimator.can_gather else ():
         gathered = best_gathers(estimator.chain(option.arrangement.sizes, option.local))
         if gathered.seconds > WORTH_GATHERING * option.estimate.seconds:
             estimate = Estimate(option.estimate.seconds - gathered.seconds, option.estimate.memory + gathered.memory)

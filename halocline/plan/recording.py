@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -77,6 +77,7 @@ class RecordedStep:
     gradients: int
     optimizer: int
     activations: int  # the peak of what the step makes, and this rank's part of the samples
+    model: nn.Module = field(repr=False, compare=False)  # without values
 
     @property
     def memory(self) -> int:
@@ -145,7 +146,7 @@ def record_step(
         state = 0 if optimizer is None else _bytes(_state_tensors(optimizer))
     held = _bytes([*model.parameters(), *model.buffers()])
     samples_held = _bytes([unwrap(each) for each in (*inputs, *targets)])
-    return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak)
+    return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak, model)
 
 
 def _workspace(world: World, pricing: Replay, function: Any, args: Any, result: Any) -> int:

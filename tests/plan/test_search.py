@@ -20,6 +20,7 @@ from halocline.plan.collectives import sum_seconds
 from halocline.plan.cost import Prices, key_of
 from halocline.plan.gathering import ChainLayer, Gathered, best_gathers
 from halocline.plan.machine import Machine, load_machine
+from halocline.plan.recompute import BlockKind, least_work, packs
 from halocline.plan.recording import busiest_rank, record_step
 from halocline.plan.replay import replay
 from halocline.plan.search import NoPlan, chosen, factorizations, meshes, price, search
@@ -114,6 +115,18 @@ def test_the_best_spans_of_a_chain_are_gathered() -> None:
     assert best_gathers(down) == Gathered(("down",), 4.0, 20)
     assert best_gathers([*down, *up]) == Gathered(("down", "head"), 4.5 + 3.5, 40), "a span ends where a skip joins"
     assert best_gathers([layer("down", 8, 5, 4.5)]) == Gathered(), "gathering itself takes longer"
+
+
+def test_equal_blocks_are_folded_in_the_search_for_recomputation() -> None:
+    assert all(sum(packs(count)) == count for count in range(1, 40))
+    kinds = [BlockKind(1.0, 1000, tuple(f"early.{n}" for n in range(50))), BlockKind(0.4, 500, ("late.0", "late.1"))]
+    alone = [BlockKind(kind.seconds, kind.kept, (path,)) for kind in kinds for path in kind.paths]
+    for wanted in (100, 1_000, 7_300, 30_000, 49_000):
+        folded, each = least_work(kinds, wanted), least_work(alone, wanted)
+        assert folded is not None and each is not None
+        assert folded.seconds == pytest.approx(each.seconds) and folded.freed >= wanted
+        assert len(set(folded.paths)) == len(folded.paths)
+    assert least_work(kinds, 51_000) is None
 
 
 def test_plain_data_parallel_stays_unless_clearly_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
