@@ -114,9 +114,13 @@ class Estimator:
         """
         forward: dict[str, float] = defaultdict(float)
         backward, sums = 0.0, defaultdict[str, float](float)
+        priced: dict[object, float] = {}
         for event in recorded.record.events:
             if isinstance(event, Computed):
-                seconds = self.prices.seconds(event)
+                alike = event[3:4] + event[6:]  # the name, and all that follows the phase
+                seconds = priced.get(alike)
+                if seconds is None:
+                    seconds = priced[alike] = self.prices.seconds(event)
                 backward += seconds if event.phase == "backward" else 0.0
                 forward[event.place] += seconds if event.phase == "forward" else 0.0
             elif isinstance(event, Begun | Summed) and kind_of(event) == "statistics":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-CELLS = 400  # of the grid of bytes
+CELLS = 400  # of the grid of bytes, at least; ten for each kind of block
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -55,22 +55,23 @@ def least_work(kinds: Sequence[BlockKind], wanted: int) -> Recomputation | None:
     wanted += max((kind.kept for kind in kinds), default=0)
     if sum(kind.kept * len(kind.paths) for kind in kinds) < wanted:
         return None
-    unit = max(1, wanted // CELLS)
-    least = np.full(CELLS + 1, np.inf)  # seconds in which so many units are freed
+    cells = max(CELLS, 10 * len(kinds))
+    unit = -(-wanted // cells)
+    least = np.full(cells + 1, np.inf)  # seconds in which so many units are freed
     least[0] = 0.0
     taken: list[tuple[int, int, int, np.ndarray[Any, np.dtype[np.bool_]]]] = []
     for number, kind in enumerate(kinds):
         for count in packs(len(kind.paths)):
             step = count * kind.kept // unit  # rounded down: what is promised is freed
             if step:
-                head = np.full(min(step, CELLS + 1), least[0])
-                with_it = np.concatenate([head, least[: max(0, CELLS + 1 - step)]]) + count * kind.seconds
+                head = np.full(min(step, cells + 1), least[0])
+                with_it = np.concatenate([head, least[: max(0, cells + 1 - step)]]) + count * kind.seconds
                 with_it[0] = np.inf
                 taken.append((number, count, step, with_it < least))
                 least = np.minimum(least, with_it)
-    if not np.isfinite(least[CELLS]):
+    if not np.isfinite(least[cells]):
         return _recomputed([(kind, len(kind.paths)) for kind in kinds])
-    cell, counts = CELLS, Counter[int]()
+    cell, counts = cells, Counter[int]()
     for number, count, step, better in reversed(taken):
         if better[cell]:
             counts[number] += count
