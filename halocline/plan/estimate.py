@@ -172,12 +172,15 @@ class Estimator:
 
     @property
     def stride(self) -> int:
-        """How much smaller the smallest input of a convolution is than the volume: cuts at multiples stay aligned."""
+        """How much smaller the smallest input of a convolution is than the volume: cuts at multiples stay aligned.
+
+        Inputs of one voxel do not count: they are pooled, as in squeeze and excitation, and not cut.
+        """
         volume = tuple(self._volume.values())
         shrunk = [
             max(whole / part for whole, part in zip(volume, event.shapes[0][2:], strict=True))
             for event in (each.event for each in self.of_samples)
-            if event.name == "convolution" and len(event.shapes[0]) == len(volume) + 2
+            if event.name == "convolution" and len(event.shapes[0]) == len(volume) + 2 and max(event.shapes[0][2:]) > 1
         ]
         return max(1, round(max(shrunk, default=1.0)))
 
@@ -245,11 +248,17 @@ class Estimator:
     def compute(self, share: float) -> float:
         """Seconds of computation for a share of one sample, cut along its first dim in space."""
 
-        def cut(shape: tuple[int, ...]) -> tuple[int, ...]:
-            of_sample = len(shape) > 2 and shape[0] == 1
-            return (*shape[:2], max(1, math.ceil(shape[2] * share)), *shape[3:]) if of_sample else shape
+        def cut(event: Computed) -> Computed:
+            weight = _weight_of(event)
+            shapes = [
+                (*shape[:2], max(1, math.ceil(shape[2] * share)), *shape[3:])
+                if len(shape) > 2 and shape[0] == 1 and number != weight
+                else shape
+                for number, shape in enumerate(event.shapes)
+            ]
+            return _shared(event, share, tuple(shapes))
 
-        local = [_shared(each.event, share, tuple(map(cut, each.event.shapes))) for each in self.of_samples]
+        local = [cut(each.event) for each in self.of_samples]
         return sum(each.count * self._seconds(event) for each, event in zip(self.of_samples, local, strict=True))
 
     def _priced(self, event: Computed) -> float:
@@ -257,7 +266,11 @@ class Estimator:
 
     def _local(self, event: Computed, tile: tuple[float, ...], local: int) -> Computed:
         """The operation at a rank's share; numbers, place and time are cleared, so that like ones are priced once."""
-        shapes = tuple(self._tile_shape(shape, tile, local) for shape in event.shapes)
+        weight = _weight_of(event)
+        shapes = tuple(
+            shape if number == weight else self._tile_shape(shape, tile, local)
+            for number, shape in enumerate(event.shapes)
+        )
         return _shared(event, local / math.prod(tile), shapes)
 
     def _tile_shape(self, shape: tuple[int, ...], tile: tuple[float, ...], local: int) -> tuple[int, ...]:
@@ -273,7 +286,7 @@ class Estimator:
         dims = len(tile)
         if "convolution" not in event.name or max(tile) == 1:
             return []
-        weight = event.shapes[2 if "backward" in event.name else 1]
+        weight = event.shapes[_weight_of(event) or 0]
         volume = self._tile_shape(event.shapes[1 if "backward" in event.name else 0], tile, local)
         if len(volume) != dims + 2 or len(weight) != dims + 2:
             return []
@@ -320,6 +333,13 @@ class Estimator:
             if path in costs:
                 kinds.setdefault(costs[path], []).append(path)
         return [BlockKind(seconds, int(kept), tuple(alike)) for (seconds, kept), alike in kinds.items()]
+
+
+def _weight_of(event: Computed) -> int | None:
+    """Which operand of a convolution is its weight, which is never cut; None for other operations."""
+    if "convolution" not in event.name:
+        return None
+    return 2 if "backward" in event.name else 1
 
 
 def _kind(event: Computed) -> object:

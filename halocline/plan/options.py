@@ -47,9 +47,9 @@ def options(
     found: list[Option] = []
     for sizes in wanted:
         local = 1 if batch is None else batch // sizes[DATA]
-        points = uneven_points(sizes, estimator.subject.volume, speeds, estimator.compute) if speeds else {}
-        even = Option(Arrangement(sizes, points), local * sizes[DATA], estimator(sizes, local))
-        found += [even, *([] if points else with_aligned_cuts(estimator, even))]
+        even = Option(Arrangement(sizes), local * sizes[DATA], estimator(sizes, local))
+        uneven = with_shares(estimator, even, speeds) if speeds else []
+        found += uneven or [even, *with_aligned_cuts(estimator, even)]
     found += with_recomputation(estimator, found)
     found.sort(key=lambda option: option.seconds_per_sample)
     found += with_gathers(estimator, [each for each in found if not is_plain(each.arrangement)][:WITH_GATHERS])
@@ -73,18 +73,39 @@ def with_aligned_cuts(estimator: Estimator, even: Option) -> list[Option]:
 
     None where even cuts lie there anyway.
     """
-    sizes = even.arrangement.sizes
+    sizes, multiple = even.arrangement.sizes, aligned_multiple(estimator, even.arrangement)
+    volume = {axis: size for axis, size in estimator.subject.volume.items() if sizes[axis] > 1}
+    if all(size % (sizes[axis] * multiple) == 0 for axis, size in volume.items()):
+        return []
+    aligned = replace(even.arrangement, multiple=multiple)
+    return [Option(aligned, even.samples, estimator(sizes, even.local, multiple=multiple))]
+
+
+def with_shares(estimator: Estimator, even: Option, speeds: Sequence[float]) -> list[Option]:
+    """The same cut with shares by speed: at multiples of the network's total stride, and anywhere; none where equal.
+
+    Aligned shares fit the speeds less well, and spare the later layers the moving of slabs; recording decides.
+    """
+    found: list[Option] = []
+    for multiple in {aligned_multiple(estimator, even.arrangement): None, 1: None}:
+        sizes, volume = even.arrangement.sizes, estimator.subject.volume
+        points = uneven_points(sizes, volume, speeds, estimator.compute, multiple)
+        arrangement = replace(even.arrangement, points=points)
+        if points and all(arrangement != each.arrangement for each in found):
+            found.append(replace(even, arrangement=arrangement))
+    return found
+
+
+def aligned_multiple(estimator: Estimator, arrangement: Arrangement) -> int:
+    """The network's total stride, or the largest part of it at whose multiples no rank is left empty."""
+    sizes = arrangement.sizes
     volume = {axis: size for axis, size in estimator.subject.volume.items() if sizes[axis] > 1}
     possible = [
         divisor
         for divisor in range(2, estimator.stride + 1)
         if estimator.stride % divisor == 0 and all(size // divisor >= sizes[axis] for axis, size in volume.items())
     ]
-    multiple = max(possible, default=1)
-    if all(size % (sizes[axis] * multiple) == 0 for axis, size in volume.items()):
-        return []
-    aligned = replace(even.arrangement, multiple=multiple)
-    return [Option(aligned, even.samples, estimator(sizes, even.local, multiple=multiple))]
+    return max(possible, default=1)
 
 
 def with_recomputation(estimator: Estimator, found: Sequence[Option]) -> list[Option]:

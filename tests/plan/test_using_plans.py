@@ -86,6 +86,38 @@ def test_a_file_that_is_no_plan_is_refused(plan: Plan, tmp_path: Path) -> None:
         read_plan(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mesh_sizes": {"data": 2, "deep": 1}}, "mesh_sizes: no axis 'deep'; axes are data, depth, height, width"),
+        ({"mesh_sizes": {"data": 1, "depth": 0}}, "mesh_sizes.depth: 0 ranks; an axis has one or more"),
+        ({"mesh_sizes": {"data": 3}}, "batch: 1 samples do not divide over 3 ranks of data"),
+        (
+            {"mesh_sizes": {"depth": 2}, "points": {"depth": [0, 30, 24]}},
+            r"points.depth: \[0, 30, 24\] does not cut 24",
+        ),
+        ({"mesh_sizes": {"depth": 2}, "points": {"depth": [0, 24]}}, "does not cut 24 voxels into 2 parts"),
+        ({"mesh_sizes": {"depth": 2}, "speeds": [1.0]}, "speeds: 1 of them for 2 ranks"),
+        ({"mesh_sizes": {"depth": 2}, "speeds": [1.0, -2.0]}, "are to be positive numbers"),
+        ({"input_bytes": -1}, "input_bytes: .*greater than or equal to 0"),
+    ],
+)
+def test_what_a_plan_says_of_its_mesh_is_checked(plan: Plan, changes: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said) as error:
+        parse_plan(changed(plan, **changes), "mine.json")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_speeds_and_input_bytes_are_priced_anew_too() -> None:
+    told = {"speeds": (2.0, 1.0), "input_bytes": 10**12}
+    plan = hc.plan(SmallUNet, SHAPE, machine="perlmutter", devices=2, batch=1, **told)
+    other = repriced(plan, subject(), load_machine("piz-daint"))
+    assert (other.speeds, other.input_bytes) == (plan.speeds, plan.input_bytes) == ((2.0, 1.0), 10**12)
+    assert other.predicted.binds == "input"
+    with pytest.raises(PlanError, match=r"for samples of \[\[1, 1, 24, 24, 24\]\], and these are \[\[1, 1, 16"):
+        repriced(plan, subject(shapes=((1, 1, 16, 16, 16),)), load_machine("piz-daint"))
+
+
 # ---- what runs is what was planned ----
 
 
