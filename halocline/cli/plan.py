@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -14,6 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
 from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
 from .plan_table import show_candidates, show_difference
+
+if TYPE_CHECKING:
+    from ..arrangement import Arrangement
 
 Target = Annotated[str, typer.Argument(help="A workload such as unet3d, zoo/network, or package.module:factory.")]
 MachineName = Annotated[
@@ -97,76 +100,71 @@ def plan(
     **Exit status**: 0, or 2 if nothing fits or the plan cannot be made as asked; the message says what would help.
     """
     with clear_errors("plan", debug):
-        from ..arrangement import Arrangement
+        from ..errors import HaloclineError
         from ..plan.api import check_devices
         from ..plan.cost import Prices
         from ..plan.explain import as_plan, difference, lost_by, said_difference
+        from ..plan.front import memory_curve, over_devices
         from ..plan.machine import load_machine
         from ..plan.plan_file import read_plan
-        from ..plan.search import NoPlan, chosen, meshes, price, search
+        from ..plan.search import RefusedCut, chosen, price, search
+        from ..train.reporting.plan_picture import draw_plan
 
-        described = load_machine(machine)
+        described, relative = load_machine(machine), parse_speeds(speeds)
         check_devices(described, gpus)
         subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
-        other = _whole_mesh(parse_cut(why_not), subject, gpus) if why_not else None
-        if other and other not in meshes(subject, gpus, batch):
-            raise NoPlan(
-                f"--why-not {why_not}: no mesh of this cut fits samples of {list(subject.shapes[0])} and batch "
-                f"{batch or 'one on each rank of the data axis'}"
-            )
+        other = _rival(why_not, subject, gpus, batch) if why_not else None
         earlier = read_plan(compare) if compare else None
         prices, device = Prices(described.device), _device(described) if measure else None
+        refused: list[RefusedCut] = []
         with Progress(TextColumn("recording meshes"), BarColumn(), MofNCompleteColumn(), console=stderr()) as bar:
             task = bar.add_task("", total=None)
+
+            def tell(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
             candidates = search(
-                subject,
-                described,
-                gpus,
-                batch,
-                prices,
-                device,
-                lambda done, total: bar.update(task, completed=done, total=total),
-                parse_speeds(speeds),
-                input_bytes,
+                subject, described, gpus, batch, prices, device, tell, relative, input_bytes, refused=refused
             )
         best = chosen(candidates, described)
-        rival = None
+        answer = None
         if other:
-            rival = price(
-                subject, described, Arrangement(other), batch, prices, device, parse_speeds(speeds), input_bytes
-            )
-        made = as_plan(target, subject, described, best, candidates)
+            try:
+                rival = price(subject, described, other, batch, prices, device, relative, input_bytes)
+                answer = lost_by(best, rival)
+            except HaloclineError as error:
+                answer = f"{other} is refused: {error}"
+        made = as_plan(target, subject, described, best, candidates, refused, relative, input_bytes)
         if out is not None:
             made.save(out)
         if picture is not None:
-            _draw(picture, target, subject, described, best, candidates, prices, batch)
+            points = over_devices(subject, described, best, prices, batch, input_bytes)
+            drawn = draw_plan(target, described, best, candidates, points, memory_curve(subject, best))
+            picture.write_text(drawn, "utf-8")
     if as_json:
         compared = earlier and [vars(each) for each in difference(earlier, made)]
-        print_json({**made.model_dump(mode="json"), "why_not": rival and lost_by(best, rival), "compared": compared})
+        print_json({**made.model_dump(mode="json"), "why_not": answer, "compared": compared})
         return
-    show_candidates(target, described, best, candidates)
-    if rival:
-        say(stdout(), lost_by(best, rival))
+    show_candidates(target, described, best, candidates, refused)
+    if answer:
+        say(stdout(), answer)
     if earlier:
         show_difference(earlier, made, difference(earlier, made))
         say(stdout(), said_difference(earlier, made))
 
 
-def _draw(
-    path: Path,
-    target: str,
-    subject: Any,
-    machine: Any,
-    best: Any,
-    candidates: Sequence[Any],
-    prices: Any,
-    batch: int | None,
-) -> None:
-    from ..plan.front import memory_curve, over_devices
-    from ..train.reporting.plan_picture import draw_plan
+def _rival(why_not: str, subject: Any, gpus: int, batch: int | None) -> Arrangement:
+    """The cut that --why-not names. Raises NoPlan if samples or batch do not allow it."""
+    from ..arrangement import Arrangement
+    from ..plan.search import NoPlan, meshes
 
-    points = over_devices(subject, machine, best, prices, batch)
-    path.write_text(draw_plan(target, machine, best, candidates, points, memory_curve(subject, best)), "utf-8")
+    other = _whole_mesh(parse_cut(why_not), subject, gpus)
+    if other not in meshes(subject, gpus, batch):
+        raise NoPlan(
+            f"--why-not {why_not}: no mesh of this cut fits samples of {list(subject.shapes[0])} and batch "
+            f"{batch or 'one on each rank of the data axis'}"
+        )
+    return Arrangement(other)
 
 
 def subject_of(

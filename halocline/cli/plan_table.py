@@ -12,7 +12,7 @@ from rich.table import Table
 from .output import say, size_text, stdout
 
 if TYPE_CHECKING:
-    from ..plan.candidate import Candidate
+    from ..plan.candidate import Candidate, RefusedCut
     from ..plan.explain import Difference
     from ..plan.machine import Machine
     from ..plan.plan_file import Plan
@@ -21,7 +21,9 @@ SHOWN = 10  # candidates
 LONGEST = 3  # modules that a cell names
 
 
-def show_candidates(target: str, machine: Machine, best: Candidate, candidates: Sequence[Candidate]) -> None:
+def show_candidates(
+    target: str, machine: Machine, best: Candidate, candidates: Sequence[Candidate], refused: Sequence[RefusedCut] = ()
+) -> None:
     """The candidates, the best first, and what a step of the best is made of."""
     table = Table(
         title=f"{target} on {best.arrangement.ranks:,} devices of {machine.name}",
@@ -52,6 +54,10 @@ def show_candidates(target: str, machine: Machine, best: Candidate, candidates: 
         say(
             stdout(), "It is input-bound: faster storage, smaller files or nearer copies would help; other cuts do not."
         )
+    for reason in dict.fromkeys(each.reason for each in refused):
+        cuts = [str(each.arrangement) for each in refused if each.reason == reason]
+        more = f" and {len(cuts) - LONGEST} more" if len(cuts) > LONGEST else ""
+        say(stdout(), f"Refused: {', '.join(cuts[:LONGEST])}{more}: {reason}.")
     assumed = ", ".join(path for path, _ in machine.assumed())
     if assumed:
         say(stdout(), f"Assumed, not measured: {assumed}.")

@@ -17,7 +17,7 @@ from .explain import as_plan
 from .machine import Machine, MachineError, load_machine
 from .plan_file import Plan, read_plan
 from .recording import LETTERS, Subject, TargetShape
-from .search import chosen, price, search
+from .search import RefusedCut, chosen, price, search
 
 Shape = Sequence[int]
 
@@ -51,9 +51,13 @@ def plan(
     described = load_machine(machine) if isinstance(machine, str) else machine
     check_devices(described, devices)
     prices = Prices(described.device)
-    candidates = search(subject, described, devices, batch, prices, speeds=speeds, input_bytes=input_bytes)
+    refused: list[RefusedCut] = []
+    candidates = search(
+        subject, described, devices, batch, prices, speeds=speeds, input_bytes=input_bytes, refused=refused
+    )
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "network")
-    return as_plan(name, subject, described, chosen(candidates, described), candidates)
+    best = chosen(candidates, described)
+    return as_plan(name, subject, described, best, candidates, refused, speeds, input_bytes)
 
 
 def load_plan(path: Path | str, machine: str | Machine | None = None, model: Any = None, **training: Any) -> Plan:
@@ -78,8 +82,14 @@ def load_plan(path: Path | str, machine: str | Machine | None = None, model: Any
 def repriced(plan: Plan, subject: Subject, machine: Machine) -> Plan:
     """The same plan with what a step takes on another machine. Alternatives are dropped: they were for the first."""
     plan.arrangement.check(subject.meta_model())
-    candidate = price(subject, machine, plan.arrangement, plan.batch, Prices(machine.device))
-    return as_plan(plan.network, subject, machine, candidate, [])
+    if plan.shapes != subject.shapes:
+        raise PlanError(
+            f"the plan {plan} is for samples of {[list(shape) for shape in plan.shapes]}, and these are "
+            f"{[list(shape) for shape in subject.shapes]}; plan with this shape"
+        )
+    told = plan.speeds, plan.input_bytes
+    candidate = price(subject, machine, plan.arrangement, plan.batch, Prices(machine.device), None, *told)
+    return as_plan(plan.network, subject, machine, candidate, [], (), *told)
 
 
 def make_subject(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -64,6 +65,13 @@ class Candidate:
 
     def __str__(self) -> str:
         return str(self.arrangement)
+
+
+class RefusedCut(NamedTuple):
+    """An arrangement that cannot be recorded, and why: a rule refuses to cut one of the network's operations so."""
+
+    arrangement: Arrangement
+    reason: str
 
 
 def is_plain(arrangement: Arrangement) -> bool:

@@ -104,14 +104,16 @@ def latency_us(group: SumGroup, algorithm: str, protocol: int) -> float:
 
 
 def _socket_ring(group: SumGroup, size: int, load: NodeLoad | None) -> float:
-    """2 (n - 1) steps of size / n bytes, each at the speed of the slowest link, which ranks of a node share.
+    """2 (n - 1) steps of size / n bytes, each at the speed of the slowest link.
 
+    A ring leaves a node once, whichever ranks share its port; inside a node all ranks send at once.
     Where the whole sum's latency was measured, on ranks that compute, it counts in place of the steps'.
     """
     link = group.outer or group.inner
+    shared = 1 if group.outer else min(link.shared_by, group.ranks)
     steps = 2 * (group.ranks - 1)
     latency = steps * link.latency_us.value if load is None else load.sum_latency_us.value
-    return latency * 1e-6 + steps * size / group.ranks / (link.gb_per_s.value * 1e9)
+    return latency * 1e-6 + shared * steps * size / group.ranks / (link.gb_per_s.value * 1e9)
 
 
 def exchange_seconds(
@@ -129,7 +131,12 @@ def exchange_seconds(
         links[link.name] = link
         bytes_over[link.name] += size
     times = [
-        (load or link).latency_us.value * 1e-6 + bytes_over[name] * link.shared_by / (link.gb_per_s.value * 1e9)
+        _latency_us(link, load) * 1e-6 + bytes_over[name] * link.shared_by / (link.gb_per_s.value * 1e9)
         for name, link in links.items()
     ]
     return max(times, default=0.0)
+
+
+def _latency_us(link: NetworkLevel, load: NodeLoad | None) -> float:
+    """Of a message to a rank that computes: the load's was measured inside a node, so a farther link may add more."""
+    return link.latency_us.value if load is None else max(load.latency_us.value, link.latency_us.value)

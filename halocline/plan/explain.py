@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..arrangement import fingerprint
-from .candidate import MARGIN, Candidate
+from .candidate import MARGIN, Candidate, RefusedCut
 from .machine import Machine
 from .plan_file import Alternative, Plan, Prediction, machine_fingerprint
 from .recording import Subject
@@ -35,8 +35,17 @@ def prediction(candidate: Candidate) -> Prediction:
     )
 
 
-def as_plan(network: str, subject: Subject, machine: Machine, best: Candidate, candidates: Sequence[Candidate]) -> Plan:
-    """The plan that takes ``best``, with the others and why they lost."""
+def as_plan(
+    network: str,
+    subject: Subject,
+    machine: Machine,
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    refused: Sequence[RefusedCut] = (),
+    speeds: Sequence[float] = (),
+    input_bytes: int | None = None,
+) -> Plan:
+    """The plan that takes ``best``, with the others and why they lost, or were refused."""
     arrangement = best.arrangement
     return Plan(
         network=network,
@@ -64,6 +73,9 @@ def as_plan(network: str, subject: Subject, machine: Machine, best: Candidate, c
             for each in candidates
             if each is not best
         ),
+        refused={str(each.arrangement): each.reason for each in refused},
+        speeds=tuple(speeds),
+        input_bytes=input_bytes,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..arrangement import DATA
 from ..program.memory import MemoryCurve
-from .candidate import Candidate
+from .candidate import Candidate, reading_seconds
 from .cost import Prices
 from .estimate import Estimator
 from .machine import Machine
@@ -30,16 +30,22 @@ class FrontPoint:
 
 
 def over_devices(
-    subject: Subject, machine: Machine, best: Candidate, prices: Prices, batch: int | None
+    subject: Subject,
+    machine: Machine,
+    best: Candidate,
+    prices: Prices,
+    batch: int | None,
+    input_bytes: int | None = None,
 ) -> list[FrontPoint]:
-    """The best estimates of each mesh of half and twice as many devices, and so on.
+    """The best estimates of each mesh of half and twice as many devices, and so on, all of equal devices.
 
-    Estimates are corrected by what recording says of the best candidate.
+    Estimates are corrected by what recording says of the best candidate, without reading; where reading the samples
+    takes longer, its time counts. ``input_bytes`` are those of one sample on disk.
     """
-    estimator = Estimator(subject, machine, prices)
+    estimator = Estimator(subject, machine, prices.on(machine, best.arrangement.ranks))
     local = best.samples // best.sizes[DATA]
     own = estimator(best.sizes, local, best.arrangement.multiple)
-    slower, larger = best.seconds / own.seconds, best.recorded.memory / own.memory
+    slower, larger = best.timeline.seconds / own.seconds, best.recorded.memory / own.memory
     room = machine.device.memory_gb.value * 1e9
     points: list[FrontPoint] = []
     for power in range(-COUNTS, COUNTS + 1):
@@ -48,7 +54,8 @@ def over_devices(
             continue
         for option in _estimated(estimator, devices, batch):
             memory = int(option.estimate.memory * larger)
-            seconds = option.seconds_per_sample * slower
+            reading = reading_seconds(subject, machine, option.arrangement, option.local, input_bytes)
+            seconds = max(option.estimate.seconds * slower, reading) / option.samples
             points.append(FrontPoint(str(option.arrangement), devices, seconds, memory, memory <= room))
     return points
 
@@ -58,7 +65,7 @@ def _estimated(estimator: Estimator, devices: int, batch: int | None) -> list[Op
         wanted = least_surface(meshes(estimator.subject, devices, batch), estimator.subject.volume)
     except NoPlan:
         return []
-    return options(estimator, wanted, batch, ())
+    return options(estimator, wanted, batch, (), input_bytes=0)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

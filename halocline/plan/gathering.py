@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class ChainLayer:
+class ChainLayer(NamedTuple):
     """One module of the chain, forward and backward together."""
 
     place: str  # a module's path, or what else is known of the code

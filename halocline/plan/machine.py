@@ -50,8 +50,9 @@ def between(least: float, most: float, hint: str) -> AfterValidator:
     """Questions a value outside [least, most]: most such values are slips of units."""
 
     def check(quantity: Quantity) -> Quantity:
-        if not least <= quantity.value <= most:
-            raise ValueError(f"{quantity.value:g} is outside {least:g} to {most:g}: {hint}")
+        for value in (quantity.value, quantity.low, quantity.high):
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{value:g} is outside {least:g} to {most:g}: {hint}")
         return quantity
 
     return AfterValidator(check)

@@ -10,7 +10,7 @@ from ..arrangement import DATA, Arrangement
 from .candidate import is_plain, reading_seconds
 from .estimate import Estimate, Estimator
 from .gathering import best_gathers
-from .recompute import blocks, least_work
+from .recompute import least_work
 from .shares import uneven_points
 
 ROOM = 1.1  # times the memory up to which an estimate may be too high
@@ -47,9 +47,9 @@ def options(
     found: list[Option] = []
     for sizes in wanted:
         local = 1 if batch is None else batch // sizes[DATA]
-        points = uneven_points(sizes, estimator.subject.volume, speeds, estimator.compute) if speeds else {}
-        even = Option(Arrangement(sizes, points), local * sizes[DATA], estimator(sizes, local))
-        found += [even, *([] if points else with_aligned_cuts(estimator, even))]
+        even = Option(Arrangement(sizes), local * sizes[DATA], estimator(sizes, local))
+        uneven = with_shares(estimator, even, speeds) if speeds else []
+        found += uneven or [even, *with_aligned_cuts(estimator, even)]
     found += with_recomputation(estimator, found)
     found.sort(key=lambda option: option.seconds_per_sample)
     found += with_gathers(estimator, [each for each in found if not is_plain(each.arrangement)][:WITH_GATHERS])
@@ -73,42 +73,59 @@ def with_aligned_cuts(estimator: Estimator, even: Option) -> list[Option]:
 
     None where even cuts lie there anyway.
     """
-    sizes = even.arrangement.sizes
+    sizes, multiple = even.arrangement.sizes, aligned_multiple(estimator, even.arrangement)
     volume = {axis: size for axis, size in estimator.subject.volume.items() if sizes[axis] > 1}
-    possible = [
-        divisor
-        for divisor in range(2, estimator.stride + 1)
-        if estimator.stride % divisor == 0 and all(size // divisor >= sizes[axis] for axis, size in volume.items())
-    ]
-    multiple = max(possible, default=1)
     if all(size % (sizes[axis] * multiple) == 0 for axis, size in volume.items()):
         return []
     aligned = replace(even.arrangement, multiple=multiple)
     return [Option(aligned, even.samples, estimator(sizes, even.local, multiple=multiple))]
 
 
+def with_shares(estimator: Estimator, even: Option, speeds: Sequence[float]) -> list[Option]:
+    """The same cut with shares by speed: at multiples of the network's total stride, and anywhere; none where equal.
+
+    Aligned shares fit the speeds less well, and spare the later layers the moving of slabs; recording decides.
+    """
+    found: list[Option] = []
+    for multiple in {aligned_multiple(estimator, even.arrangement): None, 1: None}:
+        sizes, volume = even.arrangement.sizes, estimator.subject.volume
+        points = uneven_points(sizes, volume, speeds, estimator.compute, multiple)
+        arrangement = replace(even.arrangement, points=points)
+        if points and all(arrangement != each.arrangement for each in found):
+            found.append(replace(even, arrangement=arrangement))
+    return found
+
+
+def aligned_multiple(estimator: Estimator, arrangement: Arrangement) -> int:
+    """The network's total stride, or the largest part of it at whose multiples no rank is left empty."""
+    sizes = arrangement.sizes
+    volume = {axis: size for axis, size in estimator.subject.volume.items() if sizes[axis] > 1}
+    possible = [
+        divisor
+        for divisor in range(2, estimator.stride + 1)
+        if estimator.stride % divisor == 0 and all(size // divisor >= sizes[axis] for axis, size in volume.items())
+    ]
+    return max(possible, default=1)
+
+
 def with_recomputation(estimator: Estimator, found: Sequence[Option]) -> list[Option]:
     """Those that do not fit, with the modules whose recomputation makes them fit in the least time, if any do."""
     room = int(estimator.machine.device.memory_gb.value * 1e9)
     tight = [option for option in found if option.estimate.memory > room / ROOM]
-    paths = blocks(estimator.model) if tight else []
     fitting: list[Option] = []
     for option in tight:
         tile = math.prod(size for axis, size in option.arrangement.sizes.items() if axis != DATA)
-        costs = estimator.by_module(paths, tile, option.local)
-        again = least_work(costs, int(option.estimate.memory * ROOM) - room)
-        if again:
-            freed = sum(costs[path][1] for path in again) - max(costs[path][1] for path in again)
-            seconds = option.estimate.seconds + sum(costs[path][0] for path in again)
-            estimate = Estimate(seconds, option.estimate.memory - freed)
-            fitting.append(Option(replace(option.arrangement, recompute=again), option.samples, estimate))
+        again = least_work(estimator.blocks(tile, option.local), int(option.estimate.memory * ROOM) - room)
+        if again is not None:
+            estimate = Estimate(option.estimate.seconds + again.seconds, option.estimate.memory - again.freed)
+            fitting.append(Option(replace(option.arrangement, recompute=again.paths), option.samples, estimate))
     return fitting
 
 
 def with_gathers(estimator: Estimator, found: Sequence[Option]) -> list[Option]:
     """Those in which late layers have so little work that each rank does all of it, sooner than it exchanges halos."""
     better: list[Option] = []
-    for option in found:
+    for option in found if estimator.can_gather else ():
         gathered = best_gathers(estimator.chain(option.arrangement.sizes, option.local))
         if gathered.seconds > WORTH_GATHERING * option.estimate.seconds:
             estimate = Estimate(option.estimate.seconds - gathered.seconds, option.estimate.memory + gathered.memory)

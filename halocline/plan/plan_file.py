@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
-from ..arrangement import Arrangement
+from ..arrangement import AXIS_OF_LETTER, DATA, Arrangement
 from ..choices import Choices
 from ..errors import PlanError
 from ..world import Mesh
 from .machine import Machine, Strict, explain_validation
+from .recording import volume_of
 
 VERSION = 1  # of the format
 
@@ -74,6 +77,35 @@ class Plan(Strict):
     assumed: dict[str, tuple[float, float]] = Field(description="constants that nobody measured, with their ranges")
     predicted: Prediction
     alternatives: tuple[Alternative, ...] = ()
+    refused: dict[str, str] = Field(default_factory=dict, description="cuts that the library refuses, and why")
+    speeds: tuple[float, ...] = Field(default=(), description="relative speeds of unequal devices, by rank")
+    input_bytes: int | None = Field(default=None, ge=0, description="of one sample on disk; null: of its tensors")
+
+    @model_validator(mode="after")
+    def _fits_its_mesh(self) -> Plan:
+        axes = list(AXIS_OF_LETTER.values())
+        unknown = [axis for axis in self.mesh_sizes if axis not in axes]
+        if unknown or not self.mesh_sizes:
+            raise ValueError(f"mesh_sizes: no axis {unknown[0] if unknown else ''!r}; axes are {', '.join(axes)}")
+        empty = [axis for axis, size in self.mesh_sizes.items() if size < 1]
+        if empty:
+            raise ValueError(f"mesh_sizes.{empty[0]}: {self.mesh_sizes[empty[0]]} ranks; an axis has one or more")
+        if self.batch % self.mesh_sizes.get(DATA, 1):
+            raise ValueError(f"batch: {self.batch} samples do not divide over {self.mesh_sizes[DATA]} ranks of data")
+        volume = volume_of(self.shapes[0]) if self.shapes else {}
+        for axis, at in self.points.items():
+            size = self.mesh_sizes.get(axis, 1)
+            rises = all(low < high for low, high in pairwise(at))
+            if len(at) != size + 1 or not rises or at[0] != 0 or at[-1] != volume.get(axis):
+                raise ValueError(
+                    f"points.{axis}: {list(at)} does not cut {volume.get(axis, 'no')} voxels into {size} parts: give "
+                    "0, where each part ends, and the size"
+                )
+        if self.speeds and len(self.speeds) != self.arrangement.ranks:
+            raise ValueError(f"speeds: {len(self.speeds)} of them for {self.arrangement.ranks} ranks")
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"speeds: {list(self.speeds)} are to be positive numbers")
+        return self
 
     @property
     def arrangement(self) -> Arrangement:

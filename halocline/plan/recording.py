@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -64,8 +66,13 @@ class Subject:
     @property
     def volume(self) -> dict[str, int]:
         """Spatial sizes by axis."""
-        named = zip(self.letters, self.shapes[0], strict=False)
-        return {AXIS_OF_LETTER[letter]: size for letter, size in named if letter not in "NC"}
+        return volume_of(self.shapes[0])
+
+
+def volume_of(shape: Sequence[int]) -> dict[str, int]:
+    """Spatial sizes by axis of a sample of this shape."""
+    named = zip(LETTERS.get(len(shape), "N"), shape, strict=False)
+    return {AXIS_OF_LETTER[letter]: size for letter, size in named if letter not in "NC"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class RecordedStep:
     gradients: int
     optimizer: int
     activations: int  # the peak of what the step makes, and this rank's part of the samples
+    model: nn.Module = field(repr=False, compare=False)  # without values
 
     @property
     def memory(self) -> int:
@@ -116,7 +124,7 @@ def record_step(
     """
     arrangement = arrangement or Arrangement(sizes)
     rank = busiest_rank(arrangement, subject.volume) if rank is None else rank
-    with dry(rank, math.prod(sizes.values())), torch.device("meta"):
+    with dry(rank, math.prod(sizes.values())), torch.device("meta"), _without_hints():
         model = distribute(subject.make_model().to(subject.dtype), plan=arrangement)
         mesh, samples = arrangement.mesh(), batch * sizes.get("data", 1)
         inputs = [_input(subject, shape, arrangement, samples) for shape in subject.shapes]
@@ -145,7 +153,22 @@ def record_step(
         state = 0 if optimizer is None else _bytes(_state_tensors(optimizer))
     held = _bytes([*model.parameters(), *model.buffers()])
     samples_held = _bytes([unwrap(each) for each in (*inputs, *targets)])
-    return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak)
+    return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak, model)
+
+
+@contextmanager
+def _without_hints() -> Iterator[None]:
+    """Inside, this thread logs no hints on how a run could be better: nothing runs."""
+    log, thread = logging.getLogger("halocline"), threading.get_ident()
+
+    def keep(entry: logging.LogRecord) -> bool:
+        return entry.thread != thread or entry.levelno >= logging.ERROR
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def _workspace(world: World, pricing: Replay, function: Any, args: Any, result: Any) -> int:

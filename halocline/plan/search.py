@@ -8,21 +8,24 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..arrangement import DATA
-from .candidate import MARGIN, Candidate, is_plain, price
+from ..arrangement import DATA, Arrangement
+from ..errors import HaloclineError
+from .candidate import MARGIN, Candidate, RefusedCut, is_plain, price
 from .cost import Prices
 from .estimate import Estimator
 from .machine import Machine
 from .meshes import NoPlan, factorizations, least_surface, meshes
 from .options import ROOM, Option, options
 from .recording import Subject
+from .unrecordable import clear_recording_errors
 
-__all__ = ["Candidate", "NoPlan", "chosen", "factorizations", "meshes", "price", "search"]
+__all__ = ["Candidate", "NoPlan", "RefusedCut", "chosen", "factorizations", "meshes", "price", "search"]
 
 AT_LEAST = 2  # candidates that are recorded and fit, so that there is one to compare with
 AT_MOST = 10  # candidates that are recorded
 EVENTS = 10_000  # recorded in all, from which on no more than AT_LEAST candidates are recorded; one from twice that on
 ALIKE = 2  # candidates with the same data axis and the same kinds of changes that are recorded; more of small networks
+REFUSED = 4  # refused cuts of the same axes after which no more of them are tried
 HOPELESS = 1.03  # times the best time from which on a candidate is not recorded, by its corrected estimate
 
 
@@ -36,10 +39,12 @@ def search(
     tell: Callable[[int, int], None] = lambda done, total: None,
     speeds: Sequence[float] = (),
     input_bytes: int | None = None,
+    refused: list[RefusedCut] | None = None,
 ) -> list[Candidate]:
     """Candidates, the best first: those that fit by time for a sample, then the others by memory.
 
-    ``input_bytes`` are those of one sample on disk, by default those of its tensors.
+    ``input_bytes`` are those of one sample on disk, by default those of its tensors. A cut that the library refuses is
+    skipped, and added to ``refused``; if all are, the first refusal is raised.
     """
     prices = prices or Prices(machine.device)
     wanted = least_surface(meshes(subject, devices, batch), subject.volume)
@@ -51,7 +56,12 @@ def search(
         queue.remove(option)
         if found.is_hopeless(option):
             continue
-        candidate = price(subject, machine, option.arrangement, batch, prices, device, speeds, input_bytes)
+        try:
+            with clear_recording_errors():
+                candidate = price(subject, machine, option.arrangement, batch, prices, device, speeds, input_bytes)
+        except HaloclineError as error:
+            found.refuse(option, error)
+            continue
         found.add(option, candidate)
         tell(len(found.candidates), AT_MOST)
         if not (is_plain(option.arrangement) or estimator.overhead):
@@ -59,6 +69,10 @@ def search(
             found.estimates_change()
             better = worthwhile(options(estimator, wanted, batch, speeds, input_bytes), estimator)
             queue = [each for each in worth_recording(better, machine) if not found.has(each)]
+    if refused is not None:
+        refused += [RefusedCut(arrangement, str(error)) for arrangement, error in found.refused]
+    if not found.candidates:
+        raise found.refused[0][1]
     return sorted(found.candidates, key=_rank)
 
 
@@ -72,6 +86,7 @@ class Findings:
         self._time: dict[tuple[object, ...], float] = {}  # the same of seconds, by kind of option
         self._events = 0
         self._recorded: Counter[tuple[object, ...]] = Counter()
+        self.refused: list[tuple[Arrangement, HaloclineError]] = []
 
     def add(self, option: Option, candidate: Candidate) -> None:
         """Correct the estimates by a recorded candidate."""
@@ -84,9 +99,14 @@ class Findings:
         self.candidates.append(candidate)
         self._recorded[kind] += 1
 
+    def refuse(self, option: Option, error: HaloclineError) -> None:
+        """Note that it cannot be recorded."""
+        self.refused.append((option.arrangement, error))
+
     def has(self, option: Option) -> bool:
-        """Was it recorded?"""
-        return any(each.arrangement == option.arrangement for each in self.candidates)
+        """Was it recorded, or refused?"""
+        tried = [*(each.arrangement for each in self.candidates), *(arrangement for arrangement, _ in self.refused)]
+        return option.arrangement in tried
 
     def estimates_change(self) -> None:
         """Forget how far estimates were off: they are made anew."""
@@ -99,6 +119,8 @@ class Findings:
 
     def is_hopeless(self, option: Option) -> bool:
         """Would it not fit, be too slow, or be like those that were recorded?"""
+        if sum(_axes_cut(each) == _axes_cut(option.arrangement) for each, _ in self.refused) >= REFUSED:
+            return True
         if not self.candidates:
             return False
         fitting = [each.seconds_per_sample for each in self.candidates if each.fits]
@@ -114,9 +136,13 @@ class Findings:
         )
 
 
+def _axes_cut(arrangement: Arrangement) -> list[str]:
+    return [axis for axis, size in arrangement.sizes.items() if size > 1 and axis != DATA]
+
+
 def _kind(option: Option) -> tuple[object, ...]:
     arrangement = option.arrangement
-    cut = sum(size > 1 for axis, size in arrangement.sizes.items() if axis != DATA)
+    cut = len(_axes_cut(arrangement))
     return arrangement.sizes[DATA], cut, arrangement.multiple, bool(arrangement.recompute), bool(arrangement.gather)
 
 

@@ -21,7 +21,7 @@ from ..plan.explain import as_plan
 from ..plan.machine import Machine, MachineError, load_machine
 from ..plan.plan_file import Plan, parse_plan, read_plan
 from ..plan.recording import LETTERS, Subject, TargetShape
-from ..plan.search import chosen, search
+from ..plan.search import RefusedCut, chosen, search
 from ..program import dry
 from ..world import Mesh, World
 from ..world.agreement import agree
@@ -57,7 +57,7 @@ def run_plan(settings: Settings, task: TrainingTask, precision: Precision, world
         return plan
 
     made = agree(world, prepare, START)
-    text = "" if made is None else made.model_copy(update={"alternatives": ()}).model_dump_json()
+    text = "" if made is None else made.model_copy(update={"alternatives": (), "refused": {}}).model_dump_json()
     told = broadcast_text(world, 0, text, START, _LONGEST) if world.size > 1 else text
     return parse_plan(told, "of rank 0")
 
@@ -75,9 +75,10 @@ def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
                 f"this one and writes {_HERE}"
             )
         machine = load_machine(settings.machine or _HERE)
-        candidates = search(subject, machine, ranks, settings.batch, Prices(machine.device))
+        refused: list[RefusedCut] = []
+        candidates = search(subject, machine, ranks, settings.batch, Prices(machine.device), refused=refused)
         name = settings.workload or settings.model or "network"
-        return as_plan(name, subject, machine, chosen(candidates, machine), candidates)
+        return as_plan(name, subject, machine, chosen(candidates, machine), candidates, refused)
     plan = read_plan(settings.plan or "")
     plan.arrangement.check(subject.meta_model())
     if plan.arrangement.ranks != ranks:

@@ -130,6 +130,17 @@ def test_a_picture_shows_candidates_devices_and_memory() -> None:
     assert "Memory of a rank over a step" in told and "devices" in told and "var(" not in told
 
 
+def test_points_of_a_picture_wait_for_input_too() -> None:
+    """Reading does not scale with computation: it follows from the storage alone."""
+    machine = load_machine("summit")
+    best = price(subject(), machine, CUT, 1, Prices(machine.device), input_bytes=10**12)
+    points = over_devices(subject(), machine, best, Prices(machine.device), 1, 10**12)
+    own = next(each for each in points if each.arrangement == str(CUT))
+    assert own.seconds == pytest.approx(best.seconds_per_sample) == pytest.approx(best.input_seconds)
+    free = over_devices(subject(), machine, best, Prices(machine.device), 1, 0)
+    assert next(e.seconds for e in free if e.arrangement == str(CUT)) == pytest.approx(best.timeline.seconds)
+
+
 def run(*arguments: str, columns: int = 80) -> str:
     words = ["plan", "unet3d", "--shape", "1,1,16,16,16", "--gpus", "2", "--machine", "perlmutter", *arguments]
     result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, words)

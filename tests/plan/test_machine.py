@@ -52,12 +52,16 @@ def test_slips_are_refused_by_name(tmp_path: Path) -> None:
     def without_range(content: Any) -> None:
         del content["device"]["efficiency"]["low"]
 
+    def range_in_units_of_its_own(content: Any) -> None:
+        content["device"]["launch_us"]["high"] = 9e6
+
     def inside_out(content: Any) -> None:
         content["links"].reverse()
 
     assert "links.0.latency_us: 9e+06 is outside" in broken(tmp_path, milliseconds)
     assert "device.memory_gbytes: unknown key" in broken(tmp_path, misspelt)
     assert "device.efficiency: an assumed value needs low and high" in broken(tmp_path, without_range)
+    assert "device.launch_us: 9e+06 is outside" in broken(tmp_path, range_in_units_of_its_own)
     assert "it joins all" in broken(tmp_path, inside_out)
     with pytest.raises(MachineError, match="no machine 'sumit'; it is abci"):
         load_machine("sumit")

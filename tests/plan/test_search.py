@@ -18,11 +18,15 @@ from halocline.errors import Refused
 from halocline.plan import search as search_module
 from halocline.plan.collectives import sum_seconds
 from halocline.plan.cost import Prices, key_of
+from halocline.plan.estimate import Estimator
 from halocline.plan.gathering import ChainLayer, Gathered, best_gathers
 from halocline.plan.machine import Machine, load_machine
+from halocline.plan.plan_file import read_plan
+from halocline.plan.recompute import BlockKind, least_work, packs
 from halocline.plan.recording import busiest_rank, record_step
 from halocline.plan.replay import replay
-from halocline.plan.search import NoPlan, chosen, factorizations, meshes, price, search
+from halocline.plan.search import NoPlan, RefusedCut, chosen, factorizations, meshes, price, search
+from halocline.tensor import unwrap
 from halocline.world.events import Begun, Computed, Label, Summed, Waited
 
 
@@ -72,19 +76,18 @@ NETWORKS = {  # what is planned, and the modules whose input is smaller than the
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("network", "machine", "batch"),
     [
-        ("U-Net", "summit", None),
-        ("U-Net", "eos", None),
-        ("U-Net", "summit", 1),
-        ("U-Net", "summit", 4),
-        ("U-Net", "eos", 4),
-        ("U-Net, uneven", "eos", 1),
-        ("U-Net, uneven", "summit", 4),
-        ("classifier", "summit", 1),
-        ("classifier", "eos", 4),
+        pytest.param("U-Net", "summit", 4, marks=pytest.mark.long),
+        pytest.param("U-Net, uneven", "eos", 1, marks=pytest.mark.long),
+        pytest.param("classifier", "summit", 1, marks=pytest.mark.long),
+        pytest.param("U-Net", "summit", None, marks=pytest.mark.trial),
+        pytest.param("U-Net", "eos", None, marks=pytest.mark.trial),
+        pytest.param("U-Net", "summit", 1, marks=pytest.mark.trial),
+        pytest.param("U-Net", "eos", 4, marks=pytest.mark.trial),
+        pytest.param("U-Net, uneven", "summit", 4, marks=pytest.mark.trial),
+        pytest.param("classifier", "eos", 4, marks=pytest.mark.trial),
     ],
 )
 def test_thinned_candidates_hold_the_best(network: str, machine: str, batch: int | None) -> None:
@@ -114,6 +117,22 @@ def test_the_best_spans_of_a_chain_are_gathered() -> None:
     assert best_gathers(down) == Gathered(("down",), 4.0, 20)
     assert best_gathers([*down, *up]) == Gathered(("down", "head"), 4.5 + 3.5, 40), "a span ends where a skip joins"
     assert best_gathers([layer("down", 8, 5, 4.5)]) == Gathered(), "gathering itself takes longer"
+
+
+def test_equal_blocks_are_folded_in_the_search_for_recomputation() -> None:
+    assert all(sum(packs(count)) == count for count in range(1, 40))
+    kinds = [BlockKind(1.0, 1000, tuple(f"early.{n}" for n in range(50))), BlockKind(0.4, 500, ("late.0", "late.1"))]
+    pairs = [(early, late) for early in range(51) for late in range(3) if early or late]
+
+    def least(wanted: float) -> float:
+        return min(a + 0.4 * b for a, b in pairs if 1000 * a + 500 * b - 1000 >= wanted)
+
+    for wanted in (100, 1_000, 7_300, 30_000, 48_000):
+        found = least_work(kinds, wanted)
+        assert found is not None and found.freed >= wanted and len(set(found.paths)) == len(found.paths)
+        eight_packs_rounded = (wanted + 1000) * (1 + 8 / 400) - 1000
+        assert least(wanted) <= found.seconds + 1e-9 and found.seconds <= least(eight_packs_rounded) + 1e-9
+    assert least_work(kinds, 51_000) is None
 
 
 def test_plain_data_parallel_stays_unless_clearly_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +176,72 @@ class Branches(nn.Module):
 def test_a_model_that_cannot_be_recorded_is_named() -> None:
     with pytest.raises(Refused, match="it needs a value, and a dry run has shapes only"):
         record_step(subject(make_model=Branches), {"data": 1, "depth": 2, "height": 1, "width": 1}, 1)
+
+
+class RefusesWidth(nn.Module):
+    """Stands for an operation whose rule refuses a cut of one dim."""
+
+    def __init__(self, refused: tuple[int, ...] = (4,)) -> None:
+        super().__init__()
+        self.layer, self.refused = nn.Conv3d(1, 1, 3, padding=1), refused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any(unwrap(x).shape[dim] != x.shape[dim] for dim in self.refused):
+            raise Refused("some_operation", "layer", "it needs whole samples", "cut another dim")
+        return self.layer(x)
+
+
+def test_a_refused_cut_is_skipped_with_its_reason() -> None:
+    machine, refused = load_machine("summit"), list[RefusedCut]()
+    found = search(subject(make_model=RefusesWidth), machine, 4, 1, refused=refused)
+    assert found and all(each.sizes["width"] == 1 for each in found)
+    assert refused and all(each.arrangement.sizes["width"] > 1 for each in refused)
+    assert "some_operation in layer: it needs whole samples" in refused[0].reason
+    with pytest.raises(Refused, match="it needs whole samples"):
+        search(subject(make_model=lambda: RefusesWidth((2, 3, 4))), machine, 4, 1)
+
+
+def test_a_refused_cut_is_shown_and_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--shape", "1,1,16,16,16", "--gpus", "2", "--machine", "summit", "--batch", "1", "--why-not", "width=2"]
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    status, shown = run("test_search:RefusesWidth", *words, "--out", str(tmp_path / "plan.json"))
+    assert status == 0 and "Refused: width=2: some_operation in layer: it needs whole samples" in shown, shown
+    assert "width=2 is refused: some_operation in layer" in shown
+    assert "width=2" in read_plan(tmp_path / "plan.json").refused
+
+
+def test_shares_by_speed_lie_at_multiples_of_the_stride() -> None:
+    """Aligned and unaligned shares are both candidates; the better by price is taken."""
+    machine, planned = load_machine("summit"), subject(shapes=((1, 1, 24, 24, 48),))
+    found = [each for each in search(planned, machine, 2, 1, speeds=(2.0, 1.0)) if each.arrangement.points]
+    points = [at for each in found for at in each.arrangement.points.values()]
+    assert any(at[1] % 2 == 0 for at in points), "the network halves its samples once"
+    assert found[0].seconds == min(each.seconds for each in found)
+
+
+def test_a_pooled_sample_does_not_make_a_stride() -> None:
+    machine = load_machine("summit")
+    planned = subject(make_model=Excited)
+    estimator = Estimator(planned, machine, Prices(machine.device))
+    assert estimator.stride == 2
+    weight = next(each.event.shapes[1] for each in estimator.of_samples if each.event.shapes[1:2] == ((1, 4, 3, 3, 3),))
+    local = estimator._local(
+        next(each.event for each in estimator.of_samples if each.event.shapes[1:2] == (weight,)), (2.0, 1.0, 1.0), 1
+    )
+    assert local.shapes[1] == weight and local.shapes[0] == (1, 4, 6, 12, 12), "samples are cut, weights are not"
+
+
+class Excited(nn.Module):
+    """Squeeze and excitation after one halving, and a convolution to one channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.excite = nn.Conv3d(1, 4, 3, 2, 1), nn.Conv3d(4, 4, 1)
+        self.leave = nn.Conv3d(4, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        return self.leave(x * self.excite(x.mean((2, 3, 4), keepdim=True)).sigmoid())
 
 
 # ---- replay ----
@@ -235,7 +320,7 @@ def test_a_sample_is_a_batch_of_one() -> None:
 @pytest.mark.long
 def test_operations_are_timed_at_their_own_shapes(tmp_path: Path) -> None:
     out = tmp_path / "here.json"
-    assert CliRunner().invoke(app, ["calibrate", "--seconds", "8", "--out", str(out)]).exit_code == 0
+    assert CliRunner().invoke(app, ["calibrate", "--ranks", "1", "--seconds", "4", "--out", str(out)]).exit_code == 0
     assert load_machine(str(out)).device.peak_tflops["float32"].source == "measured"
     machine = load_machine(str(out))
     prices, sizes = Prices(machine.device), {"data": 1, "depth": 2, "height": 1, "width": 1}

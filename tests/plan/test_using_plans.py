@@ -31,7 +31,7 @@ from halocline.train.task import defaults_of
 from halocline.train.trainer import Trainer
 from halocline.workloads.unet3d import UNet3d
 from halocline.world import run_local
-from halocline.world.events import Begun, Event, Summed
+from halocline.world.events import Begun, Computed, Event, Summed
 
 SHAPE = (1, 1, SIDE, SIDE, SIDE)
 
@@ -86,6 +86,38 @@ def test_a_file_that_is_no_plan_is_refused(plan: Plan, tmp_path: Path) -> None:
         read_plan(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mesh_sizes": {"data": 2, "deep": 1}}, "mesh_sizes: no axis 'deep'; axes are data, depth, height, width"),
+        ({"mesh_sizes": {"data": 1, "depth": 0}}, "mesh_sizes.depth: 0 ranks; an axis has one or more"),
+        ({"mesh_sizes": {"data": 3}}, "batch: 1 samples do not divide over 3 ranks of data"),
+        (
+            {"mesh_sizes": {"depth": 2}, "points": {"depth": [0, 30, 24]}},
+            r"points.depth: \[0, 30, 24\] does not cut 24",
+        ),
+        ({"mesh_sizes": {"depth": 2}, "points": {"depth": [0, 24]}}, "does not cut 24 voxels into 2 parts"),
+        ({"mesh_sizes": {"depth": 2}, "speeds": [1.0]}, "speeds: 1 of them for 2 ranks"),
+        ({"mesh_sizes": {"depth": 2}, "speeds": [1.0, -2.0]}, "are to be positive numbers"),
+        ({"input_bytes": -1}, "input_bytes: .*greater than or equal to 0"),
+    ],
+)
+def test_what_a_plan_says_of_its_mesh_is_checked(plan: Plan, changes: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said) as error:
+        parse_plan(changed(plan, **changes), "mine.json")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_speeds_and_input_bytes_are_priced_anew_too() -> None:
+    told = {"speeds": (2.0, 1.0), "input_bytes": 10**12}
+    plan = hc.plan(SmallUNet, SHAPE, machine="perlmutter", devices=2, batch=1, **told)
+    other = repriced(plan, subject(), load_machine("piz-daint"))
+    assert (other.speeds, other.input_bytes) == (plan.speeds, plan.input_bytes) == ((2.0, 1.0), 10**12)
+    assert other.predicted.binds == "input"
+    with pytest.raises(PlanError, match=r"for samples of \[\[1, 1, 24, 24, 24\]\], and these are \[\[1, 1, 16"):
+        repriced(plan, subject(shapes=((1, 1, 16, 16, 16),)), load_machine("piz-daint"))
+
+
 # ---- what runs is what was planned ----
 
 
@@ -103,8 +135,20 @@ def communication(events: tuple[Event, ...]) -> list[object]:
     return [*found, ("gradients", gradients)]
 
 
-def measured_step(arrangement: Arrangement) -> list[object]:
-    """A steady step of this rank, really run."""
+def operations(events: tuple[Event, ...]) -> list[object]:
+    """Local operations in order, without those by which ranks of one process carry each other's flat messages."""
+    carry = {("clone", "forward"), ("copy_", "forward"), ("clone", "backward"), ("copy_", "backward")}
+    carry.add(("add_", "backward"))
+    return [
+        (event.name, event.place, event.phase, event.shapes, event.dtype)
+        for event in events
+        if isinstance(event, Computed)
+        and not ((event.name, event.phase) in carry and all(len(shape) == 1 for shape in event.shapes))
+    ]
+
+
+def measured_step(arrangement: Arrangement) -> tuple[list[object], list[object]]:
+    """A steady step of this rank, really run: what it communicates, and what it computes."""
     torch.manual_seed(0)
     mesh = arrangement.mesh()
     model = hc.distribute(SmallUNet(), plan=arrangement)
@@ -118,7 +162,8 @@ def measured_step(arrangement: Arrangement) -> list[object]:
 
     for _ in range(2):
         step()
-    return communication(record(step, mesh).events)
+    events = record(step, mesh).events
+    return communication(events), operations(events)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +171,16 @@ def measured_step(arrangement: Arrangement) -> list[object]:
     [{}, {"points": {"depth": (0, 8, SIDE)}}, {"gather": ("down",)}, {"recompute": ("down", "norm")}],
     ids=["even", "uneven", "gather", "recompute"],
 )
-def test_the_run_communicates_as_planned(changes: Mapping[str, Any]) -> None:
+def test_the_run_does_as_planned(changes: Mapping[str, Any]) -> None:
     arrangement = replace(Arrangement({"data": 1, "depth": 2, "height": 1, "width": 1}), **changes)
     planned = subject(optimizer=torch.optim.Adam)
     run = run_local(2, lambda: measured_step(arrangement))
     for rank in range(2):
         step = record_step(planned, arrangement.sizes, 1, rank, arrangement=arrangement)
-        assert communication(step.record.events) == run[rank] and len(run[rank]) > 5
+        communicated, computed = run[rank]
+        assert communication(step.record.events) == communicated and len(communicated) > 5
+        recorded = operations(step.record.events)
+        assert recorded == computed and len(computed) > 100
 
 
 def test_a_loader_takes_a_plan(tmp_path: Path) -> None:
