@@ -63,6 +63,7 @@ GigabytesPerSecond = Annotated[Quantity, between(1e-3, 1e5, "is it in GB/s (byte
 Microseconds = Annotated[Quantity, between(1e-2, 1e5, "is it in microseconds?")]
 Share = Annotated[Quantity, between(1e-3, 1.0, "it is a share of the peak, from 0 to 1")]
 Factor = Annotated[Quantity, between(0.5, 1e3, "it is a ratio of times, about 1 or more")]
+Hours = Annotated[Quantity, between(1.0, 1e8, "is it in hours?")]
 Gflop = Annotated[Quantity, between(1e-6, 1e5, "is it in GFLOP?")]
 
 
@@ -142,6 +143,34 @@ class Storage(Strict):
     gb_per_s_per_node: GigabytesPerSecond
 
 
+class FileSystem(Strict):
+    """The file system that all nodes share, to which checkpoints go and from which samples are staged."""
+
+    name: str
+    gb_per_s: GigabytesPerSecond  # of all nodes together
+    gb_per_s_per_node: GigabytesPerSecond  # at most
+
+
+class Variation(Strict):
+    """How unequal the steps of equal ranks are: a step lasts as long as that of the slowest.
+
+    ``device_spread`` is the standard deviation of the devices' speed, as a share of it. ``host_us`` is the mean delay of
+    a step by the host (operating system, framework, input), ``shared`` that by a network and a file system that other
+    jobs use too, as a share of the step; both have exponential tails.
+    """
+
+    device_spread: Share
+    host_us: Microseconds
+    shared: Share | None = None
+
+
+class Reliability(Strict):
+    """How often nodes fail, and what a restart takes."""
+
+    node_mtbf_hours: Hours
+    restart_s: Annotated[Quantity, between(1.0, 1e5, "is it in seconds?")]
+
+
 class Machine(Strict):
     """Nodes of equal devices, joined by levels of links from the innermost outwards."""
 
@@ -156,6 +185,10 @@ class Machine(Strict):
     #: Of the time that communication runs beside computation: what the computation loses by it.
     overlap_loss: Share | None = None
     loads: tuple[NodeLoad, ...] = ()
+    #: What `halocline simulate` knows beyond a plan.
+    variation: Variation | None = None
+    file_system: FileSystem | None = None
+    reliability: Reliability | None = None
 
     @model_validator(mode="after")
     def _levels_grow(self) -> Machine:
