@@ -216,9 +216,15 @@ class Machine(Strict):
         here = min(ranks, self.devices_per_node)
         return min(self.loads, key=lambda load: abs(math.log(load.ranks / here)), default=None)
 
-    def assumed(self) -> Iterator[tuple[str, Quantity]]:
-        """Constants that nobody has measured or published, with their paths."""
-        yield from ((path, quantity) for path, quantity in quantities(self) if quantity.source == "assumed")
+    def assumed(self, simulated: bool = False) -> Iterator[tuple[str, Quantity]]:
+        """Constants that nobody has measured or published, with their paths; those of simulations where asked for."""
+        for path, quantity in quantities(self):
+            if quantity.source == "assumed" and (simulated or not path.startswith(SIMULATED)):
+                yield path, quantity
+
+
+#: Parts of a machine that only `halocline simulate` reads.
+SIMULATED = ("variation.", "file_system.", "reliability.")
 
 
 def quantities(model: BaseModel, path: str = "") -> Iterator[tuple[str, Quantity]]:

@@ -117,6 +117,11 @@ class Replay:
         self.timeline.exposed[waited.kind] += lost + max(0.0, waited.ends - self._now)
         self._now = max(self._now, waited.ends) + lost
 
+    def snapshot(self) -> Timeline:
+        """The timeline up to now, without waiting for anything."""
+        line = self.timeline
+        return Timeline(self._now, line.compute, dict(line.exposed), dict(line.communication))
+
     def end(self) -> Timeline:
         """Wait for communication that is still in flight; the timeline of the whole step."""
         for waited in self._under_way.values():
