@@ -18,11 +18,12 @@ from .output import add_command, new_app
 from .plan import plan
 from .predict import predict
 from .report import report
+from .simulate import simulate
 from .train import train
 from .tune import tune
 
 app = new_app()
-for _command in (check, demo, train, report, plan, calibrate, predict, launch, doctor, tune):  # as help lists them
+for _command in (check, demo, train, report, plan, simulate, calibrate, predict, launch, doctor, tune):  # as help lists them
     add_command(app, _command)
 app.add_typer(data, name="data")
 add_benchmarks(app)
@@ -62,6 +63,9 @@ def halocline(
 
     - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: recommends a cut and
       predicts memory and time of a step, without computing it.
+
+    - `halocline simulate stemdl --machine summit --gpus 27600`: how that step scales to a whole machine, and what it
+      waits for.
 
     - `halocline doctor`: checks this machine and the links between its ranks, and says how to solve each problem.
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from ..plan.machine import Machine, Quantity
 
 ControlName = Literal["planned", "bits", "tree", "coordinator"]
-RingName = Literal["nccl", "flat", "levels"]
+RingName = Literal["nccl", "flat", "levels", "hybrid"]
 
 #: What a coordinator needs for each rank that it hears, and a rank for each message of its own.
 MESSAGE_US = Quantity(
@@ -26,7 +26,8 @@ class Levers:
     over all ranks, "tree" the same over a tree, "coordinator" a rank that hears all others: three ways to agree in each
     cycle which sums may begin. Without ``grouping`` each gradient travels by itself. ``lag``: gradients are applied one
     step late. ``wire``: "bf16" or "fp16" halves the bytes of float32 gradients. ``rings``: "nccl" takes the algorithm and
-    protocol that NCCL would, "flat" one ring over all ranks, "levels" rings inside nodes and between them.
+    protocol that NCCL would, "flat" one ring over all ranks, "levels" rings inside nodes and then between them, "hybrid" rings
+    inside nodes and NCCL's choice between them.
     """
 
     control: ControlName = "planned"

@@ -27,11 +27,12 @@ STEMDL: Mapping[str, Any] = {"layers": (2, 2, 3, 4, 3, 2, 2)}
 
 @dataclass(frozen=True)
 class Fit:
-    """Samples a second and device at the smallest published scale."""
+    """Samples a second and device at the smallest published scale; ``recalled``: known to some five per cent."""
 
     devices: int
     local: int
     rate: float
+    recalled: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def network_subject(network: str, shape: tuple[int, ...], arguments: Mapping[str
     return Subject(lambda: factory(**arguments), mean_square, (shape,), torch.float32, OPTIMIZER, (), around)
 
 
-BITS, TREE = Levers(control="bits"), Levers(control="tree", lag=True, rings="levels")
+BITS, TREE = Levers(control="bits"), Levers(control="tree", rings="hybrid")
 DEEPCAM_A100 = Fit(16, 8, 40.9)
 MLPERF = "MLPerf HPC, logs"
 
@@ -73,7 +74,7 @@ RUNS = (
     ),
     PublishedRun(
         "DeepLabv3+, 27,360 of Summit", "summit", "deeplab", CLIMATE, 27_360, 1, 0.907, 0.03, "Kurth et al. 2018",
-        levers=TREE,
+        levers=TREE, fit=Fit(1, 1, 0.87, recalled=True),
     ),
     PublishedRun(
         "Tiramisu, 5,300 of Piz Daint", "piz-daint", "tiramisu", CLIMATE, 5_300, 1, 0.79, 0.05, "Kurth et al. 2018",
@@ -106,3 +107,25 @@ RING_STEPS = {(256,): 510, (4, 64): 132, (4, 8, 8): 34}
 #: Step with a coordinator over step with bit vectors, at 6,000 GPUs of Summit (Romero et al. 2022).
 COORDINATION = (6_000, 2.0, 0.25)
 ALWAYS = 0.93  # what a trivial predictor answers
+
+#: What a built-in network is simulated with unless told otherwise: one sample of its paper or benchmark.
+FULL_SHAPES = {
+    "stemdl": (1, 1024, 512, 512),
+    "deeplab": CLIMATE,
+    "tiramisu": CLIMATE,
+    "deepcam": CLIMATE,
+    "mlperf_cosmoflow": CUBE,
+    "cosmoflow": CUBE,
+    "unet3d": (1, 1, 128, 128, 128),
+    "resnet50": (1, 3, 224, 224),
+    "resnet101": (1, 3, 224, 224),
+}
+_SIZES = ("size", "channels_in", "patterns")  # arguments that follow from the shape of a sample
+
+
+def full_subject(network: str, shape: tuple[int, ...] | None, arguments: Mapping[str, Any], mixed: bool) -> Subject:
+    """A built-in network at its full width, for samples of ``shape``."""
+    chosen = shape or FULL_SHAPES[network]
+    fitted = {name: value for name, value in WORKLOADS[network].fit((chosen,)).items() if name in _SIZES}
+    default = STEMDL if network == "stemdl" else {}
+    return network_subject(network, chosen, {**default, **fitted, **arguments}, mixed)

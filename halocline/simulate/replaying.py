@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ..plan.collectives import group_of
+from ..plan.collectives import group_of, sum_seconds
 from ..plan.cost import Prices
 from ..plan.machine import Machine, NetworkLevel
 from ..plan.replay import Replay, Timeline, UnderWay, kind_of
 from ..reduction.buckets.cutting import LinkCost
-from ..reduction.transport.costs import best_chunk, piped_seconds
+from ..reduction.transport.costs import best_chunk, level_seconds, piped_seconds
 from ..world.events import Begun, Computed, Event, Summed, Waited
 from .levers import Levers, agreement_seconds
 
@@ -97,6 +97,8 @@ class ClusterReplay(Replay):
         """Of a sum by the rings that were chosen; of all else as the planner has it."""
         if isinstance(event, Begun) or self.levers.rings == "nccl" or kind_of(event) != GRADIENTS:
             return super().communication_seconds(event)
+        if self.levers.rings == "hybrid":
+            return hybrid_seconds(self._machine, event.bytes, event.ranks)
         factors, links = self._rings(event.ranks)
         return piped_seconds(factors, links, event.bytes, best_chunk(factors, links, event.bytes))
 
@@ -155,6 +157,16 @@ def level_rings(machine: Machine, ranks: Sequence[int], racks: Sequence[int] = (
     outer = [*racks, group.nodes // math.prod(racks)] if racks else [group.nodes]
     shared = min(inside, group.outer.shared_by)
     return (inside, *outer), (_cost(group.inner, 1), *[_cost(group.outer, shared)] * len(outer))
+
+
+def hybrid_seconds(machine: Machine, size: int, ranks: Sequence[int]) -> float:
+    """A sum inside each node, of the nodes by one rank or more of each, and back: all of a node share its port."""
+    group = group_of(machine, ranks)
+    if group.outer is None or group.nodes == len(ranks):
+        return sum_seconds(machine, size, ranks)
+    one_a_node = list({rank // machine.devices_per_node: rank for rank in ranks}.values())
+    inside = level_seconds((len(ranks) // group.nodes,), (_cost(group.inner, 1),), size)
+    return sum(inside) + sum_seconds(machine, size, one_a_node)
 
 
 def ring_steps(factors: Sequence[int]) -> int:

@@ -44,7 +44,7 @@ def draw_plan(
     ]
     width, height = 2 * WIDTH + 20, 2 * (HEIGHT + GAP)
     sheet = element("rect", width=width, height=height, fill="#ffffff")
-    style = element("style", _plain_colours(STYLE) + EXTRA)
+    style = element("style", plain_colours(STYLE) + EXTRA)
     return element(
         "svg",
         style,
@@ -59,7 +59,7 @@ def draw_plan(
     )
 
 
-def _plain_colours(style: str) -> str:
+def plain_colours(style: str) -> str:
     """The light colours in place of variables, which few viewers of pictures know; rules for dark screens go."""
     colours = dict(re.findall(r"--(\w+):(#\w+)", style.split("@media")[0]))
     rules = [line for line in style.splitlines() if line.startswith((".tick", ".label", ".mid", ".grid", ".axis"))]
