@@ -31,6 +31,7 @@ from .gpu import gpu
 from .gradients import gradients
 from .io import io
 from .plan_speed import plan_speed
+from .simulate import coordinator, simulate
 from .stage import stage
 from .training import curves, lag, quality, whole_vs_crops
 
@@ -41,6 +42,8 @@ add_command(bench, gpu)
 add_command(bench, gradients)
 add_command(bench, io)
 add_command(bench, plan_speed, "plan-speed")
+add_command(bench, simulate)
+add_command(bench, coordinator)
 add_command(bench, stage)
 add_command(bench, quality)
 add_command(bench, curves)

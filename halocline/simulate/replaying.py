@@ -18,7 +18,7 @@ from ..plan.replay import Replay, Timeline, UnderWay, kind_of
 from ..reduction.buckets.cutting import LinkCost
 from ..reduction.transport.costs import best_chunk, level_seconds, piped_seconds
 from ..world.events import Begun, Computed, Event, Summed, Waited
-from .levers import Levers, agreement_seconds
+from .levers import MESSAGE_US, Levers, agreement_seconds
 
 GRADIENTS, CONTROL = "gradients", "agreement"
 STEPS = 3  # replayed where a step's gradients are waited for in the next
@@ -68,6 +68,8 @@ class ClusterReplay(Replay):
         super().__init__(rank, machine, prices)
         self.levers, self.ranks, self.spans = levers, ranks, spans
         self._rounds = Rounds(agreement_seconds(levers.control, ranks, machine), levers.cycle_ms * 1e-3)
+        counted = machine.device.kind == "gpu" and ranks > 1  # on CPUs it is part of what operations cost
+        self._begins = MESSAGE_US.value * 1e-6 if counted else 0.0
         self._links_busy: dict[str, tuple[str, float]] = {}  # by level: which channel uses it, and until when
         self._late: dict[int, UnderWay] = {}  # sums of the step before, with lag
         self._levels: dict[tuple[int, ...], tuple[Sequence[int], Sequence[LinkCost]]] = {}
@@ -100,7 +102,8 @@ class ClusterReplay(Replay):
         if self.levers.rings == "hybrid":
             return hybrid_seconds(self._machine, event.bytes, event.ranks)
         factors, links = self._rings(event.ranks)
-        return piped_seconds(factors, links, event.bytes, best_chunk(factors, links, event.bytes))
+        chunked = piped_seconds(factors, links, event.bytes, best_chunk(factors, links, event.bytes))
+        return min(chunked, sum(level_seconds(factors, links, event.bytes)))
 
     def _rings(self, ranks: tuple[int, ...]) -> tuple[Sequence[int], Sequence[LinkCost]]:
         if ranks not in self._levels:
@@ -111,6 +114,9 @@ class ClusterReplay(Replay):
     def scheduled(self, event: Begun | Summed) -> UnderWay:
         """After the agreement and what its channel carries; slower where another channel uses the same links."""
         kind, channel = kind_of(event), (event.world, event.label.channel)
+        if kind == GRADIENTS:  # the thread that runs the program begins the sum
+            self._now += self._begins
+            self.timeline.exposed[kind] += self._begins
         ready = self._rounds.granted(self._now) if kind == GRADIENTS else self._now
         starts = max(ready, self._busy[channel])
         seconds = self.communication_seconds(event)

@@ -84,10 +84,12 @@ class Scenario:
         """Arguments of ``hc.distribute``."""
         chosen: dict[str, Any] = {}
         if not self.levers.grouping:
-            named = self.subject.meta_model().named_parameters()
-            chosen["buckets"] = [[name] for name, parameter in named if parameter.requires_grad]
+            named = list(self.subject.meta_model().named_parameters())
+            # Sums go in the order of the buckets, and backward has the last parameters first.
+            chosen["buckets"] = [[name] for name, parameter in reversed(named) if parameter.requires_grad]
         if self.levers.wire:
-            chosen["wire"] = self.levers.wire
+            # As many bytes in either format; what leaves the range of fp16 would be sent again, and no step has values.
+            chosen["wire"] = "bf16"
         return chosen
 
     def on(self, devices: int) -> Scenario:

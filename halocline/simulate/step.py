@@ -13,7 +13,7 @@ from ..arrangement import DATA
 from ..geometry import Partition
 from ..plan.candidate import reading_seconds
 from ..plan.collectives import chosen_algorithm
-from ..plan.cost import MULTIPLY, Prices
+from ..plan.cost import MULTIPLY, Key, Prices
 from ..plan.recording import RecordedStep, record_step
 from ..plan.replay import Replay, Timeline, kind_of
 from ..plan.unrecordable import clear_recording_errors
@@ -141,6 +141,13 @@ class Recordings:
     """Recorded steps that several simulations share: the record does not depend on levers that only the replay sees."""
 
     known: dict[object, RecordedStep] = field(default_factory=dict)
+    #: Measured seconds of operations, which count before all else.
+    measured: dict[Key, float] = field(default_factory=dict)
+
+    def prices(self, scenario: Scenario) -> Prices:
+        """Of one device among those of the run."""
+        prices = Prices(scenario.machine.device, self.measured)
+        return prices.on(scenario.machine, scenario.devices, scenario.pace)
 
     def of(self, scenario: Scenario, rank: int) -> RecordedStep:
         """The step of ``rank``, with gradients in the buckets that they would have on the machine."""
@@ -150,7 +157,7 @@ class Recordings:
             levers.grouping, levers.wire, scenario.pace, machine.model_dump_json(exclude={"variation"}),
         )  # fmt: skip
         if key not in self.known:
-            prices = Prices(machine.device).on(machine, scenario.devices, scenario.pace)
+            prices = self.prices(scenario)
             with clear_recording_errors():
                 self.known[key] = record_step(
                     scenario.subject,
@@ -183,7 +190,7 @@ def simulate(
 
 
 def _simulated(scenario: Scenario, seed: int, trace: bool, recordings: Recordings) -> Simulation:
-    prices = Prices(scenario.machine.device).on(scenario.machine, scenario.devices, scenario.pace)
+    prices = recordings.prices(scenario)
     classes = []
     for name, rank, count in rank_classes(scenario):
         recorded = recordings.of(scenario, rank)

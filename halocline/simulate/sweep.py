@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 def usual_sizes(machine: Machine, most: int, replica: int) -> list[int]:
     """One replica, then from a node four times as many each, up to ``most``."""
     sizes, size = [replica], max(replica, machine.devices_per_node)
-    while size < most:
+    while 1.5 * size < most:
         sizes.append(size - size % replica)
         size *= 4
     return sorted({*sizes, most})

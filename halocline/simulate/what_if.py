@@ -12,11 +12,11 @@ from .step import Recordings, Simulation, simulate
 
 #: From the system that the founding papers replaced to theirs, one lever after another.
 WATERFALL: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("coordinator, no groups", {"control": "coordinator", "grouping": False, "rings": "nccl"}),
+    ("coordinator, one ring, no groups", {"control": "coordinator", "grouping": False, "rings": "flat"}),
+    ("hierarchical rings", {"rings": "hybrid"}),
     ("tree control", {"control": "tree"}),
     ("bit vectors", {"control": "bits"}),
     ("grouping", {"grouping": True}),
-    ("hierarchical rings", {"rings": "hybrid"}),
     ("16-bit wire", {"wire": "fp16"}),
     ("no agreement", {"control": "planned"}),
     ("lag", {"lag": True}),
