@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 def flops_text(value: float) -> str:
     """Such as "1.54 EFLOP/s"."""
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}FLOP/s"
-    return f"{value:.3g} FLOP/s"
+    from ..train.reporting.svg import scaled
+
+    return f"{scaled(value)}FLOP/s"
 
 
 def as_json(found: Simulation) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def rank_classes(scenario: Scenario) -> list[tuple[str, int, int]]:
         work = math.prod(place.extent for place in chosen)
         words = [f"{axis} {place.name}" for axis, place in zip(sizes, chosen, strict=True) if place.name]
         count = math.prod(place.count for place in chosen)
-        neighbours = sum(place.name == "inner" for place in chosen)
+        neighbours = sum(place.name.startswith("inner") for place in chosen)
         found.append((work, neighbours, ", ".join(words) or "all ranks", rank, count))
     found.sort(key=lambda each: (-each[0], -each[1], each[3]))
     kept = found if len(found) <= MOST else [*found[: MOST - 1], found[-1]]
@@ -250,4 +250,8 @@ def _places(extent: int | None, size: int) -> tuple[_Place, ...]:
     for index, piece in enumerate(pieces):
         name = "first" if index == 0 else "last" if index == size - 1 else "inner"
         kinds.setdefault((name, piece), []).append(index)
-    return tuple(_Place(name, ranks[len(ranks) // 2], piece, len(ranks)) for (name, piece), ranks in kinds.items())
+    told = "" if len(set(pieces)) == 1 else " of {}"
+    return tuple(
+        _Place(name + told.format(piece), ranks[len(ranks) // 2], piece, len(ranks))
+        for (name, piece), ranks in kinds.items()
+    )
