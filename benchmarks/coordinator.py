@@ -19,6 +19,7 @@ from halocline.reduction.schedule.control import Combine, Coordinator, Doubling,
 from halocline.testing.pool import RankPool
 from halocline.world import Mesh
 
+
 class GatherAndBroadcast(Coordinator):
     """As the founding systems' baseline: rank 0 hears every rank, and its answer goes down a tree of two branches."""
 

@@ -1,4 +1,4 @@
-"""On the ranks of ``bench simulate``: a network that sleeps where it would compute, and averages its gradients truly."""
+"""On the ranks of ``bench simulate``: a network that sleeps where it would compute, and averages its gradients."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class _Sleep(torch.autograd.Function):
     """Sleeps forward and backward; one operation on a tensor of a size of its own marks it in a record."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tag: Tensor, times: tuple[float, float], *weights: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, tag: Tensor, times: tuple[float, float], *weights: Tensor) -> Tensor:
         ctx.times, ctx.tag, ctx.weights = times, tag, weights
         _pass(tag, times[0])
         tag.add(1.0)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         _pass(ctx.tag, ctx.times[1])
         ctx.tag.sub(1.0)
         return gradient, None, None, *(torch.zeros_like(weight) for weight in ctx.weights)
@@ -64,8 +64,9 @@ class SleepingNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, after all layers' time."""
         for number, (layer, weights) in enumerate(zip(self.layers, self.weights, strict=True)):
+            held = list(weights.parameters())
             tag = getattr(self, f"tag{number}")
-            x = _Sleep.apply(x, tag, (layer.forward_s, layer.backward_s), *weights)
+            x = _Sleep.apply(x, tag, (layer.forward_s, layer.backward_s), *held)
         return x
 
 

@@ -80,7 +80,7 @@ def coordinator(repeat: Repeat = 3, as_json: Json = False, debug: Debug = False)
 
     - `halocline bench coordinator --json | tail -1`: every case.
 
-    **Reading it**: *a rank* is what the coordinator needs to hear one other, *with an answer* to answer it by itself too.
+    **Reading it**: *a rank* is what the coordinator needs to hear one other, *with an answer* to answer it too.
     """
     from ..coordinator import measure_coordinator
 

@@ -23,7 +23,19 @@ from .train import train
 from .tune import tune
 
 app = new_app()
-for _command in (check, demo, train, report, plan, simulate, calibrate, predict, launch, doctor, tune):  # as help lists them
+for _command in (
+    check,
+    demo,
+    train,
+    report,
+    plan,
+    simulate,
+    calibrate,
+    predict,
+    launch,
+    doctor,
+    tune,
+):  # as help lists them
     add_command(app, _command)
 app.add_typer(data, name="data")
 add_benchmarks(app)

@@ -138,8 +138,8 @@ def simulate(
             raise ScenarioError("--picture draws a sweep or a waterfall; give --sweep, --strong or --waterfall too")
         levers = {"control": control, "grouping": grouping, "lag": lag, "wire": wire, "rings": rings}
         scenario = _scenario(
-            target, machine, gpus, [parse_shape(one) for one in shape or ()], parse_arguments(args), local, batch,
-            parse_cut(cut) if cut else {}, precision, levers, input_bytes,
+            target, machine, gpus, [tuple(parse_shape(one)) for one in shape or ()], parse_arguments(args),
+            local, batch, parse_cut(cut) if cut else {}, precision, levers, input_bytes,
             {"bandwidth": bandwidth, "latency": latency, "card": card},
         )  # fmt: skip
         found = simulated(scenario, base, seed, trace=trace is not None)

@@ -80,8 +80,8 @@ def show_step(target: str, found: Simulation, run: LongRun, staged: Staging | No
     }
     if staged is not None:
         facts["staging"] = (
-            f"{staged.shared_s / 60:.3g} min if each byte is read once, {staged.naive_s / 60:.3g} min if every node reads "
-            f"its own; {size_text(int(staged.bytes_per_node))} a node"
+            f"{staged.shared_s / 60:.3g} min if each byte is read once, {staged.naive_s / 60:.3g} min if every node "
+            f"reads its own; {size_text(int(staged.bytes_per_node))} a node"
         )
     stdout().print(fact_table(f"{target} on {scenario.devices:,} devices of {scenario.machine.name}", facts))
     if len(found.classes) > 1:
@@ -157,7 +157,12 @@ def show_validation(result: Mapping[str, Any]) -> None:
         f"{same['simulator_mean_error']:.3f}.",
     )
     changed = [
-        (each["change"], f"{each['efficiency']:.3f}", f"{-each['loss']:+.3f}", f"{each['cause']} {time_text(each['cause_s'])}")
+        (
+            each["change"],
+            f"{each['efficiency']:.3f}",
+            f"{-each['loss']:+.3f}",
+            f"{each['cause']} {time_text(each['cause_s'])}",
+        )
         for each in result["ablations"]
     ]
     headings = ("27,600 of Summit with", "efficiency", "change", "by more")

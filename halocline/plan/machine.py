@@ -154,9 +154,9 @@ class FileSystem(Strict):
 class Variation(Strict):
     """How unequal the steps of equal ranks are: a step lasts as long as that of the slowest.
 
-    ``device_spread`` is the standard deviation of the devices' speed, as a share of it. ``host_us`` is the mean delay of
-    a step by the host (operating system, framework, input), ``shared`` that by a network and a file system that other
-    jobs use too, as a share of the step; both have exponential tails.
+    ``device_spread`` is the standard deviation of the devices' speed, as a share of it. ``host_us`` is the mean delay
+    of a step by the host (operating system, framework, input), ``shared`` that by a network and a file system that
+    other jobs use too, as a share of the step; both have exponential tails.
     """
 
     device_spread: Share

@@ -22,12 +22,12 @@ RADIX = 4  # of the tree
 class Levers:
     """What a run does about its gradients; the defaults are those of this library.
 
-    ``control``: "planned" needs no agreement in a step, since all ranks follow one plan. "bits" is an AND of bit vectors
-    over all ranks, "tree" the same over a tree, "coordinator" a rank that hears all others: three ways to agree in each
-    cycle which sums may begin. Without ``grouping`` each gradient travels by itself. ``lag``: gradients are applied one
-    step late. ``wire``: "bf16" or "fp16" halves the bytes of float32 gradients. ``rings``: "nccl" takes the algorithm and
-    protocol that NCCL would, "flat" one ring over all ranks, "levels" rings inside nodes and then between them, "hybrid" rings
-    inside nodes and NCCL's choice between them.
+    ``control``: "planned" needs no agreement in a step, since all ranks follow one plan. "bits" is an AND of bit
+    vectors over all ranks, "tree" the same over a tree, "coordinator" a rank that hears all others: three ways to agree
+    in each cycle which sums may begin. Without ``grouping`` each gradient travels by itself. ``lag``: gradients are
+    applied one step late. ``wire``: "bf16" or "fp16" halves the bytes of float32 gradients. ``rings``: "nccl" takes the
+    algorithm and protocol that NCCL would, "flat" one ring over all ranks, "levels" rings inside nodes and then between
+    them, "hybrid" rings inside nodes and NCCL's choice between them.
     """
 
     control: ControlName = "planned"

@@ -50,7 +50,14 @@ def long_run(machine: Machine, devices: int, checkpoint_bytes: int, interval_s: 
     if interval_s is not None and not interval_s > 0:
         raise ScenarioError(f"checkpoints every {interval_s:g} s: the time between two is above zero")
     interval = best if interval_s is None else interval_s
-    return LongRun(nodes, mtbf, writing, reliability.restart_s.value, interval, useful_share(interval, writing, mtbf, reliability.restart_s.value))
+    return LongRun(
+        nodes,
+        mtbf,
+        writing,
+        reliability.restart_s.value,
+        interval,
+        useful_share(interval, writing, mtbf, reliability.restart_s.value),
+    )
 
 
 def daly_interval(checkpoint: float, mtbf: float) -> float:

@@ -129,7 +129,9 @@ class ClusterReplay(Replay):
         if self.spans is not None and seconds:
             self.spans.append(Span(kind, str(event.label), starts, ends))
             if ready > self._now:
-                self.spans.append(Span(CONTROL, f"agreement on {event.label}", max(self._now, ready - self._rounds.seconds), ready))
+                self.spans.append(
+                    Span(CONTROL, f"agreement on {event.label}", max(self._now, ready - self._rounds.seconds), ready)
+                )
         return UnderWay(kind, starts, ends)
 
     def _level(self, event: Begun | Summed) -> NetworkLevel:
@@ -154,7 +156,9 @@ def flat_ring(machine: Machine, ranks: Sequence[int]) -> tuple[Sequence[int], Se
     return (len(ranks),), (_cost(link, 1),)
 
 
-def level_rings(machine: Machine, ranks: Sequence[int], racks: Sequence[int] = ()) -> tuple[Sequence[int], Sequence[LinkCost]]:
+def level_rings(
+    machine: Machine, ranks: Sequence[int], racks: Sequence[int] = ()
+) -> tuple[Sequence[int], Sequence[LinkCost]]:
     """Rings inside nodes, then between them, all rings of a level at once; ``racks`` factors the nodes further."""
     group = group_of(machine, ranks)
     if group.outer is None or group.nodes == len(ranks):
@@ -185,7 +189,13 @@ def _cost(link: NetworkLevel, flows: int) -> LinkCost:
 
 
 def replayed(
-    events: Iterable[Event], rank: int, machine: Machine, prices: Prices, levers: Levers, ranks: int, trace: bool = False
+    events: Iterable[Event],
+    rank: int,
+    machine: Machine,
+    prices: Prices,
+    levers: Levers,
+    ranks: int,
+    trace: bool = False,
 ) -> SharedTimeline:
     """One step of one rank: with lag, one in the middle of a run."""
     spans: list[Span] | None = [] if trace else None

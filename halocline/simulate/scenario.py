@@ -146,11 +146,12 @@ def _paced(device: Device, factor: float) -> Device:
     if factor == 1.0:
         return device
     peaks = {name: _scaled(peak, factor) for name, peak in device.peak_tflops.items()}
-    return device.model_copy(
-        update={"peak_tflops": peaks, "memory_gb_per_s": _scaled(device.memory_gb_per_s, factor)}
-    )
+    return device.model_copy(update={"peak_tflops": peaks, "memory_gb_per_s": _scaled(device.memory_gb_per_s, factor)})
 
 
 def _scaled(quantity: Any, factor: float) -> Any:
-    ends = {end: None if value is None else value * factor for end, value in (("low", quantity.low), ("high", quantity.high))}
+    ends = {
+        end: None if value is None else value * factor
+        for end, value in (("low", quantity.low), ("high", quantity.high))
+    }
     return quantity.model_copy(update={"value": quantity.value * factor, **ends})

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from ..arrangement import DATA
 from ..geometry import Partition
 from ..plan.candidate import reading_seconds
 from ..plan.collectives import chosen_algorithm
@@ -17,8 +15,6 @@ from ..plan.cost import MULTIPLY, Key, Prices
 from ..plan.recording import RecordedStep, record_step
 from ..plan.replay import Replay, Timeline, kind_of
 from ..plan.unrecordable import clear_recording_errors
-from ..world.events import Summed
-from .levers import Levers
 from .replaying import CONTROL, GRADIENTS, SharedTimeline, Span, replayed
 from .scenario import Scenario
 from .variation import Delays, slowest

@@ -21,7 +21,9 @@ def usual_sizes(machine: Machine, most: int, replica: int) -> list[int]:
     return sorted({*sizes, most})
 
 
-def weak(scenario: Scenario, sizes: Sequence[int], base: int | None = None, seed: int = 0, say: Say = lambda text: None) -> list[Simulation]:
+def weak(
+    scenario: Scenario, sizes: Sequence[int], base: int | None = None, seed: int = 0, say: Say = lambda text: None
+) -> list[Simulation]:
     """As many samples on each rank at every size; efficiency by ``base`` devices, or the smallest size."""
     recordings, found = Recordings(), []
     base = min(sizes) if base is None else base
@@ -36,12 +38,16 @@ def strong(scenario: Scenario, sizes: Sequence[int], seed: int = 0, say: Say = l
     batch, replica = scenario.samples, scenario.replica
     fitting = [size for size in sizes if size % replica == 0 and batch % (size // replica) == 0]
     if not fitting:
-        raise ScenarioError(f"no size of {', '.join(map(str, sizes))} divides a batch of {batch:,}; give --sizes that do")
+        raise ScenarioError(
+            f"no size of {', '.join(map(str, sizes))} divides a batch of {batch:,}; give --sizes that do"
+        )
     recordings, found = Recordings(), []
     first: Simulation | None = None
     for size in sorted(fitting):
         say(f"{size:,} devices")
-        each = simulate(replace(scenario, devices=size, local=batch // (size // replica)), size, seed, recordings=recordings)
+        each = simulate(
+            replace(scenario, devices=size, local=batch // (size // replica)), size, seed, recordings=recordings
+        )
         first = first or each
         found.append(replace(each, base=None if each is first else first))
     return found

@@ -36,7 +36,7 @@ def fitted(scenario: Scenario, fit: Fit | None, recordings: Recordings | None = 
 
 
 def validate(say: Say = lambda text: None, seed: int = 0) -> dict[str, Any]:
-    """All published rows: ``rows``, ``rows_within``, ``worst`` (relative error), ``cases``, and what each lever costs."""
+    """All published rows: ``rows``, ``rows_within``, ``worst`` (relative error), ``cases``; and what levers cost."""
     recordings, cases = Recordings(), []
     for run in RUNS:
         say(run.name)
@@ -69,7 +69,9 @@ def _case(run: PublishedRun, found: Simulation) -> dict[str, Any]:
         "published": run.value,
         "tolerance": run.tolerance,
         "simulated": simulated,
-        "band": [low, high] if run.kind == "efficiency" else [found.rate * each / found.efficiency for each in (low, high)],
+        "band": [low, high]
+        if run.kind == "efficiency"
+        else [found.rate * each / found.efficiency for each in (low, high)],
         "error": simulated / run.value - 1,
         "within": abs(simulated - run.value) <= run.tolerance * (1 if run.kind == "efficiency" else run.value),
         "source": run.source,
@@ -94,7 +96,9 @@ def _coordination_case(recordings: Recordings) -> dict[str, Any]:
     return _plain_case(name, "ratio", steps[0].seconds / steps[1].seconds, ratio, tolerance, "Romero et al. 2022")
 
 
-def _plain_case(name: str, kind: str, simulated: float, published: float, tolerance: float, source: str) -> dict[str, Any]:
+def _plain_case(
+    name: str, kind: str, simulated: float, published: float, tolerance: float, source: str
+) -> dict[str, Any]:
     return {
         "case": name,
         "kind": kind,

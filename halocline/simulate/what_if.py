@@ -58,7 +58,7 @@ def to_reach(scenario: Scenario, efficiency: float, base: int | None = None, see
         raise ScenarioError(f"--reach {efficiency:g}: an efficiency lies between 0 and 1")
     recordings = Recordings()
 
-    def at(**changes: float) -> float:
+    def at(**changes: Any) -> float:
         machine = changed_machine(scenario.machine, **changes)
         return simulate(replace(scenario, machine=machine), base, seed, recordings=recordings).efficiency
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,8 @@ class XceptionEncoder(nn.Module):
         )
         self.first = XceptionBlock([2 * width, 4 * width, 4 * width], stride=2)
         self.entry = nn.Sequential(
-            XceptionBlock([4 * width, 8 * width, 8 * width], stride=2), XceptionBlock([8 * width, inner, inner], stride=2)
+            XceptionBlock([4 * width, 8 * width, 8 * width], stride=2),
+            XceptionBlock([8 * width, inner, inner], stride=2),
         )
         self.middle = nn.Sequential(*(XceptionBlock([inner] * 4) for _ in range(middle)))
         self.exit = XceptionBlock([inner, inner, 32 * width], extra=True)
@@ -108,7 +110,7 @@ class XceptionBlock(nn.Module):
     def __init__(self, channels: Sequence[int], stride: int = 1, extra: bool = False) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for before, after in zip(channels, channels[1:], strict=False):
+        for before, after in pairwise(channels):
             layers += [_separable(before, after), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
         layers.pop()
         first, last = channels[0], channels[-1]

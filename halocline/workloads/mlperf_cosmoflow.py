@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ class MLPerfCosmoFlow(nn.Module):
         sizes = [size] * 3 if isinstance(size, int) else list(size)
         channels = [channels_in, *(width * 2**number for number in range(LAYERS))]
         stages: list[nn.Module] = []
-        for before, after in zip(channels, channels[1:], strict=False):
+        for before, after in pairwise(channels):
             stages += [nn.Conv3d(before, after, 3, padding=1), nn.LeakyReLU(SLOPE), nn.MaxPool3d(2)]
         self.features = nn.Sequential(*stages)
         flat = channels[-1] * math.prod(each // 2**LAYERS for each in sizes)

@@ -144,9 +144,7 @@ def test_without_groups_each_gradient_goes_by_itself() -> None:
 
 def test_sixteen_bits_on_the_wire_halve_the_bytes() -> None:
     whole = sum(each.bytes for each in simulated(scenario()).slowest_class.recorded.record.sums)
-    half = sum(
-        each.bytes for each in simulated(scenario().with_levers(wire="fp16")).slowest_class.recorded.record.sums
-    )
+    half = sum(each.bytes for each in simulated(scenario().with_levers(wire="fp16")).slowest_class.recorded.record.sums)
     assert half == whole / 2
 
 

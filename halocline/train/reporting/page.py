@@ -66,8 +66,9 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     speed = float(np.median(run.column("samples_per_second"))) if run.steps else math.nan
     rows += [("samples a second", short(speed))] if math.isfinite(speed) else []
     for name, key in (("sustained FLOP/s", "flops_per_second"), ("peak FLOP/s", "peak_flops_per_second")):
-        known = run.column(key)[np.isfinite(run.column(key))] if run.steps else []
-        rows += [(name, scaled(float(np.median(known))))] if len(known) else []
+        told = run.column(key)
+        if np.isfinite(told).any():
+            rows.append((name, scaled(float(np.nanmedian(told)))))
     return rows
 
 
