@@ -32,6 +32,7 @@ from .gradients import gradients
 from .io import io
 from .limit_line import limit_line
 from .plan_speed import plan_speed
+from .simulate import coordinator, simulate
 from .stage import stage
 from .training import curves, lag, quality, whole_vs_crops
 
@@ -43,6 +44,8 @@ add_command(bench, gradients)
 add_command(bench, io)
 add_command(bench, limit_line, "limit-line")
 add_command(bench, plan_speed, "plan-speed")
+add_command(bench, simulate)
+add_command(bench, coordinator)
 add_command(bench, stage)
 add_command(bench, quality)
 add_command(bench, curves)

@@ -18,6 +18,7 @@ from .output import add_command, new_app
 from .plan import plan
 from .predict import predict
 from .report import report
+from .simulate import simulate
 from .taskbench import taskbench
 from .train import train
 from .tune import tune
@@ -29,6 +30,7 @@ for _command in (
     train,
     report,
     plan,
+    simulate,
     calibrate,
     predict,
     launch,
@@ -75,6 +77,9 @@ def halocline(
 
     - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: recommends a cut and
       predicts memory and time of a step, without computing it.
+
+    - `halocline simulate stemdl --machine summit --gpus 27600`: how that step scales to a whole machine, and what it
+      waits for.
 
     - `halocline doctor`: checks this machine and the links between its ranks, and says how to solve each problem.
 

@@ -110,8 +110,9 @@ class Estimator:
     def work_between_exchanges(self, sizes: Mapping[str, int], local: int) -> float:
         """Seconds that a rank computes for each halo exchange of its samples; infinite where there is none."""
         tile, compute, exchanges = self._tile(sizes, 1), 0.0, 0
+        rank = busiest_rank(Arrangement(sizes), self._volume)
         for each in self.of_samples:
-            seconds, halo, _ = self._cost(each.event, sizes, tile, local)
+            seconds, halo, _ = self._cost(each.event, sizes, tile, local, rank)
             compute += each.count * seconds
             exchanges += each.count * (halo > 0)
         return compute / exchanges if exchanges else math.inf

@@ -65,6 +65,7 @@ Microseconds = Annotated[Quantity, between(1e-2, 1e5, "is it in microseconds?")]
 Share = Annotated[Quantity, between(1e-3, 1.0, "it is a share of the peak, from 0 to 1")]
 Factor = Annotated[Quantity, between(0.5, 1e3, "it is a ratio of times, about 1 or more")]
 WaitingShare = Annotated[Quantity, between(0.05, 20, "it is a ratio of times, about 1")]
+Hours = Annotated[Quantity, between(1.0, 1e8, "is it in hours?")]
 Gflop = Annotated[Quantity, between(1e-6, 1e5, "is it in GFLOP?")]
 
 
@@ -147,6 +148,34 @@ class Storage(Strict):
     gb_per_s_per_node: GigabytesPerSecond
 
 
+class FileSystem(Strict):
+    """The file system that all nodes share, to which checkpoints go and from which samples are staged."""
+
+    name: str
+    gb_per_s: GigabytesPerSecond  # of all nodes together
+    gb_per_s_per_node: GigabytesPerSecond  # at most
+
+
+class Variation(Strict):
+    """How unequal the steps of equal ranks are: a step lasts as long as that of the slowest.
+
+    ``device_spread`` is the standard deviation of the devices' speed, as a share of it. ``host_us`` is the mean delay
+    of a step by the host (operating system, framework, input), ``shared`` that by a network and a file system that
+    other jobs use too, as a share of the step; both have exponential tails.
+    """
+
+    device_spread: Share
+    host_us: Microseconds
+    shared: Share | None = None
+
+
+class Reliability(Strict):
+    """How often nodes fail, and what a restart takes."""
+
+    node_mtbf_hours: Hours
+    restart_s: Annotated[Quantity, between(1.0, 1e5, "is it in seconds?")]
+
+
 class Machine(Strict):
     """Nodes of equal devices, joined by levels of links from the innermost outwards."""
 
@@ -164,6 +193,10 @@ class Machine(Strict):
     #: Work between two exchanges of a cut sample below which less than half of the time is work, measured by
     #: `halocline taskbench --machine`. No smaller tile is worthwhile.
     spatial_metg_us: Microseconds | None = None
+    #: What `halocline simulate` knows beyond a plan.
+    variation: Variation | None = None
+    file_system: FileSystem | None = None
+    reliability: Reliability | None = None
 
     @model_validator(mode="after")
     def _levels_grow(self) -> Machine:
@@ -191,9 +224,15 @@ class Machine(Strict):
         here = min(ranks, self.devices_per_node)
         return min(self.loads, key=lambda load: abs(math.log(load.ranks / here)), default=None)
 
-    def assumed(self) -> Iterator[tuple[str, Quantity]]:
-        """Constants that nobody has measured or published, with their paths."""
-        yield from ((path, quantity) for path, quantity in quantities(self) if quantity.source == "assumed")
+    def assumed(self, simulated: bool = False) -> Iterator[tuple[str, Quantity]]:
+        """Constants that nobody has measured or published, with their paths; those of simulations where asked for."""
+        for path, quantity in quantities(self):
+            if quantity.source == "assumed" and (simulated or not path.startswith(SIMULATED)):
+                yield path, quantity
+
+
+#: Parts of a machine that only `halocline simulate` reads.
+SIMULATED = ("variation.", "file_system.", "reliability.")
 
 
 def quantities(model: BaseModel, path: str = "") -> Iterator[tuple[str, Quantity]]:

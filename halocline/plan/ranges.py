@@ -12,7 +12,7 @@ Described = TypeVar("Described", bound=BaseModel)
 
 #: Ends of the names of constants that are better when they are small: latencies, work below which a device idles, and
 #: what ranks take from each other.
-SMALL_IS_BETTER = ("_us", "_gflop", "overlap_loss", "arithmetic", "memory")
+SMALL_IS_BETTER = ("_us", "_gflop", "overlap_loss", "arithmetic", "memory", "spread", "shared")
 
 
 def at_end(machine: Machine, better: bool) -> Machine:

@@ -113,6 +113,8 @@ def record_step(
     beside: AbstractContextManager[object] | None = None,
     arrangement: Arrangement | None = None,
     pricing: Replay | None = None,
+    options: Mapping[str, Any] | None = None,
+    plain: bool = False,
 ) -> RecordedStep:
     """A step of ``rank`` on a mesh of these sizes; ``batch`` samples on each rank of the data axis.
 
@@ -120,15 +122,20 @@ def record_step(
 
     The recorded step runs inside ``beside``, which may watch its operations too. ``arrangement`` says more than
     ``sizes``: cut points, choices, modules that gather or recompute. With ``pricing``, gradients are planned from the
-    times that it predicts, and operations take the workspace that it knows of.
+    times that it predicts, and operations take the workspace that it knows of. ``options`` are further arguments of
+    ``hc.distribute``. ``plain``: inputs are each rank's own samples as plain tensors, as with DistributedDataParallel.
     """
     arrangement = arrangement or Arrangement(sizes)
     rank = busiest_rank(arrangement, subject.volume) if rank is None else rank
     with dry(rank, math.prod(sizes.values())), torch.device("meta"), _without_hints():
-        model = distribute(subject.make_model().to(subject.dtype), plan=arrangement)
+        model = distribute(subject.make_model().to(subject.dtype), plan=arrangement, **(options or {}))
         mesh, samples = arrangement.mesh(), batch * sizes.get("data", 1)
-        inputs = [_input(subject, shape, arrangement, samples) for shape in subject.shapes]
-        targets = [_target(target, arrangement, samples) for target in subject.targets]
+        if plain:
+            inputs = [torch.empty((batch, *shape[1:]), dtype=subject.dtype) for shape in subject.shapes]
+            targets = [torch.empty((batch, *each.shape[1:]), dtype=each.dtype) for each in subject.targets]
+        else:
+            inputs = [_input(subject, shape, arrangement, samples) for shape in subject.shapes]
+            targets = [_target(target, arrangement, samples) for target in subject.targets]
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = subject.optimizer(parameters) if subject.optimizer else None
 

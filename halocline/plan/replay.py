@@ -33,7 +33,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class UnderWay:
     """Communication that has begun: what for, when it begins to run, and when it ends."""
 
     kind: str
@@ -62,7 +62,8 @@ class Replay:
         self._waiting = prices.load.waiting.value if prices.load is not None else 1.0
         self._now = 0.0
         self._busy: dict[tuple[int, str], float] = defaultdict(float)  # a channel carries one thing after another
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, UnderWay] = {}
+        self._sums: dict[tuple[tuple[int, ...], int], float] = {}  # seconds by ranks and bytes
 
     def clock(self) -> float:
         """Predicted seconds since the first event."""
@@ -90,25 +91,37 @@ class Replay:
             if waited is not None:
                 self._wait(waited)
 
-    def _begin(self, event: Begun | Summed) -> None:
+    def communication_seconds(self, event: Begun | Summed) -> float:
+        """Of an exchange or a sum that has the links for itself."""
         load = self._prices.load
-        seconds = (
-            exchange_seconds(self._machine, self._rank, event.sends, load)
-            if isinstance(event, Begun)
-            else sum_seconds(self._machine, event.bytes, event.ranks, load)
-        )
+        if isinstance(event, Begun):
+            return exchange_seconds(self._machine, self._rank, event.sends, load)
+        key = event.ranks, event.bytes
+        if key not in self._sums:
+            self._sums[key] = sum_seconds(self._machine, event.bytes, event.ranks, load)
+        return self._sums[key]
+
+    def scheduled(self, event: Begun | Summed) -> UnderWay:
+        """When the communication runs: after what its channel carries already."""
         channel = event.world, event.label.channel
         starts = max(self._now, self._busy[channel])
-        self._busy[channel] = starts + seconds
-        kind = kind_of(event)
-        self._under_way[event.number] = _UnderWay(kind, starts, starts + seconds)
-        self.timeline.communication[kind] += seconds
+        ends = self._busy[channel] = starts + self.communication_seconds(event)
+        return UnderWay(kind_of(event), starts, ends)
 
-    def _wait(self, waited: _UnderWay) -> None:
+    def _begin(self, event: Begun | Summed) -> None:
+        begun = self._under_way[event.number] = self.scheduled(event)
+        self.timeline.communication[begun.kind] += begun.ends - begun.starts
+
+    def _wait(self, waited: UnderWay) -> None:
         hidden = max(0.0, min(self._now, waited.ends) - waited.starts)
         exposed = self._waiting * (self._loss * hidden + max(0.0, waited.ends - self._now))
         self.timeline.exposed[waited.kind] += exposed
         self._now += exposed
+
+    def snapshot(self) -> Timeline:
+        """The timeline up to now, without waiting for anything."""
+        line = self.timeline
+        return Timeline(self._now, line.compute, dict(line.exposed), dict(line.communication))
 
     def end(self) -> Timeline:
         """Wait for communication that is still in flight; the timeline of the whole step."""

@@ -43,6 +43,7 @@ from .settings import Settings
 from .step import training_step
 from .task import START, augmentations, make_layout, make_task, planned_layout
 from .trace import STEPS, Tracer, merge
+from .work import StepWork
 
 Listener = Callable[[str, dict[str, Any]], None]
 _STOP = Label("stop", "the training loop", "control")
@@ -115,6 +116,7 @@ class Trainer:
         self._tracer = Tracer(folder, self.mesh.rank, STEPS if settings.trace else range(0), self.mesh.world)
         self.step = 0
         self._stop_asked = False
+        self._work = StepWork(self.mesh.world)
         self._data_waited = 0.0  # seconds that the loader had waited when the last step ended
 
     def _loader(self, fields: Any, batch: int, shuffle: bool, device: torch.device) -> Loader:
@@ -136,8 +138,6 @@ class Trainer:
             on_bad_sample=data.on_bad_sample,
             device=device if device.type == "cuda" else None,
         )
-
-    # -- the loop
 
     def train(self) -> Result:
         """Train to the end, or until a signal asks to stop. By all ranks together."""
@@ -215,9 +215,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         began, waited = time.perf_counter(), dict(traffic.waited)
-        loss = training_step(
-            self.model, batches, self._task.loss, self.optimizer, self._precision, settings.clip
-        ).item()
+        with self._work:
+            loss = training_step(
+                self.model, batches, self._task.loss, self.optimizer, self._precision, settings.clip
+            ).item()
         seconds = time.perf_counter() - began
         hidden = {name: seconds - waited.get(name, 0.0) for name, seconds in dict(traffic.waited).items()}
         self._write_step(loss, rate, seconds, hidden, sum(len(batch.samples) for batch in batches))
@@ -240,6 +241,7 @@ class Trainer:
             "halo": sum(shown for name, shown in hidden.items() if not name.startswith("gradients")),
             "gradients": sum(shown for name, shown in hidden.items() if name.startswith("gradients")),
             "samples_per_second": samples / max(1e-9, seconds + data),
+            **self._work.rates(seconds + data, data + sum(hidden.values())),
         }
         if self._precision.name == "fp16":
             entry |= {"scale": self._precision.scale, "skipped": int(self._precision.skipped)}
@@ -268,8 +270,6 @@ class Trainer:
         if settings.checkpoint_every and self.step % settings.checkpoint_every == 0 and self.step < settings.steps:
             self.save()
         return False
-
-    # -- what is measured
 
     @torch.no_grad()
     def validate(self, last: bool = False) -> dict[str, float]:

@@ -1,14 +1,16 @@
 """Scientific workloads: networks as their papers have them, in plain PyTorch, with data that anyone can make."""
 
 from .._deprecated import renamed
-from . import cosmoflow, deeplab, resnet, stemdl, tiramisu, unet3d
+from . import cosmoflow, deepcam, deeplab, mlperf_cosmoflow, resnet, stemdl, tiramisu, unet3d
 from .workload import Meter, Workload, WorkloadSize
 
 WORKLOADS = {
     "unet3d": unet3d.WORKLOAD,
     "cosmoflow": cosmoflow.WORKLOAD,
+    "mlperf_cosmoflow": mlperf_cosmoflow.WORKLOAD,
     "tiramisu": tiramisu.WORKLOAD,
     "deeplab": deeplab.WORKLOAD,
+    "deepcam": deepcam.WORKLOAD,
     "stemdl": stemdl.WORKLOAD,
     "resnet50": resnet.RESNET50,
     "resnet101": resnet.RESNET101,

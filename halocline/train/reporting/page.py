@@ -9,7 +9,7 @@ import numpy as np
 from .run import RecordedRun, is_number
 from .sections import Missing, Part, Section
 from .style import STYLE
-from .svg import duration, element, short, text
+from .svg import duration, element, scaled, short, text
 
 #: The browser enforces that nothing is fetched and no script runs.
 _SEALED = (
@@ -64,7 +64,12 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     if is_number(seconds):
         rows.append(("time", duration(float(seconds or 0))))
     speed = float(np.median(run.column("samples_per_second"))) if run.steps else math.nan
-    return [*rows, ("samples a second", short(speed))] if math.isfinite(speed) else rows
+    rows += [("samples a second", short(speed))] if math.isfinite(speed) else []
+    for name, key in (("sustained FLOP/s", "flops_per_second"), ("peak FLOP/s", "peak_flops_per_second")):
+        told = run.column(key)
+        if np.isfinite(told).any():
+            rows.append((name, scaled(float(np.nanmedian(told)))))
+    return rows
 
 
 def _steps(run: RecordedRun) -> str:

@@ -87,3 +87,15 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def scaled(value: float) -> str:
+    """Three digits with a prefix of SI.
+
+    >>> scaled(0.0), scaled(1540.0), scaled(1.54e18)
+    ('0', '1.54 k', '1.54 E')
+    """
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g}"
