@@ -10,9 +10,12 @@ from .machine import Machine, Quantity
 
 Described = TypeVar("Described", bound=BaseModel)
 
-#: Ends of the names of constants that are better when they are small: latencies, work below which a device idles, and
-#: what ranks take from each other.
-SMALL_IS_BETTER = ("_us", "_gflop", "overlap_loss", "arithmetic", "memory", "spread", "shared")
+#: Ends of the names of constants that are better when they are small: latencies, work below which a device idles, what
+#: ranks take from each other, and how unequal they are.
+SMALL_IS_BETTER = (
+    *("_us", "_gflop", "overlap_loss", "arithmetic", "unfolding", "memory", "waiting"),
+    *("spread", "shared", "restart_s"),
+)
 
 
 def at_end(machine: Machine, better: bool) -> Machine:

@@ -50,8 +50,14 @@ def search(
     wanted = least_surface(meshes(subject, devices, batch), subject.volume)
     estimator = Estimator(subject, machine, prices.on(machine, devices))
     found = Findings(machine)
-    queue = worth_recording(worthwhile(options(estimator, wanted, batch, speeds, input_bytes), estimator), machine)
-    while queue:
+    every = options(estimator, wanted, batch, speeds, input_bytes)
+    queue, left_out = worth_recording(worthwhile(every, estimator), machine), True
+    while queue or left_out:
+        if not queue:  # tiles with too little work count where nothing else fits
+            left_out = False
+            if not any(each.fits for each in found.candidates):
+                queue = [each for each in worth_recording(every, machine) if not found.has(each)]
+            continue
         option = min(queue, key=found.corrected)
         queue.remove(option)
         if found.is_hopeless(option):
@@ -67,7 +73,8 @@ def search(
         if not (is_plain(option.arrangement) or estimator.overhead):
             estimator.learn(option.arrangement.sizes, option.local, candidate.recorded)
             found.estimates_change()
-            better = worthwhile(options(estimator, wanted, batch, speeds, input_bytes), estimator)
+            every = options(estimator, wanted, batch, speeds, input_bytes)
+            better = worthwhile(every, estimator) if left_out else every
             queue = [each for each in worth_recording(better, machine) if not found.has(each)]
     if refused is not None:
         refused += [RefusedCut(arrangement, str(error)) for arrangement, error in found.refused]
@@ -147,13 +154,12 @@ def _kind(option: Option) -> tuple[object, ...]:
 
 
 def worthwhile(queue: Sequence[Option], estimator: Estimator) -> list[Option]:
-    """Those whose tiles have the work that the machine's spatial METG asks for; all, if none of them may fit."""
-    machine = estimator.machine
-    if machine.spatial_metg_us is None:
+    """Those whose tiles have the work that the machine's spatial METG asks for."""
+    metg = estimator.machine.spatial_metg_us
+    if metg is None:
         return list(queue)
-    least, room = machine.spatial_metg_us.value * 1e-6, ROOM * machine.device.memory_gb.value * 1e9
-    large = [each for each in queue if estimator.work_between_exchanges(each.arrangement.sizes, each.local) >= least]
-    return large if any(each.estimate.memory <= room for each in large) else list(queue)
+    work = estimator.work_between_exchanges
+    return [each for each in queue if work(each.arrangement.sizes, each.local) >= metg.value * 1e-6]
 
 
 def worth_recording(queue: Sequence[Option], machine: Machine) -> list[Option]:

@@ -35,7 +35,7 @@ def test_assumed_constants_move_to_their_ends() -> None:
         ends = better[path].value, worse[path].value
         if quantity.source != "assumed":
             assert ends == (quantity.value, quantity.value)
-        elif path.endswith(("_us", "_gflop")):
+        elif path.endswith(("_us", "_gflop", "_spread", "restart_s", ".shared")):
             assert ends == (quantity.low, quantity.high), path
         else:
             assert ends == (quantity.high, quantity.low), path
