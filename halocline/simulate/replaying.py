@@ -24,7 +24,7 @@ GRADIENTS, CONTROL = "gradients", "agreement"
 STEPS = 3  # replayed where a step's gradients are waited for in the next
 
 
-class Span(NamedTuple):
+class StreamSpan(NamedTuple):
     """Something that ran on a stream of one rank, in seconds."""
 
     stream: str
@@ -39,7 +39,7 @@ class SharedTimeline:
     """A rank's timeline, with its spans where they were asked for."""
 
     timeline: Timeline
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StreamSpan, ...] = ()
 
 
 class Rounds:
@@ -63,7 +63,13 @@ class ClusterReplay(Replay):
     """Replays one rank's events with the levers of a run; ``spans`` collects what ran where, for a trace."""
 
     def __init__(
-        self, rank: int, machine: Machine, prices: Prices, levers: Levers, ranks: int, spans: list[Span] | None = None
+        self,
+        rank: int,
+        machine: Machine,
+        prices: Prices,
+        levers: Levers,
+        ranks: int,
+        spans: list[StreamSpan] | None = None,
     ) -> None:
         super().__init__(rank, machine, prices)
         self.levers, self.ranks, self.spans = levers, ranks, spans
@@ -82,9 +88,9 @@ class ClusterReplay(Replay):
         before = self._now
         super().take(event)
         if self.spans is not None and isinstance(event, Computed):
-            self.spans.append(Span("compute", event.name, before, self._now, event.place))
+            self.spans.append(StreamSpan("compute", event.name, before, self._now, event.place))
         elif self.spans is not None and isinstance(event, Waited) and self._now > before:
-            self.spans.append(Span("waiting", str(event.label), before, self._now))
+            self.spans.append(StreamSpan("waiting", str(event.label), before, self._now))
 
     def _wait_for_the_step_before(self, event: Waited) -> None:
         begun = self._under_way.get(event.event)
@@ -127,10 +133,12 @@ class ClusterReplay(Replay):
         ends = self._busy[channel] = starts + seconds
         self._links_busy[level.name] = event.label.channel, max(until, ends)
         if self.spans is not None and seconds:
-            self.spans.append(Span(kind, str(event.label), starts, ends))
+            self.spans.append(StreamSpan(kind, str(event.label), starts, ends))
             if ready > self._now:
                 self.spans.append(
-                    Span(CONTROL, f"agreement on {event.label}", max(self._now, ready - self._rounds.seconds), ready)
+                    StreamSpan(
+                        CONTROL, f"agreement on {event.label}", max(self._now, ready - self._rounds.seconds), ready
+                    )
                 )
         return UnderWay(kind, starts, ends)
 
@@ -198,7 +206,7 @@ def replayed(
     trace: bool = False,
 ) -> SharedTimeline:
     """One step of one rank: with lag, one in the middle of a run."""
-    spans: list[Span] | None = [] if trace else None
+    spans: list[StreamSpan] | None = [] if trace else None
     make = partial(ClusterReplay, rank, machine, prices, levers, ranks)
     if not levers.lag:
         running = make(spans)
