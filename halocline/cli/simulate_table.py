@@ -9,7 +9,7 @@ from .output import fact_table, number_table, say, size_text, stdout
 from .plan_table import range_text, time_text
 
 if TYPE_CHECKING:
-    from ..simulate.long_run import LongRun, StagingCost
+    from ..simulate.long_run import LongRun, StagingTime
     from ..simulate.step import Simulation
     from ..simulate.what_if import Improvement, Stage
 
@@ -57,7 +57,7 @@ def as_json(found: Simulation) -> dict[str, Any]:
     }
 
 
-def show_step(target: str, found: Simulation, run: LongRun, staged: StagingCost | None) -> None:
+def show_step(target: str, found: Simulation, run: LongRun, staged: StagingTime | None) -> None:
     """One step of the whole run."""
     scenario = found.scenario
     base = found.base.scenario.devices if found.base else scenario.devices

@@ -79,7 +79,7 @@ def useful_share(interval: float, checkpoint: float, mtbf: float, restart: float
 
 
 @dataclass(frozen=True)
-class StagingCost:
+class StagingTime:
     """How long samples take to reach the nodes, in seconds."""
 
     naive_s: float  # every node copies what it wants from the file system
@@ -88,7 +88,7 @@ class StagingCost:
     bytes_per_node: float
 
 
-def staging(machine: Machine, devices: int, dataset_bytes: float, per_node_bytes: float | None = None) -> StagingCost:
+def staging(machine: Machine, devices: int, dataset_bytes: float, per_node_bytes: float | None = None) -> StagingTime:
     """Each node wants ``per_node_bytes`` of the dataset, by default its share."""
     if not dataset_bytes > 0:
         raise ScenarioError(f"a dataset of {dataset_bytes:g} bytes: give its size, such as 500e12 for half a petabyte")
@@ -97,4 +97,4 @@ def staging(machine: Machine, devices: int, dataset_bytes: float, per_node_bytes
     together = min(files.gb_per_s.value, nodes * files.gb_per_s_per_node.value) * 1e9
     port = machine.links[-1].gb_per_s.value * 1e9
     once = min(dataset_bytes, wanted * nodes)
-    return StagingCost(wanted * nodes / together, once / together + wanted / port, dataset_bytes / together, wanted)
+    return StagingTime(wanted * nodes / together, once / together + wanted / port, dataset_bytes / together, wanted)

@@ -24,7 +24,7 @@ GRADIENTS, CONTROL = "gradients", "agreement"
 STEPS = 3  # replayed where a step's gradients are waited for in the next
 
 
-class TimelineSpan(NamedTuple):
+class StreamSpan(NamedTuple):
     """Something that ran on a stream of one rank, in seconds."""
 
     stream: str
@@ -39,7 +39,7 @@ class SharedTimeline:
     """A rank's timeline, with its spans where they were asked for."""
 
     timeline: Timeline
-    spans: tuple[TimelineSpan, ...] = ()
+    spans: tuple[StreamSpan, ...] = ()
 
 
 class Rounds:
@@ -69,7 +69,7 @@ class ClusterReplay(Replay):
         prices: Prices,
         levers: Levers,
         ranks: int,
-        spans: list[TimelineSpan] | None = None,
+        spans: list[StreamSpan] | None = None,
     ) -> None:
         super().__init__(rank, machine, prices)
         self.levers, self.ranks, self.spans = levers, ranks, spans
@@ -88,9 +88,9 @@ class ClusterReplay(Replay):
         before = self._now
         super().take(event)
         if self.spans is not None and isinstance(event, Computed):
-            self.spans.append(TimelineSpan("compute", event.name, before, self._now, event.place))
+            self.spans.append(StreamSpan("compute", event.name, before, self._now, event.place))
         elif self.spans is not None and isinstance(event, Waited) and self._now > before:
-            self.spans.append(TimelineSpan("waiting", str(event.label), before, self._now))
+            self.spans.append(StreamSpan("waiting", str(event.label), before, self._now))
 
     def _wait_for_the_step_before(self, event: Waited) -> None:
         begun = self._under_way.get(event.event)
@@ -133,10 +133,10 @@ class ClusterReplay(Replay):
         ends = self._busy[channel] = starts + seconds
         self._links_busy[level.name] = event.label.channel, max(until, ends)
         if self.spans is not None and seconds:
-            self.spans.append(TimelineSpan(kind, str(event.label), starts, ends))
+            self.spans.append(StreamSpan(kind, str(event.label), starts, ends))
             if ready > self._now:
                 self.spans.append(
-                    TimelineSpan(
+                    StreamSpan(
                         CONTROL, f"agreement on {event.label}", max(self._now, ready - self._rounds.seconds), ready
                     )
                 )
@@ -206,7 +206,7 @@ def replayed(
     trace: bool = False,
 ) -> SharedTimeline:
     """One step of one rank: with lag, one in the middle of a run."""
-    spans: list[TimelineSpan] | None = [] if trace else None
+    spans: list[StreamSpan] | None = [] if trace else None
     make = partial(ClusterReplay, rank, machine, prices, levers, ranks)
     if not levers.lag:
         running = make(spans)

@@ -15,7 +15,7 @@ from ..plan.cost import MULTIPLY, Key, Prices
 from ..plan.recording import RecordedStep, record_step
 from ..plan.replay import Replay, Timeline, kind_of
 from ..plan.unrecordable import clear_recording_errors
-from .replaying import CONTROL, GRADIENTS, SharedTimeline, TimelineSpan, replayed
+from .replaying import CONTROL, GRADIENTS, SharedTimeline, StreamSpan, replayed
 from .scenario import Scenario
 from .variation import Delays, slowest
 
@@ -38,7 +38,7 @@ class RankClass:
         return self.line.timeline
 
     @property
-    def spans(self) -> tuple[TimelineSpan, ...]:
+    def spans(self) -> tuple[StreamSpan, ...]:
         return self.line.spans
 
 

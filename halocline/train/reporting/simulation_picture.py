@@ -102,7 +102,7 @@ def _frame(across: ChartScale, up: ChartScale, points: Sequence[Simulation]) -> 
 
 def draw_waterfall(title: str, stages: Sequence[Stage]) -> str:
     """A bar a lever: the efficiency with it and all above; the darker end is what it adds."""
-    left, width = 190, 2 * WIDTH + 20
+    left, width = 225, 2 * WIDTH + 20
     scale = ChartScale(0.0, 1.0, left, width - 90)
     parts, before = [], 0.0
     for number, each in enumerate(stages):
