@@ -255,20 +255,10 @@ class Estimator:
             self.machine, rank, [(first + n, size) for n in range(parts) if first + n != rank], self.prices.load
         )
 
-    def compute(self, share: float) -> float:
-        """Seconds of computation for a share of one sample, cut along its first dim in space."""
-
-        def cut(event: Computed) -> Computed:
-            weight = _weight_of(event)
-            shapes = [
-                (*shape[:2], max(1, math.ceil(shape[2] * share)), *shape[3:])
-                if len(shape) > 2 and shape[0] == 1 and number != weight
-                else shape
-                for number, shape in enumerate(event.shapes)
-            ]
-            return _shared(event, share, tuple(shapes))
-
-        local = [cut(each.event) for each in self.of_samples]
+    def compute(self, sizes: Mapping[str, int], axis: str, share: float) -> float:
+        """Seconds of computation for one sample, cut by ``sizes`` but for ``axis``, along which it has this share."""
+        tile = tuple(1 / share if name == axis else float(sizes[name]) for name in self._volume)
+        local = [self._local(each.event, tile, 1) for each in self.of_samples]
         return sum(each.count * self._seconds(event) for each, event in zip(self.of_samples, local, strict=True))
 
     def _priced(self, event: Computed) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..arrangement import DATA, Arrangement
 from .candidate import is_plain, reading_seconds
@@ -89,7 +90,7 @@ def with_shares(estimator: Estimator, even: Option, speeds: Sequence[float]) -> 
     found: list[Option] = []
     for multiple in {aligned_multiple(estimator, even.arrangement): None, 1: None}:
         sizes, volume = even.arrangement.sizes, estimator.subject.volume
-        points = uneven_points(sizes, volume, speeds, estimator.compute, multiple)
+        points = uneven_points(sizes, volume, speeds, partial(estimator.compute, sizes), multiple)
         arrangement = replace(even.arrangement, points=points)
         if points and all(arrangement != each.arrangement for each in found):
             found.append(replace(even, arrangement=arrangement))

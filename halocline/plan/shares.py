@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ..arrangement import DATA
 from ..errors import PlanError
@@ -72,13 +73,16 @@ def uneven_points(
     sizes: Mapping[str, int],
     volume: Mapping[str, int],
     speeds: Sequence[float],
-    seconds: Callable[[float], float],
+    seconds: Callable[[str, float], float],
     multiple: int = 1,
 ) -> dict[str, tuple[int, ...]]:
-    """Cut points by mesh axis, where the ranks along it differ in speed. The data axis stays even."""
+    """Cut points by mesh axis, where the ranks along it differ in speed. The data axis stays even.
+
+    ``seconds(axis, share)`` is what a device of speed 1 takes for a share of that axis.
+    """
     by_axis = axis_speeds(sizes, speeds)
     return {
-        axis: balanced_points(volume[axis], along, lambda share, axis=axis: seconds(share), multiple)  # type: ignore[misc]
+        axis: balanced_points(volume[axis], along, partial(seconds, axis), multiple)
         for axis, along in by_axis.items()
         if axis != DATA and sizes[axis] > 1 and len(set(along)) > 1
     }
