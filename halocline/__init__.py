@@ -11,6 +11,7 @@ from .distribute import average_gradients, distribute, flush, lagged_gradients, 
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .kernels import chunked
+from .reduction import all_reduce, register_comm_hook
 from .rules import (
     WHOLE,
     Link,
@@ -81,6 +82,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "ShardingError",
+    "all_reduce",
     "average_gradients",
     "chunked",
     "composite",
@@ -97,6 +99,7 @@ __all__ = [
     "no_sync",
     "random",
     "read_whole",
+    "register_comm_hook",
     "remedy",
     "reshard",
     "rule",
