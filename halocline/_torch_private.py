@@ -313,3 +313,13 @@ def set_group_timeout(group: dist.ProcessGroup | dist.ProcessGroupGloo, wait: ti
 
 #: One norm of each tensor of a list, and each tensor of a list times its own number, in place: a few kernels for all.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+
+
+def remove_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
+    """Take the unwanted ones of a module's forward hooks off."""
+    flags = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if unwanted(hook)]:
+            del hooks[number]
+            for flag in flags:
+                flag.pop(number, None)

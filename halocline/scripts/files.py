@@ -7,17 +7,21 @@ sees. Functions that change folders run on rank 0, and all ranks get their outco
 from __future__ import annotations
 
 import builtins
+import copy
 import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from .._torch_private import remove_hooks
 from ..rules import gather
+from ..tree import map_tensors
 from .first_rank import FirstRank
 from .patches import Patches
 
@@ -47,7 +51,8 @@ def _on_first(plain: Callable[..., Any], first: FirstRank) -> Callable[..., Any]
     """A function that rank 0 runs for all ranks; where it concerns the user's caches, each rank for itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not first.together or (args and _is_nobodys(args[0])):
+        is_path = args and isinstance(args[0], (str, os.PathLike))
+        if not first.together or (is_path and _is_nobodys(args[0])):
             return plain(*args, **kwargs)
         return first.call(plain, *args, **kwargs)
 
@@ -71,19 +76,48 @@ def _is_nobodys(path: Any) -> bool:
 
 
 def _save(plain: Callable[..., Any], first: FirstRank) -> Callable[..., Any]:
-    """``torch.save``: cut tensors are gathered, and rank 0 writes."""
+    """``torch.save``: cut tensors are gathered, and rank 0 writes what a single device would."""
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not first.together:
             plain(obj, f, *args, **kwargs)
             return
-        whole = gather(obj)
+        whole = _unmarked(gather(obj))
         if isinstance(f, (str, os.PathLike)):
             first.call(plain, whole, f, *args, **kwargs)
         else:  # a file that is open, on every rank its own
             plain(whole, f, *args, **kwargs)
 
     return save
+
+
+def _unmarked(value: Any) -> Any:
+    """Parameters and modules in a structure without the marks and hooks that this library has put on them."""
+    if isinstance(value, Mapping) and any(isinstance(item, nn.Module) for item in value.values()):
+        return {key: _unmarked(item) for key, item in value.items()}
+    if isinstance(value, nn.Module):
+        twin = copy.deepcopy(value)
+        for module in twin.modules():
+            remove_hooks(module, lambda hook: str(getattr(hook, "__module__", "")).startswith("halocline."))
+            _drop_marks(module)
+            for parameter in module.parameters(recurse=False):
+                _drop_marks(parameter)
+        return twin
+    return map_tensors(_unmarked_leaf, value)
+
+
+def _unmarked_leaf(tensor: Tensor) -> Tensor:
+    if not any(name.startswith("_halocline") for name in vars(tensor)):
+        return tensor
+    bare = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(bare, tensor.requires_grad)
+    return bare.requires_grad_(tensor.requires_grad)
+
+
+def _drop_marks(thing: Any) -> None:
+    for name in [name for name in vars(thing) if name.startswith("_halocline")]:
+        del vars(thing)[name]
 
 
 class Opening:

@@ -162,12 +162,12 @@ class Loading:
     def _compare(self, loaded: Loaded, ended: bool) -> None:
         """Raise on all ranks unless they have loaded shares of one batch, and their generators stand alike."""
         facts = {
+            "have drawn different random numbers": number_of(torch.get_rng_state().numpy().tobytes()),
             "have come to different ends of their data": int(ended),
             "draw random numbers for some samples of a batch and not for others": int(loaded.whole),
             "have batches of different sizes": loaded.count,
             "have samples of different shapes": number_of(described(loaded.samples).encode()) * (not loaded.whole),
             "have different data": loaded.sample,
-            "have drawn different random numbers": number_of(torch.get_rng_state().numpy().tobytes()),
         }
         numbers = torch.tensor(list(facts.values()), dtype=torch.int64)
         least, most = extremes(self._cutter.mesh.world, numbers, _LABEL)

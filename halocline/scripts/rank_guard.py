@@ -30,7 +30,7 @@ _HIDDEN = frozenset(
 )
 #: Code of these packages works for all ranks.
 _INSIDERS = ("halocline", "torch", "subprocess")
-_PASSING = ("os", "collections", "_collections_abc")  # whose functions only pass the question on
+_PASSING = ("os", "collections.abc", "_collections_abc", __name__)  # whose functions only pass the question on
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 _REFUSED = (
     *("init_process_group", "get_rank", "get_world_size", "new_group", "all_reduce", "all_gather", "broadcast"),
@@ -42,7 +42,7 @@ _REMEDY = "remove it, or start the script with torchrun instead of halocline run
 def _asker() -> str:
     """Who asks: "library" for torch and this one, "package" for another installed one, else "script"."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSING:
+    while frame is not None and frame.f_globals.get("__name__", "") in _PASSING:
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDERS:
         return "library"
