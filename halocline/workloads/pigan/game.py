@@ -115,7 +115,8 @@ class Game:
         turn: int,
     ) -> Tensor:
         """WGAN with gradient penalty: the mean over this replica's snapshots."""
-        settings, tick = self.settings, step * settings.critic_steps + turn
+        settings = self.settings
+        tick = step * settings.critic_steps + turn
         chosen = self.drawn(_SNAPSHOTS, tick, player, replica, settings.batch, normal=False) * len(real)
         truth = real[chosen.long().clamp(max=len(real) - 1)]
         with torch.no_grad():
@@ -201,7 +202,7 @@ class PiganRank(nn.Module):
         self.maker.step()
         self.discriminator.requires_grad_(True)
         self.steps += 1
-        return float(loss), float(made)
+        return loss.item(), made.item()
 
 
 class SoloGame:
