@@ -29,7 +29,7 @@ SCALARS = 6  # plasma current, density, radiated power, internal inductance, saf
 PROFILE = 16  # points of the temperature profile along the radius
 CHANNELS = SCALARS + PROFILE
 SHAPES = ((2, CHANNELS, 48),)
-NOISE = 0.8  # of every signal, whose slow changes have amplitude 1
+NOISE = 0.5  # of every signal, whose slow changes have amplitude 1
 WARNING = 0.25  # share of a shot before its disruption in which the alarm is right
 _KIND, _TIME, _SLOW, _STRENGTH = 20, 21, 22, 23  # streams of random numbers
 

@@ -29,7 +29,7 @@ DEPTH = 3  # levels above the bottom; each halves the section
 SHAPES = ((1, 1, 32, 32),)
 EVENTS = 4  # of a section
 NOISE = 0.5  # standard deviation, where a wavelet has height 1
-WAVELET = 5.0  # half the width of a wavelet, in samples of time
+WAVELET = 2.5  # half the width of a wavelet, in samples of time
 _EVENTS = 30  # stream of random numbers
 
 
