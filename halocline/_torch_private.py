@@ -317,7 +317,11 @@ foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 
 def remove_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
     """Take the unwanted ones of a module's forward hooks off."""
-    flags = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+    flags = (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number in [number for number, hook in hooks.items() if unwanted(hook)]:
             del hooks[number]

@@ -40,7 +40,7 @@ def _run(request: dict[str, Any]) -> tuple[int, str]:
         words = f"{_place(error, script)}{explain(error)}"
         print(f"halocline run: {words}", file=sys.stderr)
         return 2, words
-    except Exception as error:  # the script may raise anything
+    except Exception as error:  # noqa: BLE001 - the script may raise anything
         traceback.print_exception(_without_library(error, script))
         return 1, explain(error)
     return 0, ""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from ..errors import MeshError, Refused
 from ..world import Label, World, this_world
@@ -56,7 +57,7 @@ def _tensor(array: Any) -> Tensor:
     if isinstance(array, (np.ndarray, np.generic)):
         return torch.as_tensor(np.array(array))  # a copy: torch takes no read-only memory
     if hasattr(array, "__dlpack__"):
-        return torch.from_dlpack(array)
+        return from_dlpack(array)
     why = f"a {type(array).__name__} has no __dlpack__"
     raise Refused("hc.all_reduce", "arrays", why, "give an array of NumPy, torch, or a framework that speaks DLPack")
 
@@ -96,7 +97,9 @@ def _reduced(
                 for index in indices:
                     results[index] = _exact(tensors[index], op, world, everyone)
             else:
-                _sum_bucket(indices, tensors, results, 1.0 if op == "sum" else 1 / world.size, compression, transport, world)
+                _sum_bucket(
+                    indices, tensors, results, 1.0 if op == "sum" else 1 / world.size, compression, transport, world
+                )
     finally:
         if made is not None:
             made.close()

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +43,7 @@ class DdpBuckets:
             with torch.no_grad():
                 future.set_result(self._summed(index, gradients))
         except Exception as error:  # noqa: BLE001 - raised where backward waits for it
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
 
     def _summed(self, index: int, gradients: Tensor) -> Tensor:
         bucket = self._buckets.setdefault((index, gradients.numel(), gradients.dtype), Bucket([0], [gradients]))
@@ -77,7 +77,7 @@ def register_comm_hook(
     size = this_world().size
     if model.process_group.size() != size:
         raise MeshError(
-            f"hc.register_comm_hook: this model averages over {model.process_group.size()} ranks, and there are {size}; "
+            f"hc.register_comm_hook: this model averages over {model.process_group.size()} ranks of {size}; "
             "leave process_group as it is"
         )
     model.register_comm_hook(DdpBuckets(wire, rings, list(model.parameters())), _hook)

@@ -57,7 +57,7 @@ class BatchCutter:
         return cut
 
     def whole(self, batch: Any) -> Any:
-        """A batch that every rank holds, cut. Beside tensors that are cut already, those that share the batch's size."""
+        """A batch that every rank holds, cut. Beside tensors that are cut already, those that share their size."""
         tensors = tensors_in(batch)
         sizes = {size for tensor in tensors if isinstance(tensor, ShardedTensor) for size in _data_sizes(tensor)}
         shapes = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, ShardedTensor)]

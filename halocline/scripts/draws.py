@@ -28,9 +28,10 @@ _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, to
 _ALPHA_DROPOUTS = (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
 _IN_PLACE = (torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_)
 _VALUE_DEPENDENT = (torch.bernoulli, Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
-_VALUES = """
-item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __array__ __dlpack__ nonzero unique __format__
-""".split()
+_VALUES = (
+    *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
+    *("numpy", "__array__", "__dlpack__", "nonzero", "unique", "__format__"),
+)
 _READS = frozenset([getattr(Tensor, name) for name in _VALUES] + [torch.nonzero, torch.unique])
 _REMEDY = "run the script with --random indexed, where each number depends on its place in the whole tensor"
 
@@ -158,7 +159,11 @@ def _categories(function: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _table() -> dict[Any, Callable[[Any, Any, Any], Tensor]]:
     return {
-        **{function: _in_place for function, kernel in KERNELS.items() if kernel.inplace and function is not torch.rrelu_},
+        **{
+            function: _in_place
+            for function, kernel in KERNELS.items()
+            if kernel.inplace and function is not torch.rrelu_
+        },
         **{function: _like for function, kernel in KERNELS.items() if kernel.new},
         **dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS, *_IN_PLACE), _dropout),
         **dict.fromkeys(_VALUE_DEPENDENT, _by_values),

@@ -29,11 +29,11 @@ from .patches import Patches
 _LABEL = Label("batch", "a DataLoader")
 
 
-class Loaded(NamedTuple):
+class LoadedShare(NamedTuple):
     """What a rank has loaded of a batch."""
 
     samples: Any  # a list of samples; once collated, a structure of tensors
-    count: int  # samples of the whole batch
+    total: int  # samples of the whole batch
     whole: bool  # are these all of them?
     empty: bool  # is the share empty, and the sample here only for its structure?
     sample: int  # a number that depends on one sample, which all ranks have loaded; 0 if none was compared
@@ -48,18 +48,18 @@ class ShareOfDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, indices: Sequence[Any]) -> Loaded:
+    def __getitems__(self, indices: Sequence[Any]) -> LoadedShare:
         """The share; the whole batch if the samples draw random numbers, or hold what is no tensor."""
         count, share = len(indices), self._share(len(indices))
         before = generator_states()
         samples = self._load([indices[place] for place in share] or [indices[0]])
         if generator_states() != before or not all(map(_is_numeric, samples)):
             set_generator_states(before)
-            return Loaded(self._load(indices), count, True, False, 0)
+            return LoadedShare(self._load(indices), count, True, False, 0)
         self._calls += 1
         compared = samples[0] if 0 in share or self._calls > 1 else self._load([indices[0]])[0]
         number = _fingerprint(compared) if self._calls == 1 else 0
-        return Loaded(samples, count, False, not share, number)
+        return LoadedShare(samples, count, False, not share, number)
 
     def _load(self, indices: Sequence[Any]) -> list[Any]:
         if callable(getattr(self._dataset, "__getitems__", None)):
@@ -68,12 +68,12 @@ class ShareOfDataset(Dataset[Any]):
 
 
 class Collated:
-    """A collate function that leaves the rest of :class:`Loaded` as it is."""
+    """A collate function that leaves the rest of :class:`LoadedShare` as it is."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, loaded: Loaded) -> Loaded:
+    def __call__(self, loaded: LoadedShare) -> LoadedShare:
         batch = self._collate(loaded.samples)
         return loaded._replace(samples=empty_share(batch) if loaded.empty else batch)
 
@@ -133,11 +133,11 @@ class Loading:
                     batch = next(batches)
             except StopIteration:
                 batch = None
-            loaded = batch if shares and batch is not None else Loaded(batch, 0, True, False, 0)
+            loaded = batch if shares and batch is not None else LoadedShare(batch, 0, True, False, 0)
             self._compare(loaded, ended=batch is None)
             if batch is None:
                 return
-            whole, count = loaded.samples, loaded.count
+            whole, count = loaded.samples, loaded.total
             yield self._cutter.whole(whole) if loaded.whole else self._cutter.tiles(whole, count)
 
     def _of_shares(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -148,7 +148,7 @@ class Loading:
                     ShareOfDataset(loader.dataset, self._cutter.share),
                     batch_sampler=loader.batch_sampler,
                     num_workers=loader.num_workers,
-                    collate_fn=Collated(loader.collate_fn),
+                    collate_fn=Collated(loader.collate_fn),  # type: ignore[arg-type]
                     pin_memory=loader.pin_memory,
                     timeout=loader.timeout,
                     worker_init_fn=loader.worker_init_fn,
@@ -159,13 +159,13 @@ class Loading:
                 )
         return self._inner[loader]
 
-    def _compare(self, loaded: Loaded, ended: bool) -> None:
+    def _compare(self, loaded: LoadedShare, ended: bool) -> None:
         """Raise on all ranks unless they have loaded shares of one batch, and their generators stand alike."""
         facts = {
             "have drawn different random numbers": number_of(torch.get_rng_state().numpy().tobytes()),
             "have come to different ends of their data": int(ended),
             "draw random numbers for some samples of a batch and not for others": int(loaded.whole),
-            "have batches of different sizes": loaded.count,
+            "have batches of different sizes": loaded.total,
             "have samples of different shapes": number_of(described(loaded.samples).encode()) * (not loaded.whole),
             "have different data": loaded.sample,
         }

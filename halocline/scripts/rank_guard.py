@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, MutableMapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -21,12 +22,16 @@ from ..errors import Refused
 from .patches import Patches
 
 _RANKS = frozenset(
-    ("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK")
-    + ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    )
 )
 _HIDDEN = frozenset(
-    ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NTASKS")
-    + ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+    (
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+        *("SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    )
 )
 #: Code of these packages works for all ranks.
 _INSIDERS = ("halocline", "torch", "subprocess")
@@ -103,9 +108,9 @@ def guard_rank(patches: Patches) -> None:
     patches.replace(os, "environ", GuardedEnvironment)
     patches.replace(dist, "is_initialized", _hidden)
     for name in _REFUSED:
-        patches.replace(dist, name, lambda plain, name=name: _guarded(plain, f"torch.distributed.{name}"))
+        patches.replace(dist, name, partial(_guarded, name=f"torch.distributed.{name}"))
     for kind in (DistributedSampler, DistributedDataParallel):
-        patches.replace(kind, "__init__", lambda plain, name=kind.__name__: _guarded(plain, name))
+        patches.replace(kind, "__init__", partial(_guarded, name=kind.__name__))
 
 
 def _guarded(plain: Any, name: str) -> Any:

@@ -27,9 +27,7 @@ from .task import MeshLayout, TrainingTask
 _LABEL = Label("parts of a batch", "the training loop", "control")
 
 
-def part_size(
-    settings: Settings, task: TrainingTask, layout: MeshLayout, world: World, precision: Precision
-) -> int:
+def part_size(settings: Settings, task: TrainingTask, layout: MeshLayout, world: World, precision: Precision) -> int:
     """Samples that are computed at once: a batch, or the largest even part of it that fits. Raises TrainingError.
 
     By all ranks together where ``split`` is 0, since the memory of the fullest rank decides.
@@ -54,8 +52,8 @@ def check_divisible(model: nn.Module, settings: Settings, size: int) -> None:
     mixing = [name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]
     if size < settings.batch and mixing:
         raise ConfigError(
-            f"split: {mixing[0]} is a batch norm, whose statistics are those of a whole batch, so that parts of one give "
-            "another gradient; take group norms, cut over more ranks, or a smaller batch"
+            f"split: {mixing[0]} is a batch norm, whose statistics are those of a whole batch: parts of one give another "
+            "gradient; take group norms, cut over more ranks, or a smaller batch"
         )
 
 

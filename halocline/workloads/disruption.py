@@ -40,7 +40,7 @@ def fit(shapes: Sequence[Sequence[int]]) -> dict[str, object]:
 
 
 class DisruptionNet(nn.Module):
-    """[N, signals, time] to a logit for each moment. The first ``scalars`` signals are numbers, then comes a profile."""
+    """[N, signals, time] to a logit for each moment. After the first ``scalars`` signals comes a profile."""
 
     def __init__(
         self,

@@ -102,7 +102,9 @@ class RocCurve:
         ends = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
         true, false = truth.cumsum(0)[ends], (1 - truth).cumsum(0)[ends]
         start = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([start, false / max(1.0, float(false[-1]))]), torch.cat([start, true / max(1.0, float(true[-1]))])
+        return torch.cat([start, false / max(1.0, float(false[-1]))]), torch.cat(
+            [start, true / max(1.0, float(true[-1]))]
+        )
 
     def result(self) -> dict[str, float]:
         """The area under the curve, and the share of true alarms at 5 % and 20 % false ones."""

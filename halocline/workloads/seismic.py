@@ -105,7 +105,7 @@ class Sections:
     def labels(self, sample: int, box: Box) -> Array:
         """One where a wavelet is, else zero."""
         delays, _ = self._delays(sample, slice(*box[0]), slice(*box[1]))
-        return (np.abs(delays) < 1).any(0)
+        return np.asarray((np.abs(delays) < 1).any(0))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,11 @@ def test_arrays_of_any_kind_are_reduced(op: str) -> None:
     function = {"sum": np.sum, "mean": np.mean, "max": np.max}[op]
     by_rank = [[values(array) for array in arrays(rank)] for rank in range(3)]
     true = [function(np.stack(each), axis=0) for each in zip(*by_rank, strict=True)]
-    true = [t for t, a in zip(true, by_rank[0], strict=True) if op == "sum" or a.dtype.kind in ("f" if op == "max" else "fc")]
+    true = [
+        t
+        for t, a in zip(true, by_rank[0], strict=True)
+        if op == "sum" or a.dtype.kind in ("f" if op == "max" else "fc")
+    ]
     for found in run_local(3, lambda: reduced(op)):
         for one, other in zip(found, true, strict=True):
             assert one.dtype == other.dtype or op == "mean"

@@ -20,7 +20,9 @@ VOLUMES = SCRIPTS / "volumes.py"
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of the script in plain Python."""
     folder = tmp_path_factory.mktemp("plain")
-    done = subprocess.run([sys.executable, VOLUMES], cwd=folder, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, VOLUMES], cwd=folder, capture_output=True, text=True, timeout=120, check=True
+    )
     return folder / "out", done.stdout
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from halocline.workloads.pigan import DarcyFlow, FlowSettings, Game, GameSettings, PiganRank, induced_source, make_players
+from halocline.workloads.pigan import (
+    DarcyFlow,
+    FlowSettings,
+    Game,
+    GameSettings,
+    PiganRank,
+    induced_source,
+    make_players,
+)
 from halocline.workloads.pigan.game import SoloGame, make_mesh
 from halocline.workloads.pigan.players import sensors
 from halocline.world import Summed, run_local

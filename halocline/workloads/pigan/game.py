@@ -7,7 +7,7 @@ of the generators over all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...random.draw import Draw
 from ...random.generator import GlobalBox, keys
 from ...world import Mesh, place_parameter
-from .networks import Field, gradient, induced_source, initialise, perceptron
+from .networks import RandomField, gradient, induced_source, initialise, perceptron
 from .players import Player, make_players, sensors
 from .truth import DarcyFlow, FlowSettings
 
@@ -45,7 +45,7 @@ class GameSettings:
     boundary: float = 10.0
     lr: float = 1e-3
     seed: int = 0
-    flow: FlowSettings = FlowSettings()
+    flow: FlowSettings = field(default_factory=FlowSettings)
 
 
 class Generators(nn.Module):
@@ -54,7 +54,7 @@ class Generators(nn.Module):
     def __init__(self, settings: GameSettings) -> None:
         super().__init__()
         shape = settings.flow.dims, settings.noise, settings.width, settings.depth
-        self.log_k, self.u = Field(*shape), Field(*shape)
+        self.log_k, self.u = RandomField(*shape), RandomField(*shape)
 
 
 class Game:
@@ -64,9 +64,7 @@ class Game:
         self.settings, self.dtype = settings, dtype
         dims = settings.flow.dims
         self.players = make_players(settings.subdomains, dims, settings.two_levels)
-        self.places = [
-            torch.tensor(sensors(player, settings.sensors, dims), dtype=dtype) for player in self.players
-        ]
+        self.places = [torch.tensor(sensors(player, settings.sensors, dims), dtype=dtype) for player in self.players]
 
     def generators(self) -> Generators:
         """New generators, the same on every rank."""
@@ -149,9 +147,7 @@ class Game:
         share = self.drawn(_PLACES, step, player, replica, *shape, normal=False)
         low, high = (torch.tensor(ends, dtype=self.dtype) for ends in (who.low, who.high))
         points = low + (high - low) * share
-        return induced_source(
-            lambda x: generators.log_k(x, noise), lambda x: generators.u(x, noise), points
-        )
+        return induced_source(lambda x: generators.log_k(x, noise), lambda x: generators.u(x, noise), points)
 
     def boundary(self, generators: Generators, noise: Tensor) -> Tensor:
         """How far u is from 1 and 0 at the ends, and from no flow through the other sides: mean squares."""

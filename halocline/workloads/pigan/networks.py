@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 
-class Field(nn.Module):
+class RandomField(nn.Module):
     """A random field: [batch, points, dims] and noise [batch, size] to values [batch, points]."""
 
     def __init__(self, dims: int, noise: int, width: int, depth: int) -> None:
@@ -24,7 +25,7 @@ class Field(nn.Module):
 def perceptron(sizes: Sequence[int]) -> nn.Sequential:
     """Linear layers with tanh between them."""
     layers: list[nn.Module] = []
-    for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

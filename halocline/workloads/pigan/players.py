@@ -25,7 +25,7 @@ class Player:
     def sees(self, points: Array) -> Array:
         """Which points lie in its subdomain, its edges included."""
         inside = (points >= np.array(self.low) - 1e-12) & (points <= np.array(self.high) + 1e-12)
-        return inside.all(1)
+        return np.asarray(inside.all(1))
 
 
 def make_players(subdomains: int, dims: int, two_levels: bool = False) -> list[Player]:

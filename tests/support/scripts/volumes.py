@@ -77,5 +77,7 @@ with open(folder / "losses.csv", "w", newline="") as file:
 np.save(folder / "weights.npy", model.head.weight.detach().numpy())
 again = list(csv.reader(open(folder / "losses.csv")))
 print("rows", len(again), "first", again[0], "files", sorted(os.listdir(folder)))
-torch.save({"model": model.state_dict(), "temperature": temperature, "logits": model.eval()(batch["x"])}, folder / "m.pt")
+torch.save(
+    {"model": model.state_dict(), "temperature": temperature, "logits": model.eval()(batch["x"])}, folder / "m.pt"
+)
 print(losses.detach(), batch["weight"])
