@@ -20,6 +20,7 @@ from .predict import predict
 from .report import report
 from .run import run
 from .simulate import simulate
+from .sweep import sweep
 from .taskbench import taskbench
 from .train import train
 from .tune import tune
@@ -30,6 +31,7 @@ for _command in (
     demo,
     train,
     run,
+    sweep,
     report,
     plan,
     simulate,

@@ -65,8 +65,8 @@ class LocalRanks:
 
     Output of ranks other than 0 goes to files. This process serves the store at which the ranks meet, so that no rank
     depends on another for it, and reads their heartbeats: a rank without a sign of life for ``deadline`` seconds has
-    failed. ``lock`` is a descriptor that all ranks inherit, ``output`` the one to which rank 0 prints: standard output
-    is for results.
+    failed. ``lock`` is a descriptor that all ranks inherit, ``output`` and ``errors`` those to which rank 0
+    prints: standard output is for results.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class LocalRanks:
         deadline: float | None = None,
         lock: int | None = None,
         output: int = _STDERR,
+        errors: int = _STDERR,
     ) -> None:
-        self._output = output
+        self._output, self._errors = output, errors
         self._folder, self._deadline, self._lock = folder / LOGS, deadline or DEFAULT_DEADLINE, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
@@ -106,7 +107,9 @@ class LocalRanks:
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
             if rank == 0:
-                return subprocess.Popen(command, env=environment, stdout=self._output, pass_fds=kept)
+                return subprocess.Popen(
+                    command, env=environment, stdout=self._output, stderr=self._errors, pass_fds=kept
+                )
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
                 return subprocess.Popen(
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=kept
