@@ -60,12 +60,12 @@ def run(
     - `torchrun --nproc-per-node 8 -m halocline.cli run train.py -- --epochs 10`: torchrun starts the ranks.
 
     **Random numbers.** With `--random torch`, the default, dropout and noise have the numbers of plain Python: each
-    rank draws them for the whole batch and keeps its own. With `--random indexed` every rank draws its own only; results
-    are equal for any number of ranks, and differ from plain Python. Attention and recurrent dropout need it.
+    rank draws them for the whole batch and keeps its own. With `--random indexed` every rank draws its own only;
+    results are equal for any number of ranks, and differ from plain Python. Attention and recurrent dropout need it.
 
     **Refused**, by name: scripts that ask for their rank or join ranks themselves (torch.distributed,
-    DistributedSampler, os.environ["RANK"]), data that differ between ranks, and operations without an exact cut. docs/scripts.md lists
-    what is and what is not covered.
+    DistributedSampler, os.environ["RANK"]), data that differ between ranks, and operations without an exact cut.
+    docs/scripts.md lists what is and what is not covered.
 
     **Exit status**: that of the script; 2 if it could not run as asked.
     """

@@ -52,8 +52,8 @@ def check_divisible(model: nn.Module, settings: Settings, size: int) -> None:
     mixing = [name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]
     if size < settings.batch and mixing:
         raise ConfigError(
-            f"split: {mixing[0]} is a batch norm, whose statistics are those of a whole batch: parts of one give another "
-            "gradient; take group norms, cut over more ranks, or a smaller batch"
+            f"split: {mixing[0]} is a batch norm, whose statistics are those of a whole batch: parts of one give "
+            "another gradient; take group norms, cut over more ranks, or a smaller batch"
         )
 
 

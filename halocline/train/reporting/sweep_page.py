@@ -26,7 +26,8 @@ def sweep_page(spec: SweepSpec, records: Sequence[TrialRecord], speedups: Mappin
         parts.append(element("h2", "Settings and result of each trial") + parallel_coordinates(spec, done))
     parts.append(element("h2", "Trials") + _table(spec, records))
     body = element("main", *parts)
-    return f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>sweep</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
+    head = '<meta charset="utf-8">' + element("title", text(f"Sweep of {spec.target}")) + f"<style>{STYLE}</style>"
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def summary(spec: SweepSpec, records: Sequence[TrialRecord]) -> str:
