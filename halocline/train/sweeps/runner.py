@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class SweepRunner:
 
     def __init__(self, spec: SweepSpec, folder: Path, command: Sequence[str], tell: Callable[[str], None]) -> None:
         try:
-            import optuna
+            optuna: Any = import_module("optuna")
+            journal: Any = import_module("optuna.storages.journal")
         except ModuleNotFoundError as error:
             raise ConfigError("halocline sweep needs Optuna: pip install 'halocline[sweep]'") from error
         self._optuna, self.spec, self.folder, self._command, self._tell = optuna, spec, folder, list(command), tell
@@ -85,7 +87,7 @@ class SweepRunner:
         self._check_same_spec()
         self.records: list[TrialRecord] = []
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
+        storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
         self._study = optuna.create_study(
             storage=storage,
             study_name="sweep",
