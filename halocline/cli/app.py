@@ -15,6 +15,7 @@ from .demo import demo
 from .doctor import doctor
 from .launch import launch
 from .output import add_command, new_app
+from .pigan import pigan
 from .plan import plan
 from .predict import predict
 from .report import report
@@ -32,6 +33,7 @@ for _command in (
     train,
     run,
     sweep,
+    pigan,
     report,
     plan,
     simulate,

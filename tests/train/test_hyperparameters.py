@@ -80,7 +80,7 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def wait_for(what: Any, seconds: float = 90.0) -> Any:
+def wait_for(what: Any, seconds: float = 120.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := what():
@@ -98,15 +98,13 @@ def test_killed_trials_and_sweeps_go_on(tmp_path: Path) -> None:
     spec, out = tmp_path / "sweep.toml", tmp_path / "out"
     spec.write_text(SPEC.format(trials=3, steps=40))
     command = [sys.executable, "-m", "halocline.cli", "sweep", str(spec), "--out", str(out), "--json"]
-    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    first = out / "trials" / "0000"
-    wait_for(lambda: len(steps_of(first)) > 4)
-    os.kill(wait_for(lambda: ranks_of(first))[0], signal.SIGKILL)  # a trial: it starts again from its checkpoint
-    wait_for(lambda: (first / "result.json").exists())
-    last = out / "trials" / "0002"
-    wait_for(lambda: len(steps_of(last)) > 4)
-    sweep.send_signal(signal.SIGKILL)
-    sweep.wait(30)
+    first, last = (out / "trials" / name for name in ("0000", "0002"))
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as sweep:
+        wait_for(lambda: len(steps_of(first)) > 4)
+        os.kill(wait_for(lambda: ranks_of(first))[0], signal.SIGKILL)  # a trial: it resumes from its checkpoint
+        wait_for(lambda: (first / "result.json").exists())
+        wait_for(lambda: len(steps_of(last)) > 4)
+        sweep.send_signal(signal.SIGKILL)
     wait_for(lambda: not ranks_of(last))
     before = (first / "log.jsonl").read_bytes()
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
