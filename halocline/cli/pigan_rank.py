@@ -71,7 +71,7 @@ def main() -> None:
     folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
     try:
         play(json.loads((folder / REQUEST).read_text()))
-    except Exception as error:  # the error goes to the launcher
+    except Exception as error:  # noqa: BLE001 - the error goes to the launcher
         say_last_words(folder, rank, last_words(error, folder, rank))
         raise SystemExit(1) from None
 
