@@ -16,7 +16,7 @@ import halocline as hc
 from halocline.errors import Refused
 from halocline.program.streaming import api
 from halocline.program.streaming.search import Layout, units_of
-from halocline.program.streaming.segments import Segment
+from halocline.program.streaming.segments import TiledSegment
 from halocline.program.streaming.trace import Trace
 from halocline.testing.compare import relative_error
 from halocline.testing.memory import peak_bytes
@@ -111,7 +111,7 @@ def in_tiles(monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, ...], longest: i
     def choose(trace: Trace, limit: int, training: bool) -> Layout:
         dims = max((len(value.tiled) for value in trace.values), default=0)
         runs = [(a, min(a + longest, last)) for first, last in units_of(trace) for a in range(first, last, longest)]
-        return Layout(tuple(Segment(a, b, tiles[:dims]) for a, b in runs), 0, 1.0)
+        return Layout(tuple(TiledSegment(a, b, tiles[:dims]) for a, b in runs), 0, 1.0)
 
     monkeypatch.setattr(api, "choose_layout", choose)
 

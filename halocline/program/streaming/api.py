@@ -50,6 +50,7 @@ class StreamedForward:
         self._layouts: dict[Any, Layout] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the forward on shapes, choose segments and tiles, and run it in them."""
         if not tensors_in((args, kwargs)):
             return self._forward(*args, **kwargs)
         recorded = trace(self._model, self._forward, args, kwargs)
@@ -95,6 +96,7 @@ class StreamedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Streamed, sources: list[int], *tensors: Tensor):  # type: ignore[no-untyped-def]
+        """The outputs of the model. ``tensors`` are those values of ``sources`` that require a gradient."""
         ctx.step, ctx.sources = step, sources
         ctx.save_for_backward(*tensors)  # so that torch notices a weight that is changed before backward
         outputs = step.forward(for_backward=True)
@@ -107,6 +109,7 @@ class StreamedStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[no-untyped-def]
+        """Every tile again, under autograd. A second derivative is refused."""
         if torch.is_grad_enabled():
             raise Refused(
                 "backward",

@@ -16,7 +16,7 @@ from ...errors import Refused
 from ...geometry import Box, shape_of
 from ...sizes import size_text
 from .boxes import Share, made_boxes, shares_of
-from .segments import Segment, boundaries, tile_boxes
+from .segments import TiledSegment, boundaries, tile_boxes
 from .trace import Operation, Trace
 
 _log = logging.getLogger("halocline")
@@ -31,7 +31,7 @@ _FORWARD, _BACKWARD = 1.0, 2.0  # work of a pass, in forwards
 class Layout:
     """Segments with their tiles, the predicted peak in bytes, and how much more is computed than without them."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[TiledSegment, ...]
     peak: int
     overhead: float
 
@@ -47,7 +47,7 @@ class TileCost:
 def choose_layout(trace: Trace, limit: int, training: bool) -> Layout:
     """The cheapest layout whose peak is within ``limit``; refused, with the smallest limit that works, if none is."""
     search = _Search(trace, training)
-    whole_step = search.layout(tuple(Segment(a, b, search.untiled) for a, b in search.units))
+    whole_step = search.layout(tuple(TiledSegment(a, b, search.untiled) for a, b in search.units))
     candidates = [whole_step] if whole_step.peak <= limit else []
     if not candidates:
         for share, price in product(_SHARES, _PRICES):
@@ -97,7 +97,7 @@ class _Search:
         self.plain = sum(self.tile_cost(a, b, self.untiled).work for a, b in self.units) or 1.0
         self._outputs = cache(self._outputs_of)
 
-    def layout(self, segments: tuple[Segment, ...]) -> Layout:
+    def layout(self, segments: tuple[TiledSegment, ...]) -> Layout:
         """Segments with their predicted peak and overhead."""
         passes = _FORWARD + _BACKWARD if self.training else _FORWARD
         again = _FORWARD if self.training else 0.0
@@ -107,9 +107,9 @@ class _Search:
     def solve(self, tile_limit: int, price: float) -> Layout | None:
         """The cheapest segments whose tiles take at most ``tile_limit`` bytes, where keeping a byte has a price."""
         a_byte = price * self.plain / max(1, sum(value.bytes for value in self.trace.values))
-        segments: list[Segment] = []
+        segments: list[TiledSegment] = []
         for first, last in self.units:
-            best: dict[int, tuple[float, list[Segment]]] = {first: (0.0, [])}
+            best: dict[int, tuple[float, list[TiledSegment]]] = {first: (0.0, [])}
             for end in range(first + 1, last + 1):
                 options = []
                 for start in range(max(first, end - _LONGEST), end):
@@ -125,11 +125,11 @@ class _Search:
             segments += best[last][1]
         return self.layout(tuple(segments))
 
-    def _smallest(self, first: int, last: int, tile_limit: int) -> Segment | None:
+    def _smallest(self, first: int, last: int, tile_limit: int) -> TiledSegment | None:
         """The fewest tiles that stay within the limit."""
         for tiles in self._grids(first, last):
             if self.tile_cost(first, last, tiles).bytes <= tile_limit:
-                return Segment(first, last, tiles)
+                return TiledSegment(first, last, tiles)
         return None
 
     def _grids(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
@@ -204,7 +204,7 @@ class _Search:
         read = {v for o in self.trace.operations[last:] for v in o.operands} | set(self.trace.outputs)
         return [value for value in made if value in read]
 
-    def _peak(self, segments: tuple[Segment, ...]) -> int:
+    def _peak(self, segments: tuple[TiledSegment, ...]) -> int:
         """The most bytes of kept values, their gradients and one tile at any time of the step."""
         borders, values = boundaries(self.trace, segments), self.trace.values
         tile = [self.tile_cost(s.first, s.last, s.tiles).bytes for s in segments]

@@ -22,7 +22,7 @@ from .trace import Trace
 
 
 @dataclass(frozen=True)
-class Segment:
+class TiledSegment:
     """Operations ``first`` to ``last`` (excluded), computed in so many tiles along each spatial dim."""
 
     first: int
@@ -46,7 +46,7 @@ class Boundary:
     outputs: list[int]
 
 
-def boundaries(trace: Trace, segments: Sequence[Segment]) -> list[Boundary]:
+def boundaries(trace: Trace, segments: Sequence[TiledSegment]) -> list[Boundary]:
     """Which values cross the borders of each segment."""
     made_in = {
         value: number
@@ -93,7 +93,7 @@ def _tile_box(trace: Trace, value: int, tiles: tuple[int, ...], place: tuple[int
 class Streamed:
     """One forward of a traced model in segments, and its backward."""
 
-    def __init__(self, trace: Trace, segments: Sequence[Segment]) -> None:
+    def __init__(self, trace: Trace, segments: Sequence[TiledSegment]) -> None:
         self.trace, self.segments = trace, segments
         self.borders = boundaries(trace, segments)
         self.kept: dict[int, Tensor] = {}
@@ -117,7 +117,7 @@ class Streamed:
                     self._forget_used(number)
         return [self._read(value, self.trace.values[value].box) for value in self.trace.outputs]
 
-    def _statistics(self, segment: Segment) -> None:
+    def _statistics(self, segment: TiledSegment) -> None:
         """The statistics of the segment's norms, from their kept inputs, tile by tile."""
         for index in range(segment.first, segment.last):
             operation = self.trace.operations[index]

@@ -57,6 +57,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
+        """Of the whole tensor, in the recorded dtype."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -135,6 +136,7 @@ class Recorder(TorchFunctionMode):
         self._paused = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Send what touches the sample to rules or to whole work; everything else runs as it is."""
         kwargs = kwargs or {}
         if self._paused or not torch_function_enabled():
             return function(*args, **kwargs)
