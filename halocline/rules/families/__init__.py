@@ -13,6 +13,7 @@ from . import (  # noqa: F401
     fourier,
     grid,
     index,
+    initialize,
     join,
     loss,
     margin,
