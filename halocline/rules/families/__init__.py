@@ -13,7 +13,6 @@ from . import (  # noqa: F401
     fourier,
     grid,
     index,
-    initialize,
     join,
     loss,
     margin,
