@@ -283,7 +283,7 @@ def layer_norm(
 ) -> Tensor:
     """Local where the normalised dims are whole; else statistics over the axes that cut them."""
     shape = tuple(normalized_shape)
-    if all(dim < input.ndim - len(shape) for dim in _cut_dims(input)):
+    if len(shape) > input.ndim or all(dim < input.ndim - len(shape) for dim in _cut_dims(input)):
         return run_rule(F.layer_norm, _layer_rule, (input, shape, weight, bias, eps), {})
     wide = input.float() if input.dtype in NARROW else input  # as in torch's kernel, rounded once
     y: Tensor = run_rule(F.layer_norm, _cut_layer_rule, (wide, shape, eps), {})
