@@ -84,7 +84,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [N, T] to scores [N, vocabulary, T]."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens.long()) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
