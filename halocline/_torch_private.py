@@ -283,6 +283,11 @@ def all_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 modules.append(child)
 
 
+def initializer(module: torch.nn.Module) -> Callable[[], None] | None:
+    """The method that fills a module's own tensors; that of torch's MultiheadAttention has a private name."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
     """Its hooks after accumulation, by the number of their handle; None where there are none."""
     return leaf._post_accumulate_grad_hooks

@@ -6,13 +6,14 @@ built on the meta device are filled tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from ._torch_private import initializer
 from .errors import MeshError, Refused, ShardingError
 from .geometry import slices
 from .random import reproducible
@@ -100,7 +101,7 @@ def fill_meta(model: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     """
     modules = {name: module for name, module in model.named_modules() if any(t.is_meta for t in _own_tensors(module))}
     for name, module in modules.items():
-        if _filler(module) is None:
+        if initializer(module) is None:
             raise Refused(
                 "hc.distribute",
                 name or type(module).__name__,
@@ -117,12 +118,7 @@ def fill_meta(model: nn.Module, shardings: Mapping[str, Sharding]) -> None:
         _materialize(module, device)
     with reproducible(), torch.no_grad():
         for module in modules.values():
-            _filler(module)()  # type: ignore[misc]
-
-
-def _filler(module: nn.Module) -> Callable[[], None] | None:
-    """The method that fills a module's own tensors; torch's MultiheadAttention calls it by another name."""
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            initializer(module)()  # type: ignore[misc]
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -171,7 +171,7 @@ def parse_layout(text: str) -> dict[str, dict[int, str]]:
     except (ValueError, AttributeError) as error:
         raise BadUsage(
             f"--layout {text}: it maps names of parameters to dims and axes, such as "
-            f"'{{\"*.weight\": {{\"0\": \"model\"}}}}' ({error})"
+            f'\'{{"*.weight": {{"0": "model"}}}}\' ({error})'
         ) from error
     return layout
 

@@ -17,7 +17,9 @@ Step = Annotated[int | None, typer.Option("--step", help="The checkpoint of this
 Key = Annotated[str, typer.Option("--key", help="Which part of the saved tensors holds the weights.")]
 
 
-def export(source: Source, out: Out, step: Step = None, key: Key = "model", as_json: Json = False, debug: Debug = False) -> None:
+def export(
+    source: Source, out: Out, step: Step = None, key: Key = "model", as_json: Json = False, debug: Debug = False
+) -> None:
     """Write the weights of a checkpoint to one file that needs nothing of this library to be read.
 
     One process reads the checkpoint, whatever mesh and layout saved it: cut weights are put together.

@@ -21,9 +21,7 @@ _EVERY = 61  # of those after: no multiple of two, so that inputs and targets bo
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def check_same(
-    tensor: Tensor, mesh: Mesh, axes: Collection[str], check: bool | None, operation: str = "shard"
-) -> None:
+def check_same(tensor: Tensor, mesh: Mesh, axes: Collection[str], check: bool | None, operation: str = "shard") -> None:
     """Refuse on all ranks along ``axes``, which share the sample, unless all bring the same. By all of them
     together."""
     ranks, world = mesh.ranks_along(axes), mesh.world

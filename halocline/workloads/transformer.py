@@ -1,7 +1,7 @@
 """A decoder language model (as Mesh-TensorFlow and Megatron cut it) on synthetic text that needs memory.
 
-The text lists pairs of a key and a value, then asks for the values of some keys again, in another order. Only the answers
-count, so that the model has to look back over the whole text.
+The text lists pairs of a key and a value, then asks for the values of the keys again, in another order. Only the
+answers count, so that the model has to look back over the whole text.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Decoder(nn.Module):
 def block_layout(prefix: str = "*", axis: str = "model") -> dict[str, dict[int, str]]:
     """Megatron's layout of blocks: heads and hidden units are cut, with two sums a block in each direction."""
     rows, columns = {0: axis}, {1: axis}
-    layout = {f"{prefix}attention.{name}.{kind}": rows for name in ("query", "key", "value") for kind in ("weight", "bias")}
+    layout = {
+        f"{prefix}attention.{name}.{kind}": rows for name in ("query", "key", "value") for kind in ("weight", "bias")
+    }
     layout |= {f"{prefix}rise.{kind}": rows for kind in ("weight", "bias")}
     return layout | {f"{prefix}attention.out.weight": columns, f"{prefix}fall.weight": columns}
 
@@ -128,7 +130,9 @@ class Recall:
         values = keys + (numbers[1].numpy() * keys).astype(np.int64)
         asked = chosen[numbers[2, :pairs].argsort().numpy()]
         text = np.full(self.length, keys, dtype=np.int64)  # what is left over at the end repeats a value
-        text[: 4 * pairs] = np.stack([np.concatenate([chosen, asked]), values[np.concatenate([chosen, asked])]], 1).ravel()
+        text[: 4 * pairs] = np.stack(
+            [np.concatenate([chosen, asked]), values[np.concatenate([chosen, asked])]], 1
+        ).ravel()
         if self.answers:
             truth = np.full(self.length, IGNORED, dtype=np.int64)
             truth[2 * pairs : 4 * pairs : 2] = values[asked]
@@ -138,7 +142,9 @@ class Recall:
 
 def texts(samples: int, seed: int = 0, length: int = 24, vocabulary: int = VOCABULARY) -> dict[str, Field]:
     """``x``: texts as token numbers; ``y``: the token to predict at each place, -100 where none is asked for."""
-    made = [Generated(Recall(seed, length, vocabulary, kind), samples, (length,), "T", "int64") for kind in (False, True)]
+    made = [
+        Generated(Recall(seed, length, vocabulary, kind), samples, (length,), "T", "int64") for kind in (False, True)
+    ]
     return {"x": Field(made[0]), "y": Field(made[1])}
 
 

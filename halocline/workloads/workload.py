@@ -51,5 +51,5 @@ class Workload:
     full: WorkloadSize
     #: Inputs are whole numbers below this in a check; None: they are real numbers.
     tokens: int | None = None
-    #: ``layout(axis)`` cuts its parameters over a mesh axis, as ``hc.distribute`` takes it; None: it has none of its own.
+    #: ``layout(axis)`` cuts its parameters over a mesh axis, as ``hc.distribute`` takes it; None: it has none.
     layout: Callable[[str], dict[str, dict[int, str]]] | None = None

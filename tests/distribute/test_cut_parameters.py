@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from model_axes import compared, mean_square
 from test_model_axes import made, mlp, numbers
 from torch import Tensor, nn
@@ -23,7 +22,9 @@ ROWS = {"0.weight": {0: "model"}, "0.bias": {0: "model"}, "2.weight": {1: "model
 CUBE = {"data": 2, "depth": 2, "model": 2}
 
 
-def trained(model: nn.Module, make: Callable[[Any], Any], x: Tensor, steps: int = 4, clip: float | None = None) -> Tensor:
+def trained(
+    model: nn.Module, make: Callable[[Any], Any], x: Tensor, steps: int = 4, clip: float | None = None
+) -> Tensor:
     """All weights after some steps, as one vector."""
     optimizer = make(model.parameters())
     for step in range(steps):
@@ -175,8 +176,8 @@ def test_next_forward_steps_whole_parameters_later(mesh: dict[str, int]) -> None
 def test_what_is_refused() -> None:
     def body() -> None:
         mesh = hc.Mesh(data=2, model=2)
-        with pytest.raises(MeshError, match=r"no parameter is called '0.wieght'; the nearest are 0.weight"):
-            hc.distribute(mlp(), mesh, layout={"0.wieght": {0: "model"}})
+        with pytest.raises(MeshError, match=r"no parameter is called '0.weights'; the nearest are 0.weight"):
+            hc.distribute(mlp(), mesh, layout={"0.weights": {0: "model"}})
         with pytest.raises(MeshError, match=r"0.bias of shape \[8\] cannot be cut as \{1: 'model'\}"):
             hc.distribute(mlp(), mesh, layout={"0.*": {1: "model"}})
         with pytest.raises(MeshError, match="axis"):
@@ -212,7 +213,9 @@ def test_state_and_copies() -> None:
         other = hc.distribute(mlp().float().double(), mesh, layout={"0.weight": {1: "model"}})
         other.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
         other.load_state_dict(cut.state_dict())  # from one layout to another
-        assert all(torch.equal(value, hc.gather(other.state_dict()[name])) for name, value in model.state_dict().items())
+        assert all(
+            torch.equal(value, hc.gather(other.state_dict()[name])) for name, value in model.state_dict().items()
+        )
         twin = copy.deepcopy(cut)
         assert isinstance(twin[0].weight, nn.Parameter) and twin[0].weight.requires_grad
         hc.distribute(twin, mesh)  # with the cuts that it has

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_axes import compared, drawn, layouts, mean_square
+from model_axes import compared, drawn, layouts
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import halocline as hc
-from halocline.errors import MeshError, Refused
 from halocline.testing.compare import EXACT
-from halocline.world import run_local
 
 
 def made(model: nn.Module) -> nn.Module:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from ranges import often
 from torch import Tensor
 
+import halocline as hc
 from halocline.testing.compare import check_rule
+from halocline.world import run_local
 
 DOUBLE = {"dtype": torch.float64}
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -137,10 +139,19 @@ def test_embeddings_of_a_cut_vocabulary(padding: int | None, cut: dict[int, str]
         assert found.gathered_bytes == 0
 
 
-def test_a_token_outside_the_vocabulary_raises() -> None:
-    with pytest.raises(Exception, match="index out of range|RankFailure"):
-        found = check_rule(lambda w: F.embedding(TOKENS + 9, w), numbers(Random(1), 10, 5), cuts=[{0: "a"}], mesh={"a": 2})
-        raise AssertionError(found)
+def test_tokens_and_classes_that_no_rank_has_raise() -> None:
+    """As on one rank, and on every rank: no token silently becomes zeros."""
+
+    def body() -> None:
+        mesh = hc.Mesh(a=2)
+        table = hc.shard(numbers(Random(1), 10, 5), mesh, {0: "a"})
+        for wrong in (10, -1):
+            with pytest.raises(IndexError, match="out of range"):
+                F.embedding(torch.tensor([3, wrong]), table)
+            with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+                F.cross_entropy(table.t(), torch.tensor([3, wrong, 0, 0, 0]))
+
+    run_local(2, body)
 
 
 CLASSES = 7

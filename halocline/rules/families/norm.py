@@ -22,7 +22,20 @@ from torch import Tensor
 
 from ...geometry import Blocks
 from ...tensor import ShardedTensor, current_module
-from ..recipe import Link, Operand, Output, Read, Recipe, Reduced, Tracking, Work, as_called, follow, per_tile, whole_operands
+from ..recipe import (
+    Link,
+    Operand,
+    Output,
+    Read,
+    Recipe,
+    Reduced,
+    Tracking,
+    Work,
+    as_called,
+    follow,
+    per_tile,
+    whole_operands,
+)
 from ..table import composite, refuse, run_rule
 from .normalize import NARROW, Normalization
 

@@ -136,7 +136,10 @@ class _Channels:
         last, made = self.lead + 1 + len(windows), self.out // self.groups
         of_input, of_weight, of_bias = Link(last), (Link(self.lead), Link(last)), Link(self.lead)
         if self.groups > 1:
-            of_input, of_bias = Link(self.lead, Blocks(self.size // self.groups, made)), Link(self.lead, Blocks(made, made))
+            of_input, of_bias = (
+                Link(self.lead, Blocks(self.size // self.groups, made)),
+                Link(self.lead, Blocks(made, made)),
+            )
             of_weight = (of_input if self.transposed else of_bias, WHOLE)
         elif self.transposed:
             of_weight = (of_weight[1], of_weight[0])

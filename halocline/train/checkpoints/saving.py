@@ -49,8 +49,8 @@ class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
     Tensors are plain and whole on every rank, sharded tensors, or DTensors; any number of ranks can load what any other
-    number saved, in any other layout. For a parameter that is not whole on an axis (``place_parameter``), the values of each place on that axis are saved,
-    and a mesh with as many places can load them.
+    number saved, in any other layout. For a parameter that is not whole on an axis (``place_parameter``), the values of
+    each place on that axis are saved, and a mesh with as many places can load them.
 
     ``keep`` is the number of newest good checkpoints that stay. ``deadline`` is how many seconds a rank waits for the
     others and for its own writing; by default 600, or the world's if that is longer. ``lock`` is for :class:`Folder`.
@@ -226,9 +226,9 @@ class Checkpoints:
     def load_latest(self, template: Mapping[str, Any] | None = None) -> Loaded | None:
         """The newest good checkpoint, or None where there is none at all; damaged ones are skipped with a warning.
 
-        Tensors are new, in host memory; where the template has a DTensor or a sharded tensor, so are they. A tensor of the
-        template must be in the checkpoint, with its shape and dtype. Other tensors, such as the state of an optimizer
-        that has made no step, are loaded too.
+        Tensors are new, in host memory; where the template has a DTensor or a sharded tensor, so are they. A tensor of
+        the template must be in the checkpoint, with its shape and dtype. Other tensors, such as the state of an
+        optimizer that has made no step, are loaded too.
         """
         self.wait()
         skipped: list[str] = []
