@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_axes import compared, drawn, layouts
+from model_axes import compared, drawn, layouts, mean_square
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halocline.testing.compare import EXACT
+from halocline.workloads.transformer import Decoder
 
 
 def made(model: nn.Module) -> nn.Module:
@@ -70,70 +72,86 @@ class AttentionBlock(nn.Module):
         return x + self.fall(F.silu(self.gate(y)) * self.rise(y))
 
 
-@pytest.fixture
+class Subject(NamedTuple):
+    """A network, its input, and which dims of it the axes data and depth cut."""
+
+    model: Callable[[], nn.Module]
+    x: Callable[[], Tensor]
+    dims: tuple[int, int]
+    loss: Callable[[Any], Tensor] = mean_square
+
+
+def answers(scores: Tensor) -> Tensor:
+    """Cross entropy of scores [N, classes, T], whose classes may be cut."""
+    target = torch.arange(scores.shape[0] * scores.shape[2]).reshape(scores.shape[0], -1) % scores.shape[1]
+    return F.cross_entropy(scores, target, ignore_index=2, label_smoothing=0.1)
+
+
+SUBJECTS = {
+    "linear pair": Subject(mlp, lambda: numbers(4, 3, 6), (0, 1)),
+    "conv net": Subject(lambda: made(ConvNet()), lambda: numbers(2, 2, 8, 6), (0, 2)),
+    "attention block": Subject(lambda: made(AttentionBlock()), lambda: numbers(2, 5, 8), (0, 1)),
+    "transformer": Subject(
+        lambda: made(Decoder(vocabulary=10, length=6, width=8, heads=4, layers=1)),
+        lambda: torch.arange(12).reshape(2, 6) * 7 % 10,
+        (0, 1),
+        answers,
+    ),
+}
+MESHES: list[dict[str, int]] = [
+    {"model": 1, "data": 1},
+    {"model": 4},
+    {"data": 2, "model": 2},
+    {"data": 2, "depth": 2, "model": 2},
+]
+MODEL = [{"model": 2}, {"data": 2, "model": 2}]
+
+
+def check(subject: Subject, mesh: dict[str, int], layout: dict[str, dict[int, str]], twice: bool) -> None:
+    """Exact, in a mesh whose axes data and depth cut the sample, and any axis parameters."""
+    cuts = zip(subject.dims, ("data", "depth"), strict=True)
+    dims = {dim: axis for dim, axis in cuts if mesh.get(axis, 1) > 1}
+    error = compared(subject.model(), [subject.x()], mesh, layout, dims, subject.loss, twice)
+    assert error <= EXACT, (error, mesh, layout)
+
+
+@pytest.fixture(autouse=True)
 def _twice_differentiable() -> Iterator[None]:
     """torch's fused attention has no second derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
-MESHES: list[tuple[dict[str, int], dict[int, str]]] = [
-    ({"model": 1, "data": 1}, {}),
-    ({"model": 4}, {}),
-    ({"data": 2, "model": 2}, {0: "data"}),
-    ({"data": 2, "depth": 2, "model": 2}, {0: "data", 1: "depth"}),
-]
-
-
 def test_every_layout_of_a_linear_pair() -> None:
-    model, x = mlp(), numbers(4, 6)
-    every = list(layouts(model, ["model"]))
+    every = list(layouts(mlp(), ["model"]))
     assert len(every) == 3 * 2 * 3 * 2
     for number, layout in enumerate(every):
-        for mesh, dims in (({"model": 2}, {}), ({"data": 2, "model": 2}, {0: "data"})):
-            assert compared(model, [x], mesh, layout, dims, twice=number % 9 == 0) <= EXACT, (layout, mesh)
+        check(SUBJECTS["linear pair"], MODEL[number % 2], layout, twice=number % 12 == 0)
+
+
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "linear pair"])
+def test_some_layouts(name: str) -> None:
+    meshes = [*MODEL, {"data": 2, "depth": 2, "model": 2}]
+    for number, layout in enumerate(drawn(SUBJECTS[name].model(), ["model"], 4)):
+        check(SUBJECTS[name], meshes[number % 3], layout, twice=number == 0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "dims"), MESHES)
-def test_layouts_of_a_linear_pair(mesh: dict[str, int], dims: dict[int, str]) -> None:
-    model, x = mlp(), numbers(4, 3, 6)
-    for layout in drawn(model, list(mesh), 40):
-        assert compared(model, [x], mesh, layout, dims, twice=True) <= EXACT, layout
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_layouts_over_all_axes(name: str, mesh: dict[str, int]) -> None:
+    """The axes that cut the sample cut parameters too."""
+    for number, layout in enumerate(drawn(SUBJECTS[name].model(), list(mesh), 8, seed=1)):
+        check(SUBJECTS[name], mesh, layout, twice=number % 3 == 0)
 
 
-def conv_cuts(mesh: dict[str, int]) -> dict[int, str]:
-    return {dim: axis for dim, axis in ((0, "data"), (2, "depth")) if mesh.get(axis, 1) > 1}
-
-
-@pytest.mark.parametrize("mesh", [{"model": 2}, {"data": 2, "depth": 2, "model": 2}])
-def test_some_layouts_of_a_conv_net(mesh: dict[str, int]) -> None:
-    model, x = made(ConvNet()), numbers(2, 2, 8, 6)
-    for number, layout in enumerate(drawn(model, ["model"], 6)):
-        assert compared(model, [x], mesh, layout, conv_cuts(mesh), twice=number == 0) <= EXACT, layout
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mesh", "dims"), MESHES)
-def test_layouts_of_a_conv_net(mesh: dict[str, int], dims: dict[int, str]) -> None:
-    model, x = made(ConvNet()), numbers(2, 2, 8, 6)
-    for number, layout in enumerate(drawn(model, list(mesh), 40, seed=1)):
-        assert compared(model, [x], mesh, layout, conv_cuts(mesh), twice=number % 4 == 0) <= EXACT, layout
-
-
-@pytest.mark.usefixtures("_twice_differentiable")
-@pytest.mark.parametrize("mesh", [{"model": 2}, {"data": 2, "model": 2}])
-def test_some_layouts_of_an_attention_block(mesh: dict[str, int]) -> None:
-    model, x = made(AttentionBlock()), numbers(2, 5, 8)
-    dims = {0: "data"} if "data" in mesh else {}
-    for number, layout in enumerate(drawn(model, ["model"], 6)):
-        assert compared(model, [x], mesh, layout, dims, twice=number == 0) <= EXACT, layout
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_twice_differentiable")
-@pytest.mark.parametrize(("mesh", "dims"), MESHES)
-def test_layouts_of_an_attention_block(mesh: dict[str, int], dims: dict[int, str]) -> None:
-    model, x = made(AttentionBlock()), numbers(2, 5, 8)
-    for number, layout in enumerate(drawn(model, list(mesh), 40, seed=2)):
-        assert compared(model, [x], mesh, layout, dims, twice=number % 4 == 0) <= EXACT, layout
+@pytest.mark.trial
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_hundreds_of_layouts(name: str, mesh: dict[str, int]) -> None:
+    model = SUBJECTS[name].model()
+    enumerated = name == "linear pair" and len(mesh) == 2
+    every = list(layouts(model, list(mesh))) if enumerated else drawn(model, list(mesh), 100, seed=2)
+    assert len(every) == (7 * 3 * 7 * 3 if enumerated else 100)
+    for number, layout in enumerate(every):
+        check(SUBJECTS[name], mesh, layout, twice=number % 5 == 0)

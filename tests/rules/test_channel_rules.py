@@ -69,13 +69,19 @@ def one_convolution(seed: int) -> None:
 
 
 def test_convolutions_with_cut_channels() -> None:
-    for seed in range(often(40)):
+    for seed in range(often(24)):
         one_convolution(seed)
 
 
 @pytest.mark.long
 def test_many_convolutions_with_cut_channels() -> None:
-    for seed in range(1000, 1800):
+    for seed in range(1000, 1250):
+        one_convolution(seed)
+
+
+@pytest.mark.trial
+def test_thousands_of_convolutions_with_cut_channels() -> None:
+    for seed in range(10_000, 13_000):
         one_convolution(seed)
 
 
@@ -121,8 +127,8 @@ def test_running_statistics_of_cut_channels(kind: str) -> None:
 TOKENS = torch.tensor([[0, 3, 9, 3], [7, 2, 2, 5]])
 
 
-@pytest.mark.parametrize("padding", [None, 3, -1])
-@pytest.mark.parametrize("cut", [{0: "a"}, {1: "a"}, {0: "a", 1: "b"}])
+@pytest.mark.parametrize("padding", [None, -7])
+@pytest.mark.parametrize("cut", [{0: "a"}, {0: "a", 1: "b"}])
 @pytest.mark.parametrize("of_tokens", [None, {0: "b"}, {1: "a"}])
 def test_embeddings_of_a_cut_vocabulary(padding: int | None, cut: dict[int, str], of_tokens: Any) -> None:
     table = numbers(Random(1), 10, 5)
@@ -186,7 +192,7 @@ def test_losses_over_cut_classes_gather_no_scores(name: str) -> None:
         assert found.gathered_bytes == 0 or name == "probabilities", found
 
 
-@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_by_heads(heads: int, shared: int, causal: bool) -> None:
     random = Random(heads)

@@ -28,9 +28,7 @@ def cuts_of(ndim: int, axes: Sequence[str]) -> list[dict[int, str]]:
     return [cut for cut, where in zip(made, wanted, strict=True) if len(cut) == sum(dim is not None for dim in where)]
 
 
-def layouts(
-    model: nn.Module, axes: Sequence[str], dims: Callable[[str], int | None] = lambda name: None
-) -> Iterator[Layout]:
+def layouts(model: nn.Module, axes: Sequence[str]) -> Iterator[Layout]:
     """Every layout of a model's parameters over these axes."""
     names = {name: parameter.ndim for name, parameter in model.named_parameters()}
     for cuts in product(*(cuts_of(ndim, axes) for ndim in names.values())):

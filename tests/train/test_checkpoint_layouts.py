@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -73,6 +74,7 @@ def loaded(folder: Path, sizes: dict[str, int], layout: Layout) -> tuple[list[Te
     return own, [step(model, optimizer, mesh, number) for number in range(3, 6)]
 
 
+@pytest.mark.long
 def test_any_layout_loads_what_another_saved(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     true = shared_pool(4).run(saved, folder, deadline=60.0)[0]
