@@ -158,12 +158,12 @@ WORKLOAD = Workload(
     small=WorkloadSize(
         network={"vocabulary": VOCABULARY, "length": 24, "width": 64, "heads": 4, "layers": 2},
         data={"length": 24},
-        training={"batch": 32, "steps": 600, "lr": 2e-3, "optimizer": "adam", "cut": ()},
+        training={"batch": 32, "steps": 1500, "lr": 2e-3, "optimizer": "adam", "samples": 50_000, "cut": ()},
     ),
     full=WorkloadSize(
         network={},
         data={"length": 1024, "vocabulary": 50_304},
-        training={"batch": 8, "steps": 100_000, "lr": 1.5e-4, "optimizer": "adam", "cut": ()},
+        training={"batch": 8, "steps": 100_000, "lr": 1.5e-4, "optimizer": "adam", "samples": 1_000_000, "cut": ()},
     ),
     tokens=VOCABULARY,
     layout=layout,
