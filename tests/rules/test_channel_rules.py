@@ -124,15 +124,15 @@ def test_running_statistics_of_cut_channels(kind: str) -> None:
         assert found.verdict == "exact" and found.gathered_bytes == 0, found
 
 
-@pytest.mark.parametrize(("samples", "features", "cut"), [(64, 8, {1: "a"}), (2, 512, {})])
-def test_one_axis_for_two_dims_goes_to_the_cheaper(samples: int, features: int, cut: dict[int, str]) -> None:
-    """A small input is gathered for rows of the weight; of a large weight, columns come to a small result."""
+@pytest.mark.parametrize(("features", "made", "cut"), [(8, 8, {1: "a"}), (512, 2, {})])
+def test_one_axis_for_two_dims_goes_to_the_cheaper(features: int, made: int, cut: dict[int, str]) -> None:
+    """The input is gathered for rows of the weight, or a small weight moves and a small result is summed."""
 
     def body() -> dict[int, str]:
         mesh = hc.Mesh(a=2)
-        x = hc.shard(torch.ones(samples, features), mesh, {1: "a"})
-        made = F.linear(x, hc.shard(torch.ones(8, features), mesh, {0: "a"}))
-        return made.sharding.dims_by_axis() if isinstance(made, hc.ShardedTensor) else {}
+        x = hc.shard(torch.ones(64, features), mesh, {1: "a"})
+        y = F.linear(x, hc.shard(torch.ones(made, features), mesh, {0: "a"}))
+        return y.sharding.dims_by_axis() if isinstance(y, hc.ShardedTensor) else {}
 
     assert run_local(2, body) == [cut] * 2
 
