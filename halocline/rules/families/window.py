@@ -152,7 +152,7 @@ class _Channels:
 
 def _without_bias(weight: Tensor, bias: Tensor) -> Tensor:
     """The weight, with a bias of which nothing is added but which takes part in backward."""
-    return weight + bias[:0].sum()
+    return weight + bias[:0].sum().to(weight.dtype)
 
 
 def _recipe(
