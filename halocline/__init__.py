@@ -30,6 +30,7 @@ from .rules import (
     shard,
     shard_inputs,
 )
+from .rules.annotate import annotate
 from .rules.checkpoint_halos import keep_halos
 from .rules.dtensor import from_dtensor, to_dtensor
 from .tensor import ShardedTensor, Sharding, trust, unwrap
@@ -47,7 +48,7 @@ __version__ = "0.1.0"
 
 _ON_FIRST_USE = ("data", "plan", "testing", "train")
 
-for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, unwrap):
+for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, annotate, unwrap):
     run_eagerly(_entrance)
 
 
@@ -82,6 +83,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "ShardingError",
+    "annotate",
     "average_gradients",
     "chunked",
     "composite",

@@ -287,6 +287,15 @@ def all_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 modules.append(child)
 
 
+#: What ``Module.to`` asks before it changes a parameter's data.
+may_set_data = torch._has_compatible_shallow_copy_type
+
+
+def initializer(module: torch.nn.Module) -> Callable[[], None] | None:
+    """The method that fills a module's own tensors; that of torch's MultiheadAttention has a private name."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
     """Its hooks after accumulation, by the number of their handle; None where there are none."""
     return leaf._post_accumulate_grad_hooks

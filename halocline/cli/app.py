@@ -13,6 +13,7 @@ from .check import check
 from .data import data
 from .demo import demo
 from .doctor import doctor
+from .export import export
 from .launch import launch
 from .output import add_command, new_app
 from .plan import plan
@@ -29,6 +30,7 @@ for _command in (
     demo,
     train,
     report,
+    export,
     plan,
     simulate,
     calibrate,
