@@ -162,7 +162,7 @@ class Nodes(RankPlace):
 
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
         return {
-            **ONE_THREAD,
+            **super().environment(rank, size, port),
             **QUIET,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),

@@ -209,7 +209,8 @@ class Settings:
     validate_every: CountOrNone = 0  # steps; 0: at the end
     log_every: Count = 1  # steps
     checkpoint_every: CountOrNone = 50  # steps; 0: at the end
-    keep: Count = 3  # checkpoints
+    keep: Count = 3  # checkpoints, the newest good ones
+    keep_every: CountOrNone = 0  # steps: checkpoints at multiples of it stay, too; 0: none
     trace: bool = False  # write trace.json of a few steps, for ui.perfetto.dev
     deadline: Positive | None = None  # seconds of any wait; default: at least 120 for ranks, 600 for storage
 
