@@ -37,6 +37,7 @@ from .optimizers import load_optimizer, make_optimizer, rate_at
 from .pictures import Examples, memory_used
 from .planning import run_plan
 from .precision import Precision, this_device
+from .recovery import BufferCopy, Rollback
 from .settings import Settings
 from .signals import StopRequest
 from .step import training_step
@@ -80,7 +81,7 @@ class Trainer:
         init(settings.deadline)
         world = this_world()
         self._device = device = this_device()
-        self._precision = Precision(settings.precision, device)
+        self._precision = Precision(settings.precision, device, settings.guard.nan == "skip")
         task = agree(world, lambda: make_task(settings, self._precision.dtype), START)
         self._plan = run_plan(settings, task, self._precision, world, folder)
         self._layout = (
@@ -108,6 +109,7 @@ class Trainer:
             folder / CHECKPOINTS, self.mesh, settings.keep, keep_every=settings.keep_every, deadline=settings.deadline,
             lock=lock,
         )  # fmt: skip
+        self._roll_back = Rollback(self.checkpoints, self.model, self.optimizer)
         self.checkpoints.claim()  # before anything of another run in this folder is touched
         self._log = RunLog(folder) if self.mesh.rank == 0 else None
         if self._log is not None:
@@ -218,6 +220,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         began, waited = time.perf_counter(), dict(traffic.waited)
+        before = BufferCopy(self.model) if settings.guard.nan == "skip" else None
         with self._work:
             loss = training_step(
                 self.model, batches, self._task.loss, self.optimizer, self._precision, settings.clip
@@ -227,7 +230,10 @@ class Trainer:
         self._write_step(loss, rate, seconds, hidden, sum(len(batch.samples) for batch in batches))
         if self._precision.skipped:
             self._guard.overflowed(self.step, self._precision.scale)
-        self._guard.look(self.step, loss, seconds - sum(hidden.values()))
+            if before is not None:
+                before.restore()
+        if not self._guard.look(self.step, loss, seconds - sum(hidden.values())) and settings.guard.nan == "rollback":
+            self._note(f"step {self.step}: back to the weights of step {self._roll_back(self.step)}")
         self.step += 1
         return loss
 
@@ -247,7 +253,9 @@ class Trainer:
             **self._work.rates(seconds + data, data + sum(hidden.values())),
         }
         if self._precision.name == "fp16":
-            entry |= {"scale": self._precision.scale, "skipped": int(self._precision.skipped)}
+            entry["scale"] = self._precision.scale
+        if self._precision.name == "fp16" or self.settings.guard.nan == "skip":
+            entry["skipped"] = int(self._precision.skipped)
         last = self.step == self.settings.steps - 1
         if self._log is not None and (last or self.step % self.settings.log_every == 0):
             self._log.write("step", **entry)

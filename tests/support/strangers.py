@@ -33,28 +33,6 @@ def stranger(host: str, port: int, kind: str) -> socket.socket:
     return caller
 
 
-def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
-    """Address and port of every TCP socket on which a process listens, on IPv4, according to /proc."""
-    import os
-    from pathlib import Path
-
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(link)  # noqa: PTH115 - targets of sockets are no paths
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = []
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            address, port = fields[1].split(":")
-            found.append((socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16)))
-    return sorted(found)
-
-
 class Siege:
     """Strangers of all kinds who keep connecting to these ports, from a thread, until the context ends."""
 

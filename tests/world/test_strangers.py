@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from strangers import KINDS, Siege, listening_ports, stranger
+from strangers import KINDS, Siege, stranger
 from torch import nn
 
 import halocline as hc
+from benchmarks.chaos_run import listening_ports
 from halocline.errors import MeshError
 from halocline.testing import shared_pool
 from halocline.world import Label
