@@ -118,7 +118,7 @@ def _carry_out(
     trial: Trial, run: Run, rng: random.Random, reference: list[float], limit: float, mounted: Path | None
 ) -> None:
     """Start, strike, wait for the end, start again if need be, and judge."""
-    shared = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    shared = _shared_memory()
     mark = run.folder / "struck"
     if trial.case in INSIDE:
         place, most, what = INSIDE[trial.case]
@@ -154,9 +154,7 @@ def _carry_out(
     return None
 
 
-def _finish(
-    trial: Trial, run: Run, status: int, reference: list[float], limit: float, shared: set[str]
-) -> None:
+def _finish(trial: Trial, run: Run, status: int, reference: list[float], limit: float, shared: set[str]) -> None:
     """Resume the run where it has not come to its end, and compare its curve."""
     newest = _newest_good(run)
     if run.steps() < STEPS or status != 0:
@@ -175,12 +173,17 @@ def _finish(
         return _judged(trial, "different", f"losses {losses}, not {reference}")
     broken = [words for step in run.checkpoints.steps() for words in verify_checkpoint(run.checkpoints, step).problems]
     hidden = [entry.name for entry in run.checkpoints.root.iterdir() if entry.name.startswith(".")]
-    new = set(os.listdir("/dev/shm")) - shared if shared else set()
-    ours = [name for name in new if "halocline" in name]
+    ours = sorted(name for name in _shared_memory() - shared if "halocline" in name)
     if (broken and trial.case not in _LOSES_ONE) or hidden or ours:
         return _judged(trial, "leftovers", f"{broken} {hidden} {ours}")
     trial.again = _seconds_until_training(run)
     return _judged(trial, "reported" if trial.said else "recovered", "")
+
+
+def _shared_memory() -> set[str]:
+    """Names in shared memory, where it is a folder."""
+    place = Path("/dev/shm")
+    return {entry.name for entry in place.iterdir()} if place.is_dir() else set()
 
 
 def _judged(trial: Trial, outcome: str, detail: str) -> None:

@@ -66,9 +66,9 @@ class Run:
         wanted, found = f"{TRIAL}={self.variables[TRIAL]}".encode(), []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        found.append(int(entry.name))
+                ours = entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0")
+                if ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(entry.name))
         return found
 
     def rank_processes(self) -> list[int]:
@@ -77,7 +77,9 @@ class Run:
         for pid in self.processes():
             with suppress(OSError, KeyError):
                 told = dict(
-                    each.split(b"=", 1) for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in each
+                    each.split(b"=", 1)
+                    for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    if b"=" in each
                 )
                 found[int(told[b"RANK"])] = pid
         return [found[rank] for rank in sorted(found)]

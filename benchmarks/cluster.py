@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from halocline.testing.place import ONE_THREAD, RankPlace
+from halocline.testing.place import RankPlace
 from halocline.testing.pool import RankPool
 
 from .topology import (

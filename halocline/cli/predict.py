@@ -52,7 +52,7 @@ def predict(
     Dataset and dims default to those of the training. OUT appears only when it is complete; an error leaves nothing
     behind.
 
-    RUN may name Python code, its network for one. That is executed if you made the run yourself, and otherwise only with
+    RUN may name Python code, its network for one. It is executed if you made the run yourself, and otherwise only with
     `--trust`.
 
     If OUT is a folder, it gets a .nii.gz file for each sample, with the affine of the NIfTI input.

@@ -53,7 +53,9 @@ MachineOption = Annotated[
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="To resume a folder: execute the code it names, though another user made or changed it."),
+    typer.Option(
+        "--trust", help="To resume a folder: execute the code it names, though another user made or changed it."
+    ),
 ]
 Trace = Annotated[bool, typer.Option("--trace", help="Write trace.json of a few steps, for ui.perfetto.dev.")]
 

@@ -124,8 +124,8 @@ def predict(
     """Run the network of ``run`` on every sample of ``source`` and write ``out``. Called by all ranks together.
 
     ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file per sample; it gets its name when all is written.
-    ``trust`` is as in :class:`Predictor`. ``progress(done, total)`` is called after each batch. Returns name, number of samples, their shape and the
-    checkpoint's step.
+    ``trust`` is as in :class:`Predictor`. ``progress(done, total)`` is called after each batch. Returns name, number of
+    samples, their shape and the checkpoint's step.
     """
     check_trusted(run, read_settings(run), trust)  # first of all, so that a wrong folder is the error that is shown
     if not isinstance(source, Store):

@@ -219,8 +219,8 @@ class Settings:
     def _check(self) -> Settings:
         if self.guard.nan in ("skip", "rollback") and (self.gradients.lag or self.gradients.overlap != "backward"):
             raise ValueError(
-                f"guard.nan = {self.guard.nan!r} needs a step that ends before the next begins: leave gradients.lag and "
-                "gradients.overlap at their defaults"
+                f"guard.nan = {self.guard.nan!r} needs a step that ends before the next begins: leave gradients.lag "
+                "and gradients.overlap at their defaults"
             )
         if (self.workload is None) == (self.model is None):
             raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")

@@ -272,9 +272,7 @@ class Trainer:
         settings = self.settings
         if settings.validate_every and self.step % settings.validate_every == 0 and self.step < settings.steps:
             self.validate()
-        stop, self.stop.preempted, failed = self._agreed(
-            self.stop.asked, self.stop.preempted, self.checkpoints.failed
-        )
+        stop, self.stop.preempted, failed = self._agreed(self.stop.asked, self.stop.preempted, self.checkpoints.failed)
         if failed:
             self.checkpoints.raise_failure()
         if stop:

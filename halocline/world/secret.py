@@ -1,7 +1,7 @@
 """The secret of a job: ranks believe only those peers that prove to know it.
 
 It comes from the environment (``HALOCLINE_SECRET``), from a file that ``HALOCLINE_SECRET_FILE`` names, or from a file
-that this user's ranks make in the home folder. It never travels: a peer shows a keyed hash (HMAC-SHA256) of a challenge.
+that this user's ranks make in the home folder. It never travels: a peer shows a keyed hash (HMAC-SHA256).
 Any process may read and write the store at which ranks meet, so the secret is never kept there.
 """
 
@@ -66,7 +66,9 @@ def find_secret(environment: Mapping[str, str]) -> Secret | None:
 def _checked(text: str, where: str) -> bytes:
     """The key, or MeshError if the secret could be guessed."""
     if len(text.strip()) < _LEAST:
-        raise MeshError(f"the secret in {where} has less than {_LEAST} characters; make one with `openssl rand -hex 32`")
+        raise MeshError(
+            f"the secret in {where} has less than {_LEAST} characters; make one with `openssl rand -hex 32`"
+        )
     return text.strip().encode()
 
 

@@ -52,9 +52,7 @@ class TcpTransport:
     and never waits for the first of several messages.
     """
 
-    def __init__(
-        self, rank: int, deadline: float, store: Any, name: str, secret: Secret, wide: bool = False
-    ) -> None:
+    def __init__(self, rank: int, deadline: float, store: Any, name: str, secret: Secret, wide: bool = False) -> None:
         """``store`` is where the ranks tell their addresses, under a ``name`` that no other transport has had."""
         self.rank, self._name, self._raw_store, self._secret, self._wide = rank, name, store, secret, wide
         self.set_deadline(deadline)

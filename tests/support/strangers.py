@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 
 from halocline.world.listener import _HELLO
 
@@ -36,7 +37,7 @@ def stranger(host: str, port: int, kind: str) -> socket.socket:
 class Siege:
     """Strangers of all kinds who keep connecting to these ports, from a thread, until the context ends."""
 
-    def __init__(self, ports: list[tuple[str, int]], pause: float = 0.01) -> None:
+    def __init__(self, ports: list[tuple[str, int]], pause: float = 0.05) -> None:
         self._ports, self._pause = ports, pause
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._attack, daemon=True)
@@ -55,10 +56,8 @@ class Siege:
         while not self._end.is_set():
             for host, port in self._ports:
                 for kind in KINDS:
-                    try:
+                    with suppress(OSError):
                         held.append(stranger(host, port, kind))
-                    except OSError:
-                        pass
                     self.calls += 1
             while len(held) > 200:
                 held.pop(0).close()

@@ -22,31 +22,38 @@ from halocline.train.trust import check_trusted, code_of
 CODE = """
 from pathlib import Path
 from torch import nn
-Path({mark!r}).touch()
+Path("imported").touch()
 
 def make():
     return nn.Conv2d(1, 2, 3, padding=1)
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step with a network of the user's own, which leaves a file when it is imported."""
-    (tmp_path / "trust_net.py").write_text(CODE.format(mark=str(tmp_path / "imported")))
-    with h5py.File(tmp_path / "maps.h5", "w") as file:
+    place = tmp_path_factory.mktemp("trust")
+    (place / "trust_net.py").write_text(CODE)
+    with h5py.File(place / "maps.h5", "w") as file:
         file["x"], file["y"] = np.zeros((3, 1, 4, 4), "f4"), np.zeros((3, 4, 4), "i4")
+    told = {"model": "trust_net:make", "loss": "torch.nn:CrossEntropyLoss", "steps": 1}
+    settings = make_settings({**told, "data": {"path": "maps.h5", "validation": 0}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(place / "state"))
+        patch.syspath_prepend(str(place))
+        patch.chdir(place)
+        Trainer(settings, place / "run").train()
+    sys.modules.pop("trust_net", None)
+    return place
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy of that run, with the same user's secret."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    settings = make_settings(
-        {
-            "model": "trust_net:make",
-            "loss": "torch.nn:CrossEntropyLoss",
-            "steps": 1,
-            "data": {"path": "maps.h5", "validation": 0},
-        }
-    )
-    Trainer(settings, tmp_path / "run").train()
     yield tmp_path / "run"
     sys.modules.pop("trust_net", None)
 

@@ -63,7 +63,9 @@ class Listing:
             raise StageError(f"the listing of the source did not arrive as rank 0 sent it: {error}") from error
         for path in (*(file.path for file in listing.files), *listing.folders):
             if not is_below(path):
-                raise StageError(f"the listing of the source names {path!a}, which lies outside of it; nothing is staged")
+                raise StageError(
+                    f"the listing of the source names {path!a}, which lies outside of it; nothing is staged"
+                )
         return listing
 
 

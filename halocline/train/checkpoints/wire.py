@@ -1,7 +1,7 @@
 """What ranks tell each other about a checkpoint, as JSON: plans, results and errors. Nothing that arrives is unpickled.
 
-A dict with one key that begins with ``$`` stands for something that JSON lacks: ``$tuple``, ``$size``, ``$dtype``, or the
-name of a class of torch.distributed.checkpoint, of which only those in the table below are created.
+A dict with one key that begins with ``$`` stands for something that JSON lacks: ``$tuple``, ``$size``, ``$dtype``, or
+the name of a class of torch.distributed.checkpoint, of which only those in the table below are created.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _described(value: Any) -> Any:
     if kind is planner.WriteItemType:
         return {"$write": value.name}
     if _classes().get(kind.__name__) is kind:
-        return {f"${kind.__name__}": {one.name: _described(getattr(value, one.name)) for one in dataclasses.fields(kind)}}
+        return {
+            f"${kind.__name__}": {one.name: _described(getattr(value, one.name)) for one in dataclasses.fields(kind)}
+        }
     raise TypeError(f"ranks do not tell each other a {kind.__name__}")
 
 
@@ -87,6 +89,7 @@ def _made(tree: Any) -> Any:
         return [_made(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
+    content: Any
     name, content = next(iter(tree.items()), ("", None))
     if not name.startswith("$"):
         return {key: _made(item) for key, item in tree.items()}
