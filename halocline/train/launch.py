@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import HaloclineError
 from ..world import DEFAULT_DEADLINE, LOOPBACK, SECRET, joined_world, new_secret, serve_store, this_rank_info
-from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
+from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_rank
 from .signals import PREEMPTED
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
@@ -77,7 +78,7 @@ class LocalRanks:
         for old in self._folder.glob("rank-*.error"):
             old.unlink()
         self._store, port = serve_store("127.0.0.1")
-        self._secret = new_secret()
+        self._secret, self._die_with_parent = new_secret(), die_with_parent()
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pulses: list[Pulse] = []
         try:
@@ -100,11 +101,17 @@ class LocalRanks:
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
             if rank == 0:  # its progress goes to the terminal; standard output is for results
-                return subprocess.Popen(command, env=environment, stdout=_STDERR, pass_fds=kept)
+                return self._popen(command, environment, kept, stdout=_STDERR)
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
-                return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=kept)
+                return self._popen(command, environment, kept, stdout=log, stderr=log)
         finally:
             pulse.started()
+
+    def _popen(
+        self, command: list[str], environment: dict[str, str], kept: list[int], **output: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that inherits these descriptors, and that ends with this one."""
+        return subprocess.Popen(command, env=environment, pass_fds=kept, preexec_fn=self._die_with_parent, **output)
 
     def wait(self) -> Ending | None:
         """Wait for all ranks: None if all succeed. If one fails or hangs, end the others and return its ending."""
