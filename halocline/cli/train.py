@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +41,12 @@ Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run. Resu
 Restarts = Annotated[
     int, typer.Option("--restarts", min=0, help="Number of restarts from the last checkpoint when a rank dies.")
 ]
+Least = Annotated[
+    int | None,
+    typer.Option(
+        "--least-ranks", min=1, help="If a restart makes no progress, go on with one rank less, down to so many."
+    ),
+]
 Full = Annotated[
     bool, typer.Option("--full", help="Use the size of the workload's paper instead of the small default.")
 ]
@@ -66,6 +75,7 @@ def train(
     ranks: Ranks = 1,
     out: Out = None,
     restarts: Restarts = 0,
+    least: Least = None,
     full: Full = False,
     plan: PlanOption = None,
     machine: MachineOption = None,
@@ -107,8 +117,10 @@ def train(
         told += [f"{key}={value}" for key, value in (("plan", plan), ("machine", machine)) if value is not None]
         settings, folder = _settings(target, told, full, out, trust)
         if launched():
-            if ranks > 1 or restarts:
-                raise ConfigError("--ranks and --restarts are for ranks that this command starts; here a launcher did")
+            if ranks > 1 or restarts or least is not None:
+                raise ConfigError(
+                    "--ranks, --restarts and --least-ranks are for ranks that this command starts; here a launcher did"
+                )
             result = run_rank(settings, folder)
             if this_rank() != 0:
                 _exit_if_preempted(result)
@@ -116,7 +128,7 @@ def train(
         elif ranks == 1 and not restarts:  # no other process is needed
             result = run_rank(settings, folder)
         else:
-            result = on_this_machine(settings, folder, ranks, restarts)
+            result = on_this_machine(settings, folder, ranks, restarts, least or ranks)
     _show(result, folder, as_json)
     _exit_if_preempted(result)
 
@@ -178,8 +190,13 @@ def _new_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{number}"
 
 
-def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
-    """Train in processes that are started here, and restart them after a failure, at most ``restarts`` times."""
+def on_this_machine(
+    settings: Settings, folder: Path, ranks: int, restarts: int, least: int | None = None
+) -> dict[str, Any]:
+    """Train in processes that are started here, and restart them after a failure, at most ``restarts`` times.
+
+    If a restart makes no progress, the next one has a rank less, down to ``least``.
+    """
     from ..train.config import CONFIG, write_settings
     from ..train.trust import mark_run
 
@@ -189,16 +206,24 @@ def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int)
         write_settings(settings, folder / CONFIG)
         mark_run(folder, settings)
         with Stop() as stop:
-            return _attempts(settings, folder, ranks, restarts, stop, checkpoints.lock)
+            return _attempts(settings, folder, range(least or ranks, ranks + 1), restarts, stop, checkpoints)
     finally:
         checkpoints.release()
 
 
-def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: Stop, lock: int) -> dict[str, Any]:
-    """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again."""
+def _attempts(
+    settings: Settings, folder: Path, allowed: range, restarts: int, stop: Stop, checkpoints: Folder
+) -> dict[str, Any]:
+    """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again.
+
+    ``allowed`` are the numbers of ranks that may be started, of which the largest is.
+    """
     command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
+    ranks = allowed[-1]
     for attempt in range(restarts + 1):
-        ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline, lock))
+        before = checkpoints.steps()[-1:]
+        starting = partial(LocalRanks, command, ranks, folder, settings.deadline, checkpoints.lock)
+        ending = stop.follow(starting)
         if ending is None:
             result = with_numbers(json.loads((folder / RESULT).read_text()))
             return {**result, "preempted": result["stopped"] and stop.preempted, "restarts": attempt}
@@ -210,8 +235,23 @@ def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop:
             raise LaunchError(f"stopped on request before the ranks could write a checkpoint ({words})")
         if attempt == restarts or ending.is_final:  # wrong settings would fail again
             raise LaunchError(words)
-        say(stderr(), f"{escape(words)}; starting again from the last checkpoint")
+        more = ""
+        if attempt and checkpoints.steps()[-1:] == before and ranks - 1 in allowed:
+            ranks -= 1
+            settings = _for_ranks(settings, folder, ranks)
+            more = f", on {ranks} rank{'s' if ranks > 1 else ''}, since a restart made no progress"
+        say(stderr(), f"{escape(words)}; starting again from the last checkpoint{more}")
     raise HaloclineError("unreachable")  # for mypy: the last attempt returns or raises
+
+
+def _for_ranks(settings: Settings, folder: Path, ranks: int) -> Settings:
+    """The settings for another number of ranks: a mesh that does not fit is left to the default. Written for ranks."""
+    from ..train.config import CONFIG, write_settings
+
+    if settings.mesh and math.prod(settings.mesh.values()) != ranks:
+        settings = replace(settings, mesh={})
+    write_settings(settings, folder / CONFIG)
+    return settings
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:
