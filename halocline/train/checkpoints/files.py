@@ -137,7 +137,8 @@ class Folder:
                 f"{self.root} holds {self.path(later[-1]).name}, later than step {step}, which is to be saved: the "
                 "next start would resume from there; use another folder, or remove the later checkpoints"
             )
-        shutil.rmtree(self.part(step), ignore_errors=True)
+        if self.part(step).exists():  # of a killed run, where it could not be removed: the error says why
+            shutil.rmtree(self.part(step))
         self.part(step).mkdir()
 
     def publish(self, step: int) -> None:
