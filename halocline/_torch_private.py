@@ -326,3 +326,10 @@ def set_group_timeout(group: dist.ProcessGroup | dist.ProcessGroupGloo, wait: ti
 
 #: One norm of each tensor of a list, and each tensor of a list times its own number, in place: a few kernels for all.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+
+
+def storage_classes() -> tuple[type, ...]:
+    """What the plans of torch.distributed.checkpoint say about files: the name of a rank's, and a place in one."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo, filesystem._StoragePrefix

@@ -10,6 +10,7 @@ from .. import __version__
 from .bench import add_benchmarks
 from .calibrate import calibrate
 from .check import check
+from .checkpoint import checkpoint
 from .data import data
 from .demo import demo
 from .doctor import doctor
@@ -42,6 +43,7 @@ for _command in (
 ):  # as help lists them
     add_command(app, _command)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 add_benchmarks(app)
 
 

@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import HaloclineError
-from ..world import DEFAULT_DEADLINE, joined_world, serve_store, this_rank_info
-from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
+from ..world import DEFAULT_DEADLINE, LOOPBACK, SECRET, joined_world, new_secret, serve_store, this_rank_info
+from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_rank
+from .signals import PREEMPTED
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
 WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
@@ -76,6 +78,7 @@ class LocalRanks:
         for old in self._folder.glob("rank-*.error"):
             old.unlink()
         self._store, port = serve_store("127.0.0.1")
+        self._secret, self._die_with_parent = new_secret(), die_with_parent()
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pulses: list[Pulse] = []
         try:
@@ -93,16 +96,22 @@ class LocalRanks:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         # torchrun sets the last one, too, to tell ranks that it serves the store.
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        tie = {LAUNCHER: told_to_rank(pulse, self._lock)}
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting, **tie}
+        tie = {LAUNCHER: told_to_rank(pulse, self._lock), SECRET: self._secret}
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **place, **meeting, **tie}
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
             if rank == 0:  # its progress goes to the terminal; standard output is for results
-                return subprocess.Popen(command, env=environment, stdout=_STDERR, pass_fds=kept)
+                return self._popen(command, environment, kept, stdout=_STDERR)
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
-                return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=kept)
+                return self._popen(command, environment, kept, stdout=log, stderr=log)
         finally:
             pulse.started()
+
+    def _popen(
+        self, command: list[str], environment: dict[str, str], kept: list[int], **output: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that inherits these descriptors, and that ends with this one."""
+        return subprocess.Popen(command, env=environment, pass_fds=kept, preexec_fn=self._die_with_parent, **output)
 
     def wait(self) -> Ending | None:
         """Wait for all ranks: None if all succeed. If one fails or hangs, end the others and return its ending."""
@@ -230,12 +239,22 @@ SLURM = """#!/bin/bash
 #SBATCH --ntasks-per-node={per_node}
 #SBATCH --cpus-per-task={cpus}
 {gpus}#SBATCH --time={hours}:00:00
-#SBATCH --signal=TERM@120
+#SBATCH --signal=USR1@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
 
-# The run goes on from its last checkpoint when this is submitted again, on any number of ranks.
+# Ranks believe only those who know this, which reaches them in their environment.
+HALOCLINE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export HALOCLINE_SECRET
 export SRUN_CPUS_PER_TASK={cpus} # srun does not take it from the lines above
+trap : TERM USR1                 # the ranks save when they are asked to leave; this script waits for them
 srun halocline train {config} --out {folder}
+status=$?
+
+# {preempted}: the ranks were asked to leave, and saved; 138 and 143: before they could. The run goes on from its last
+# checkpoint, on any number of ranks.
+case $status in {preempted} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+exit $status
 """
 
 
@@ -245,5 +264,6 @@ def slurm_script(config: str, folder: str, nodes: int, per_node: int, gpus: int,
     name = re.sub(r"[^\w.-]", "-", Path(config).stem)
     config, folder = shlex.quote(config), shlex.quote(folder)
     return SLURM.format(
-        name=name, nodes=nodes, per_node=per_node, cpus=cpus, gpus=line, hours=hours, config=config, folder=folder
-    )
+        name=name, nodes=nodes, per_node=per_node, cpus=cpus, gpus=line, hours=hours, config=config, folder=folder,
+        preempted=PREEMPTED,
+    )  # fmt: skip
