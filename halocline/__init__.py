@@ -12,6 +12,7 @@ from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, Sha
 from .geometry import Partition
 from .kernels import chunked
 from .program.streaming import stream
+from .reduction import all_reduce, register_comm_hook
 from .rules import (
     WHOLE,
     Link,
@@ -83,6 +84,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "ShardingError",
+    "all_reduce",
     "annotate",
     "average_gradients",
     "chunked",
@@ -100,6 +102,7 @@ __all__ = [
     "no_sync",
     "random",
     "read_whole",
+    "register_comm_hook",
     "remedy",
     "reshard",
     "rule",

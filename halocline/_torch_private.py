@@ -333,3 +333,17 @@ def storage_classes() -> tuple[type, ...]:
     from torch.distributed.checkpoint import filesystem
 
     return filesystem._StorageInfo, filesystem._StoragePrefix
+
+
+def remove_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
+    """Take the unwanted ones of a module's forward hooks off."""
+    flags = (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if unwanted(hook)]:
+            del hooks[number]
+            for flag in flags:
+                flag.pop(number, None)

@@ -20,7 +20,9 @@ from .output import add_command, new_app
 from .plan import plan
 from .predict import predict
 from .report import report
+from .run import run
 from .simulate import simulate
+from .sweep import sweep
 from .taskbench import taskbench
 from .train import train
 from .tune import tune
@@ -30,6 +32,8 @@ for _command in (
     check,
     demo,
     train,
+    run,
+    sweep,
     report,
     export,
     plan,
@@ -72,6 +76,8 @@ def halocline(
 
     - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
       your own network on your own data.
+
+    - `halocline run script.py --ranks 4 -- --epochs 10`: runs your own single-device script on four ranks, unmodified.
 
     - `halocline check unet3d --cut depth=2,height=2`: checks that the answer is that of one rank, for a built-in
       network cut over 2 x 2 ranks on this machine.

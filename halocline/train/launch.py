@@ -67,12 +67,21 @@ class LocalRanks:
 
     Output of ranks other than 0 goes to files. This process serves the store at which the ranks meet, so that no rank
     depends on another for it, and reads their heartbeats: a rank without a sign of life for ``deadline`` seconds has
-    failed. ``lock`` is a descriptor that all ranks inherit.
+    failed. ``lock`` is a descriptor that all ranks inherit, ``output`` and ``errors`` those to which rank 0
+    prints: standard output is for results.
     """
 
     def __init__(
-        self, command: list[str], ranks: int, folder: Path, deadline: float | None = None, lock: int | None = None
+        self,
+        command: list[str],
+        ranks: int,
+        folder: Path,
+        deadline: float | None = None,
+        lock: int | None = None,
+        output: int = _STDERR,
+        errors: int = _STDERR,
     ) -> None:
+        self._output, self._errors = output, errors
         self._folder, self._deadline, self._lock = folder / LOGS, deadline or DEFAULT_DEADLINE, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
@@ -100,10 +109,10 @@ class LocalRanks:
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **place, **meeting, **tie}
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
-            if rank == 0:  # its progress goes to the terminal; standard output is for results
-                return self._popen(command, environment, kept, stdout=_STDERR)
+            if rank == 0:
+                return self._popen(command, environment, kept, stdout=self._output, stderr=self._errors)
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
-                return self._popen(command, environment, kept, stdout=log, stderr=log)
+                return self._popen(command, environment, kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         finally:
             pulse.started()
 
