@@ -18,7 +18,7 @@ from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
 from ..world import this_rank_info
-from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
+from .output import Debug, Json, clear_errors, fact_table, is_quiet, say, stderr, stdout
 from .stopping import Stop
 from .train_rank import RESULT, run_rank
 
@@ -171,7 +171,7 @@ def on_this_machine(settings: Settings, folder: Path, ranks: int, restarts: int)
 
 def _attempts(settings: Settings, folder: Path, ranks: int, restarts: int, stop: Stop, lock: int) -> dict[str, Any]:
     """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again."""
-    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
+    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder), *(["--quiet"] if is_quiet() else [])]
     for attempt in range(restarts + 1):
         ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline, lock))
         if ending is None:
