@@ -18,8 +18,8 @@ PAGE = ROOT / "docs" / "support.md"
 HEAD = """# What runs on cut tensors
 
 Exact means: at most 1e-8 relative to one rank in float64, value and gradient, double backward included. Sizes need not
-divide, halos may span several neighbours, and a rank's tile may be empty. Where an operation needs a whole axis (a dense
-layer after `flatten`, for example) Halocline gathers the operand, logs the bytes once, and counts them.
+divide, halos may span several neighbours, and a rank's tile may be empty. Where an operation needs a whole axis (a
+dense layer after `flatten`, for example) Halocline gathers the operand, logs the bytes once, and counts them.
 `tools/support.py` writes this page from the rule table.
 """
 WORDS = {

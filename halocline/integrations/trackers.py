@@ -84,10 +84,10 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, with a local store in ``./mlruns.db`` unless ``MLFLOW_TRACKING_URI`` names another.
+    """MLflow, with a local store in ``./mlruns`` unless ``MLFLOW_TRACKING_URI`` names another.
 
-    ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_NAME`` have their usual meaning. A resumed run keeps its id, which stands
-    in ``RUN/mlflow-id.json``. Look at it with ``mlflow ui``.
+    ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_NAME`` have their usual meaning. A resumed run keeps its id, which
+    stands in ``RUN/mlflow-id.json``. Look at it with ``mlflow ui``.
     """
 
     def __init__(self) -> None:
