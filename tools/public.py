@@ -44,6 +44,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "halocline.reduction": ("Rings",),
     "halocline.plan.api": ("load_plan", "plan"),
+    "halocline.integrations": ("MLflow", "WandB"),
 }  # fmt: skip
 
 

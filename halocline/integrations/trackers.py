@@ -3,7 +3,7 @@
     callbacks = ["halocline.integrations:WandB", "halocline.integrations:MLflow"]
 
 Projects, names and addresses come from the trackers' own environment variables. Nothing is sent over a network unless
-they say so: W&B runs offline by default, and MLflow writes into a folder.
+they say so: W&B runs offline by default, and MLflow writes into a local database.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, with a local store in ``./mlruns`` unless ``MLFLOW_TRACKING_URI`` names another.
+    """MLflow, with a local database, ``./mlflow.db``, unless ``MLFLOW_TRACKING_URI`` names another.
 
     ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_NAME`` have their usual meaning. A resumed run keeps its id, which
-    stands in ``RUN/mlflow-id.json``. Look at it with ``mlflow ui``.
+    stands in ``RUN/mlflow-id.json``. ``mlflow ui`` of the full package shows it.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class MLflow:
         """Begin, or go on with, the run of this folder."""
         if trainer.mesh.rank != 0:
             return
-        uri = os.environ.get("MLFLOW_TRACKING_URI", Path("mlruns").absolute().as_uri())
+        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{Path('mlflow.db').absolute()}")
         self._client = self._package.MlflowClient(tracking_uri=uri)
         kept = Path(trainer.folder) / "mlflow-id.json"
         if kept.exists():

@@ -14,7 +14,7 @@ def trained(folder, *callbacks, steps=3):
         {
             "workload": "unet3d",
             "network": {"width": 1},
-            "data": {"samples": 2, "validation": 1, "arguments": {"size": 8}},
+            "data": {"samples": 2, "validation": 1, "arguments": {"size": 16}},
             "steps": steps,
             "batch": 1,
             "callbacks": [f"halocline.integrations:{name}" for name in callbacks],
@@ -23,19 +23,34 @@ def trained(folder, *callbacks, steps=3):
     return Trainer(settings, folder, lambda kind, values: None).train()
 
 
+def records(data):
+    """The records of a file in the log format of LevelDB, behind a header of seven bytes: blocks of 32 KiB, in which
+    each piece has a checksum, a length and a kind (whole, first, middle, last)."""
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        rest = 32768 - place % 32768
+        if rest < 7:
+            place += rest
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
 @pytest.mark.long
 def test_wandb_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     trained(tmp_path / "run", "WandB")
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    store, losses, metrics, config = DataStore(), {}, {}, {}
-    store.open_for_scan(str(written))
-    while (data := store.scan_data()) is not None:
+    losses, metrics, config = {}, {}, {}
+    for data in records(written.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
@@ -53,7 +68,7 @@ def test_mlflow_with_a_local_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trained(tmp_path / "run", "MLflow")
-    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     number = json.loads((tmp_path / "run" / "mlflow-id.json").read_text())["run"]
     losses = {each.step: each.value for each in client.get_metric_history(number, "loss")}
     assert losses == {entry["step"]: entry["loss"] for entry in read_log(tmp_path / "run", "step")}

@@ -72,7 +72,7 @@ def main(out, kind):
     steps = 2 if "accumulate" in kind else 1
     trainer = Trainer(accelerator="cpu", devices=1 if kind.startswith("plain") else 2, strategy=strategy(kind),
                       max_epochs=2, limit_train_batches=3, limit_val_batches=1, accumulate_grad_batches=steps,
-                      gradient_clip_val=0.5, **quiet)  # fmt: skip
+                      gradient_clip_val=0.5, use_distributed_sampler=kind == "differ", **quiet)  # fmt: skip
     found = {}
     try:
         trainer.fit(module, DataLoader(Volumes(), 2), DataLoader(Volumes(), 2))
