@@ -81,7 +81,7 @@ def add_command(app: typer.Typer, function: Callable[..., None], name: str | Non
     options.append(Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=Quiet))
     command.__signature__ = Signature(options)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in options}
-    del command.__wrapped__  # type: ignore[attr-defined]
+    del command.__wrapped__
     app.command(name or function.__name__.replace("_", "-"), cls=CliCommand)(command)
 
 

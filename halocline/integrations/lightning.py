@@ -63,7 +63,7 @@ class HaloclineStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Distribute the module; it is not wrapped."""
-        self.model = distribute(self.model, self.mesh)  # type: ignore[arg-type]
+        self.model = distribute(self.model, self.mesh)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device and keep this rank's part."""
@@ -116,5 +116,5 @@ class HaloclineStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients stay local inside, for accumulation."""
-        with no_sync(self.model):  # type: ignore[arg-type]
+        with no_sync(self.model):
             yield

@@ -13,6 +13,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from ..errors import ConfigError
 
@@ -56,7 +57,7 @@ class WandB:
             return
         kept = Path(trainer.folder) / "wandb-id"
         if not kept.exists():
-            kept.write_text(self._package.util.generate_id())
+            kept.write_text(uuid4().hex[:12])
         self._run = self._package.init(
             id=kept.read_text().strip(),
             resume="allow",

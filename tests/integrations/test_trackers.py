@@ -63,6 +63,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*loader strategy is deprecated")  # MLflow's own use of SQLAlchemy
 def test_mlflow_with_a_local_store(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
