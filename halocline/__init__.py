@@ -11,6 +11,7 @@ from .distribute import average_gradients, distribute, flush, lagged_gradients, 
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .kernels import chunked
+from .program.streaming import stream
 from .rules import (
     WHOLE,
     Link,
@@ -102,6 +103,7 @@ __all__ = [
     "rule",
     "shard",
     "shard_inputs",
+    "stream",
     "to_dtensor",
     "trust",
     "unwrap",

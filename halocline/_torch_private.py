@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+#: Do torch functions come to ``__torch_function__`` of subclasses now?
+torch_function_enabled = torch._C._is_torch_function_enabled
+
+
 #: Nor to any mode that somebody has set.
 no_torch_functions = torch._C.DisableTorchFunction
 
