@@ -27,7 +27,7 @@ from .taskbench import taskbench
 from .train import train
 from .tune import tune
 
-app = new_app()
+app = new_app(completion=True)
 for _command in (
     check,
     demo,
@@ -72,7 +72,7 @@ def halocline(
 
     **Where to begin**
 
-    - `halocline demo`: trains CosmoFlow cut over two ranks and on one rank, and compares them, in two minutes.
+    - `halocline demo`: trains a 3D U-Net cut over two ranks and on one rank, and compares them, in two minutes.
 
     - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
       your own network on your own data.

@@ -276,11 +276,12 @@ class Trainer:
     def validate(self, last: bool = False) -> dict[str, float]:
         """Loss and metrics over all validation samples, the same on every rank and for every mesh.
 
-        At the ``last`` validation examples for the report are written, too. By all ranks together.
+        Writes examples for the report: at the ``last`` validation all, before it the predictions alone. By all ranks
+        together.
         """
         if self._validation is None:
             return {}
-        examples = Examples() if last else None
+        examples = Examples()
         meter = self._task.make_meter() if self._task.make_meter is not None else None
         total, count = 0.0, 0
         with evaluating(self.model):
@@ -291,12 +292,10 @@ class Trainer:
                 total, count = total + float(loss) * len(batch.samples), count + len(batch.samples)
                 if meter is not None:
                     meter.update(output, batch)
-                if examples is not None:
-                    examples.add(output, batch)
+                examples.add(output, batch)
         metrics = {"loss": total / max(1, count), **(meter.result() if meter is not None else {})}
-        if examples is not None and self.mesh.rank == 0:
-            examples.write(self.folder)
         if self._log is not None:
+            examples.write(self.folder, None if last else self.step)
             self._log.write("validation", step=self.step, **metrics)
         self._tell("validation", {"step": self.step, **metrics})
         self._callbacks("on_validation", self, metrics)
