@@ -10,9 +10,11 @@ from .. import __version__
 from .bench import add_benchmarks
 from .calibrate import calibrate
 from .check import check
+from .checkpoint import checkpoint
 from .data import data
 from .demo import demo
 from .doctor import doctor
+from .export import export
 from .launch import launch
 from .output import add_command, new_app
 from .pigan import pigan
@@ -26,7 +28,7 @@ from .taskbench import taskbench
 from .train import train
 from .tune import tune
 
-app = new_app()
+app = new_app(completion=True)
 for _command in (
     check,
     demo,
@@ -35,6 +37,7 @@ for _command in (
     sweep,
     pigan,
     report,
+    export,
     plan,
     simulate,
     calibrate,
@@ -46,6 +49,7 @@ for _command in (
 ):  # as help lists them
     add_command(app, _command)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 add_benchmarks(app)
 
 
@@ -70,7 +74,7 @@ def halocline(
 
     **Where to begin**
 
-    - `halocline demo`: trains CosmoFlow cut over two ranks and on one rank, and compares them, in two minutes.
+    - `halocline demo`: trains a 3D U-Net cut over two ranks and on one rank, and compares them, in two minutes.
 
     - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
       your own network on your own data.

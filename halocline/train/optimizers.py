@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from .._torch_private import foreach_mul_, foreach_norm
 from ..errors import ConfigError
+from ..rules import cut_like
+from ..tensor import ShardedTensor
 from ..world import placement_of
 from ..world.placement import mark_placement
 from .imports import called, named
@@ -120,16 +122,23 @@ def _mark_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
     """A hook on ``state_dict``: moments of the parameter's shape lie on the mesh as the parameter does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, moments in state_dict["state"].items():
-        placement = placement_of(parameters[index])
+        placement = {} if isinstance(parameters[index], ShardedTensor) else placement_of(parameters[index])
         for moment in moments.values() if placement else ():
             if isinstance(moment, Tensor) and moment.shape == parameters[index].shape:
                 mark_placement(moment, placement)
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of each weight; learning rate and other settings stay those of this run."""
+    """Load the state of each weight; learning rate and other settings stay those of this run.
+
+    Moments of cut parameters are cut as these are. By all ranks together.
+    """
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    for parameter, moments in getattr(optimizer, "state", {}).items():
+        for name, value in moments.items() if isinstance(parameter, ShardedTensor) else ():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments[name] = cut_like(value, parameter.sharding)
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)
 

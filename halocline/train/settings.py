@@ -18,6 +18,7 @@ from ..sizes import bytes_from
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 ScheduleName = Literal["constant", "linear", "cosine", "exponential"]
 Policy = Literal["raise", "warn"]
+NanPolicy = Literal["raise", "warn", "skip", "rollback"]
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "larc")
 
@@ -173,7 +174,7 @@ class GradientSettings:
 class GuardSettings:
     """What is checked while training goes on, and whether it ends the run."""
 
-    nan: Policy = "raise"  # a loss that is NaN or infinite
+    nan: NanPolicy = "raise"  # a loss that is NaN or infinite; skip the step, or roll back to the last checkpoint
     drift: Policy = "raise"  # ranks whose weights are no longer the same
     drift_every: CountOrNone = 50  # steps; 0: never
     slow: Annotated[float, Gt(1)] = 5.0  # times the median of the others: a rank that is named
@@ -216,12 +217,18 @@ class Settings:
     validate_every: CountOrNone = 0  # steps; 0: at the end
     log_every: Count = 1  # steps
     checkpoint_every: CountOrNone = 50  # steps; 0: at the end
-    keep: Count = 3  # checkpoints
+    keep: Count = 3  # checkpoints, the newest good ones
+    keep_every: CountOrNone = 0  # steps: checkpoints at multiples of it stay, too; 0: none
     trace: bool = False  # write trace.json of a few steps, for ui.perfetto.dev
     deadline: Positive | None = None  # seconds of any wait; default: at least 120 for ranks, 600 for storage
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
+        if self.guard.nan in ("skip", "rollback") and (self.gradients.lag or self.gradients.overlap != "backward"):
+            raise ValueError(
+                f"guard.nan = {self.guard.nan!r} needs a step that ends before the next begins: leave gradients.lag "
+                "and gradients.overlap at their defaults"
+            )
         if (self.workload is None) == (self.model is None):
             raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
         if self.plan is not None and self.mesh:

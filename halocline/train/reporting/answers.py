@@ -7,6 +7,7 @@ maps become rows of pictures.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -34,10 +35,11 @@ EDGE, PAD = 230.0, 38.0  # of a small square chart: its edge, and the margin for
 NUMBERS = 12  # charts of numbers at most
 DOTS = 400  # points of a chart at most
 FEW = 40  # classes at most
+EARLIER = 3  # earlier predictions that are shown
 
 
-def answers(arrays: dict[str, Array]) -> str | None:
-    """HTML of the examples, or None for arrays that no form fits."""
+def answers(arrays: dict[str, Array], progress: Mapping[int, Array] | None = None) -> str | None:
+    """HTML of the examples, or None for arrays that no form fits; ``progress`` are earlier predictions by step."""
     if not all(name in arrays and arrays[name].size and arrays[name].ndim for name in ("y", "p")):
         return None
     y, p = arrays["y"], arrays["p"]
@@ -48,7 +50,9 @@ def answers(arrays: dict[str, Array]) -> str | None:
     if any(plane.ndim != 3 for plane in planes.values()) or planes["y"].shape != planes["p"].shape:
         return None
     fits = "x" not in planes or planes["x"].shape == planes["y"].shape
-    return _classes(planes) if fits and _whole(planes["y"], planes["p"]) else _fields(planes)
+    if not fits or not _whole(planes["y"], planes["p"]):
+        return _fields(planes)
+    return _classes(planes) + _learning(planes, progress or {})
 
 
 def _whole(*arrays: Array) -> bool:
@@ -167,15 +171,13 @@ def _classes(planes: dict[str, Array]) -> str:
     for number in range(len(planes["y"])):
         y, p = planes["y"][number], planes["p"][number]
         under = planes["x"][number] if "x" in planes else np.zeros_like(y)
-        known = y >= 0  # negative numbers mark pixels without a known class
-        share = float((known & (y != p)).sum() / max(1, known.sum()))
         base = grey(thin(under))
-        wrong = thin(((y != p) & known).astype(np.float64)) > 0
+        wrong = thin(((y != p) & (y >= 0)).astype(np.float64)) > 0
         panels = {
             "input": base,
             "true": overlaid(base, thin(y)),
             "predicted": overlaid(base, thin(p)),
-            f"wrong: {100 * share:.2g} %": painted(base, wrong, WRONG, 0.9),
+            f"wrong: {_wrong(y, p):.2g} %": painted(base, wrong, WRONG, 0.9),
         }
         rows.append(_row(panels, f"sample {number + 1}"))
     words = "Slices of validation samples, with the classes laid over; class 0 is left grey."
@@ -183,6 +185,30 @@ def _classes(planes: dict[str, Array]) -> str:
     codes = {**{f"class {number}": class_code(number) for number in numbers if number > 0}, "wrong": WRONG}
     swatches = [element("span", element("i", style=f"background:{code}"), text(name)) for name, code in codes.items()]
     return element("p", text(words)) + element("p", *swatches, class_="legend") + "".join(rows)
+
+
+def _learning(planes: dict[str, Array], progress: Mapping[int, Array]) -> str:
+    """Rows of pictures: what was predicted after some of the earlier validations, and at the end."""
+    truth = planes["y"]
+    earlier = {step: p[:, 0] if p.ndim == 4 else p for step, p in sorted(progress.items())}
+    fitting = [(step, p) for step, p in earlier.items() if p.shape == truth.shape and _whole(p)]
+    if not fitting:
+        return ""
+    picked = np.unique(np.linspace(0, len(fitting) - 1, min(EARLIER, len(fitting))).astype(int)).tolist()
+    shown = [(f"after step {fitting[i][0]}", fitting[i][1]) for i in picked] + [("at the end", planes["p"])]
+    rows = []
+    for number in range(min(2, len(truth))):
+        base = grey(thin(planes["x"][number] if "x" in planes else np.zeros_like(truth[number])))
+        panels = {f"{words}: {_wrong(truth[number], p[number]):.2g} % wrong": overlaid(base, thin(p[number]))
+                  for words, p in shown}  # fmt: skip
+        rows.append(_row(panels, f"sample {number + 1}"))
+    return element("h3", "How predictions improve") + "".join(rows)
+
+
+def _wrong(y: Array, p: Array) -> float:
+    """Per cent of the pixels of known class that are wrong; negative numbers mark pixels without a known class."""
+    known = y >= 0
+    return float(100 * (known & (y != p)).sum() / max(1, known.sum()))
 
 
 def _row(panels: dict[str, Picture], sample: str) -> str:
