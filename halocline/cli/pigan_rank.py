@@ -23,9 +23,9 @@ def play(request: dict[str, Any]) -> dict[str, Any]:
     """All steps of a game on this rank. Returns the figures on rank 0, elsewhere nothing."""
     from ..workloads.pigan import FlowSettings, Game, GameSettings
 
-    flow = FlowSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in request["flow"].items()})
-    weights = {"equation": 0.0, "boundary": 0.0} if request["data_only"] else {}
-    game = Game(GameSettings(**request["game"], **weights, flow=flow))
+    told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["flow"].items()}
+    weights: dict[str, Any] = {"equation": 0.0, "boundary": 0.0} if request["data_only"] else {}
+    game = Game(GameSettings(**request["game"], **weights, flow=FlowSettings(**told)))
     generators, seconds = _trained(game, request["steps"])
     if this_rank() != 0:
         return {}
