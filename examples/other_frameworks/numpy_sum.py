@@ -4,6 +4,7 @@ Run it with ``torchrun --nproc-per-node 2 numpy_sum.py``, or alone. The result d
 """
 
 import numpy as np
+import torch.distributed as dist
 
 import halocline as hc
 
@@ -20,3 +21,5 @@ for _ in range(200):
     weight -= 0.1 * 2 * gradient / len(x)
 if mesh.rank == 0:
     print(f"loss {loss / len(x):.3e}, largest error of a weight {np.abs(weight - true).max():.3e}")
+if mesh.size > 1:
+    dist.destroy_process_group()
