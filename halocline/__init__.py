@@ -11,6 +11,8 @@ from .distribute import average_gradients, distribute, flush, lagged_gradients, 
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .kernels import chunked
+from .program.streaming import stream
+from .reduction import all_reduce, register_comm_hook
 from .rules import (
     WHOLE,
     Link,
@@ -82,6 +84,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "ShardingError",
+    "all_reduce",
     "annotate",
     "average_gradients",
     "chunked",
@@ -99,11 +102,13 @@ __all__ = [
     "no_sync",
     "random",
     "read_whole",
+    "register_comm_hook",
     "remedy",
     "reshard",
     "rule",
     "shard",
     "shard_inputs",
+    "stream",
     "to_dtensor",
     "trust",
     "unwrap",

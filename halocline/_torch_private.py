@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+#: Do torch functions come to ``__torch_function__`` of subclasses now?
+torch_function_enabled = torch._C._is_torch_function_enabled
+
+
 #: Nor to any mode that somebody has set.
 no_torch_functions = torch._C.DisableTorchFunction
 
@@ -322,3 +326,24 @@ def set_group_timeout(group: dist.ProcessGroup | dist.ProcessGroupGloo, wait: ti
 
 #: One norm of each tensor of a list, and each tensor of a list times its own number, in place: a few kernels for all.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+
+
+def storage_classes() -> tuple[type, ...]:
+    """What the plans of torch.distributed.checkpoint say about files: the name of a rank's, and a place in one."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo, filesystem._StoragePrefix
+
+
+def remove_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
+    """Take the unwanted ones of a module's forward hooks off."""
+    flags = (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if unwanted(hook)]:
+            del hooks[number]
+            for flag in flags:
+                flag.pop(number, None)

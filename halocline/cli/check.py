@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..testing.check import BadUsage, NetworkReport, check_network
-from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
+from .output import Debug, Json, clear_errors, fact_table, print_json, progress_console, say, size_text, stdout
 from .zoo import check_all, list_names
 
 STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}  # exit status by verdict
@@ -125,7 +125,7 @@ def check(
             raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
         inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
         # Progress goes to stderr, so that stdout holds the result alone.
-        with stderr().status("starting ranks") as status:
+        with progress_console().status("starting ranks") as status:
             report = check_network(target, say=status.update, **inputs, **settings)  # type: ignore[arg-type]
     if as_json:
         print_json(report.as_json())

@@ -21,7 +21,7 @@ from ..world.placement import mark_placement
 from .imports import called, named
 
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
-    from .settings import OptimizerSettings, ScheduleSettings
+    from .settings import OptimizerSettings, ScheduleSettings, Settings
 
 #: The local rate for a weight or a gradient that is all zero, whose norms say nothing about a good step.
 LARC_EPSILON = 1.0 / 16000.0
@@ -143,6 +143,12 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         group.update(settings)
 
 
+def learning_rate(step: int, settings: Settings) -> float:
+    """The learning rate of a step, counted from 0."""
+    factor = batch_factor(settings.batch * settings.accumulate, settings.schedule)
+    return settings.optimizer.lr * factor * rate_at(step, settings.steps, settings.schedule)
+
+
 def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
     """The factor on the learning rate at a step, counted from 0.
 
@@ -154,6 +160,19 @@ def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
     gone = (step - settings.warmup) / max(1, steps - settings.warmup)
     if settings.name == "linear":
         return 1 + (settings.final - 1) * gone
+    if settings.name == "exponential":
+        return max(settings.final, 1e-4) ** gone
     if settings.name == "cosine":
         return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * gone))
     return 1.0
+
+
+def batch_factor(samples: int, settings: ScheduleSettings) -> float:
+    """The factor on the learning rate for a step of so many samples, over all ranks.
+
+    >>> batch_factor(256, ScheduleSettings(base=64)), batch_factor(256, ScheduleSettings(base=64, scaling="sqrt"))
+    (4.0, 2.0)
+    """
+    if not settings.base:
+        return 1.0
+    return (samples / settings.base) ** (0.5 if settings.scaling == "sqrt" else 1.0)

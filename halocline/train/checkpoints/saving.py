@@ -52,7 +52,8 @@ class Checkpoints:
     number saved, in any other layout. For a parameter that is not whole on an axis (``place_parameter``), the values of
     each place on that axis are saved, and a mesh with as many places can load them.
 
-    ``keep`` is the number of newest good checkpoints that stay. ``deadline`` is how many seconds a rank waits for the
+    ``keep`` is the number of newest good checkpoints that stay; those at multiples of ``keep_every`` steps stay, too.
+    ``deadline`` is how many seconds a rank waits for the
     others and for its own writing; by default 600, or the world's if that is longer. ``lock`` is for :class:`Folder`.
     """
 
@@ -62,12 +63,13 @@ class Checkpoints:
         world: World | Mesh | None,
         keep: int = 3,
         *,
+        keep_every: int = 0,
         deadline: float | None = None,
         lock: int | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"Checkpoints(keep={keep}): at least one has to be kept")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
         self.completed: int | None = None  # the last step that this object saved, or loaded
         self._mesh = world if isinstance(world, Mesh) else None
         self._peers = Peers(world, deadline)
@@ -200,7 +202,7 @@ class Checkpoints:
             origin = {"format": FORMAT, "step": step, "ranks": self._peers.size, "torch": str(torch.__version__)}
             write_manifest(folder, {**origin, "files": files})
             self._files.publish(step)
-            self._files.retain(step, self.keep, self._damaged - {step})
+            self._files.retain(step, self.keep, self._damaged - {step}, self.keep_every)
 
         try:
             write_tensors(folder, parts.tensors, self._peers, finish)
