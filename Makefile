@@ -13,12 +13,12 @@ export OMP_NUM_THREADS
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long trials check zoo bench-quality clean
+.PHONY: help demo test long trials check docs docs-serve package zoo bench-quality clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/.stamp ## Train CosmoFlow on universes cut over 2 ranks, next to the one-rank run
+demo: .venv/.stamp ## Learn to segment scans that are cut over 2 ranks, next to the one-rank run
 	@$(BIN)/halocline demo
 
 test: .venv/.stamp ## Run the tests
@@ -44,12 +44,25 @@ check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/python tools/support.py --check
 	$(BIN)/python tools/settings.py --check
 	$(BIN)/python tools/pictures.py --check
+	$(BIN)/python tools/public.py --check
+
+docs: .venv/.docs ## Build the documentation site into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+docs-serve: .venv/.docs ## Serve the site on this machine, and build it again when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+package: .venv/.stamp ## Build sdist and wheel into dist/, and check them
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/twine check --strict dist/*
 
 bench-quality: .venv/.stamp ## Train the segmentation workloads, and see that they learn (minutes)
 	@$(BIN)/halocline bench quality
 
 clean: ## Remove all that make and its tools have written, .venv included
-	rm -rf .venv build dist *.egg-info demo-output
+	rm -rf .venv build dist site *.egg-info demo-output
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find halocline benchmarks tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -58,6 +71,10 @@ clean: ## Remove all that make and its tools have written, .venv included
 	@echo "Setting up .venv (the first time takes a few minutes: PyTorch is large)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.stamp
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # The networks of others are large, so only the target that runs them installs them.

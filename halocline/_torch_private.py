@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+#: Do torch functions come to ``__torch_function__`` of subclasses now?
+torch_function_enabled = torch._C._is_torch_function_enabled
+
+
 #: Nor to any mode that somebody has set.
 no_torch_functions = torch._C.DisableTorchFunction
 
@@ -283,6 +287,15 @@ def all_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 modules.append(child)
 
 
+#: What ``Module.to`` asks before it changes a parameter's data.
+may_set_data = torch._has_compatible_shallow_copy_type
+
+
+def initializer(module: torch.nn.Module) -> Callable[[], None] | None:
+    """The method that fills a module's own tensors; that of torch's MultiheadAttention has a private name."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
     """Its hooks after accumulation, by the number of their handle; None where there are none."""
     return leaf._post_accumulate_grad_hooks
@@ -320,3 +333,17 @@ def storage_classes() -> tuple[type, ...]:
     from torch.distributed.checkpoint import filesystem
 
     return filesystem._StorageInfo, filesystem._StoragePrefix
+
+
+def remove_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
+    """Take the unwanted ones of a module's forward hooks off."""
+    flags = (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if unwanted(hook)]:
+            del hooks[number]
+            for flag in flags:
+                flag.pop(number, None)

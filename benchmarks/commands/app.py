@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from halocline.cli.output import (
-    CliCommand,
     Debug,
     Json,
     add_command,
@@ -18,9 +17,9 @@ from halocline.cli.output import (
     fact_table,
     new_app,
     print_json,
+    progress_console,
     say,
     size_text,
-    stderr,
     stdout,
 )
 from halocline.errors import HaloclineError
@@ -73,7 +72,6 @@ def group() -> None:
     """Measure what things cost on this machine."""
 
 
-@bench.command(cls=CliCommand)
 def dry(
     size: Size = 256,
     data: Data = 1725,
@@ -91,7 +89,7 @@ def dry(
     """
     from ..dry import measure_dry
 
-    with clear_errors("bench dry", debug), stderr().status("writing down a step"):
+    with clear_errors("bench dry", debug), progress_console().status("writing down a step"):
         result = measure_dry(size, {"data": data, "depth": depth, "height": height}, rank, repeat)
     if as_json:
         print_json(result)
@@ -110,7 +108,6 @@ def dry(
     )
 
 
-@bench.command(cls=CliCommand)
 def overhead(repeat: Rounds = 30, as_json: Json = False, debug: Debug = False) -> None:
     """What does the library add to an operation? Small tiles on two ranks, where nothing hides it.
 
@@ -144,7 +141,7 @@ def overhead(repeat: Rounds = 30, as_json: Json = False, debug: Debug = False) -
 
 def rounds_bar(what: str) -> Progress:
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=stderr(), transient=True)
+    return Progress(*columns, console=progress_console(), transient=True)
 
 
 NAMES = {
@@ -205,7 +202,6 @@ def disturbance(result: Mapping[str, Any]) -> Iterable[str]:
         yield f"[yellow]disturbed[/yellow]: {taken}; measure again on a quiet machine"
 
 
-@bench.command(cls=CliCommand)
 def halo(
     nodes: Nodes = "2,4",
     rates: Rates = "200mbit,500mbit,1gbit,2gbit",
@@ -239,7 +235,7 @@ def halo(
     from .. import cluster
     from ..halo import measure_halo
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench halo", debug):
         if install:
             cluster.install()
@@ -285,3 +281,7 @@ def show_halo(result: Mapping[str, Any]) -> None:
         say(stdout(), line)
     if any(case["oversubscribed"] for case in result["cases"]):
         say(stdout(), f"some cases have more ranks than this machine's {result['machine']['cores']} cores")
+
+
+for _command in (dry, overhead, halo):
+    add_command(bench, _command)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from halocline.cli.output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, print_json, progress_console, say, stdout
 
 COMMAND = "bench collectives"
 MISSED = 1  # exit status where a target was
@@ -69,7 +69,7 @@ def collectives(
     from .. import cluster
     from ..collectives import CollectivesPlan, measure_collectives
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors(COMMAND, debug):
         if install:
             cluster.install()

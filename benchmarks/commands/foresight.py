@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from halocline.cli.output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, print_json, progress_console, say, stdout
 
 Repeat = Annotated[int, typer.Option("--repeat", min=1, help="Turns; in each, every run has three steps.")]
 Rates = Annotated[
@@ -55,7 +55,7 @@ def foresight(
     from .. import cluster
     from ..foresight import measure_foresight
 
-    progress, speeds = stderr(), [rate.strip() for rate in rates.split(",") if rate.strip()]
+    progress, speeds = progress_console(), [rate.strip() for rate in rates.split(",") if rate.strip()]
     with clear_errors("bench foresight", debug):
         if install and speeds:
             cluster.install()

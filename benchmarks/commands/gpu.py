@@ -10,7 +10,17 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
+from halocline.cli.output import (
+    Debug,
+    Json,
+    clear_errors,
+    fact_table,
+    print_json,
+    progress_console,
+    say,
+    size_text,
+    stdout,
+)
 from halocline.errors import HaloclineError
 
 COMMAND = "bench gpu"
@@ -66,7 +76,7 @@ def gpu(
     """
     from ..gpu import NoGpu, make_plan, measure_gpu
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors(COMMAND, debug):
         plan = make_plan(words(subjects), numbers(sizes), words(ways), minutes=minutes, profile=profile)
         try:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.table import Table
 
-from halocline.cli.output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, print_json, progress_console, say, stdout
 from halocline.errors import HaloclineError
 
 COMMAND = "bench gradients"
@@ -81,7 +81,7 @@ def gradients(
     from .. import cluster
     from ..gradients import GradientsPlan, measure_gradients
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors(COMMAND, debug):
         plan = GradientsPlan(
             nodes=nodes,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from halocline.cli.output import Debug, Json, clear_errors, print_json, say, size_text, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, print_json, progress_console, say, size_text, stdout
 
 Gigabytes = Annotated[float, typer.Option("--gigabytes", min=0.3, help="Of data to write, for each format.")]
 Rounds = Annotated[int, typer.Option("--repeat", min=1, help="Rounds; in each the bare library and ours have a turn.")]
@@ -45,7 +45,7 @@ def io(
     """
     from ..io import measure_io
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench io", debug):
         chosen = tuple(name.strip() for name in formats.split(",") if name.strip())
         result = measure_io(gigabytes, folder, repeat, chosen, lambda text: say(progress, text))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halocline.cli.output import Debug, Json, clear_errors, number_table, print_json, say, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, number_table, print_json, progress_console, say, stdout
 
 Sides = Annotated[str, typer.Option("--sides", help="Height and width of the volumes, such as 16,32,64.")]
 Width = Annotated[int, typer.Option("--width", min=1, help="Of the U-Net: channels of its first convolution.")]
@@ -38,7 +38,7 @@ def limit_line(
     """
     from ..limit_line import measure_limit_line
 
-    with clear_errors("bench limit-line", debug), stderr().status("starting") as status:
+    with clear_errors("bench limit-line", debug), progress_console().status("starting") as status:
         volumes = [int(each) for each in sides.split(",")]
         result = measure_limit_line(volumes, width, gigaflops, rate, repeat, status.update)
     if as_json:

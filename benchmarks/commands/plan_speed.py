@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
+from halocline.cli.output import (
+    Debug,
+    Json,
+    clear_errors,
+    fact_table,
+    print_json,
+    progress_console,
+    say,
+    size_text,
+    stdout,
+)
 
 Size = Annotated[int, typer.Option("--size", min=16, help="Side of the sample.")]
 Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Devices to plan for.")]
@@ -30,7 +40,7 @@ def plan_speed(size: Size = 256, gpus: Gpus = 1024, as_json: Json = False, debug
     """
     from ..plan_speed import PlanSpeedTrial, measure_plan_speed
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench plan-speed", debug):
         result = measure_plan_speed(PlanSpeedTrial(size, gpus), lambda text: say(progress, text))
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, progress_console, say, stdout
 from halocline.errors import HaloclineError
 
 Nodes = Annotated[str, typer.Option("--nodes", help="Numbers of nodes, one rank each, such as 2,4,8.")]
@@ -39,7 +39,7 @@ def simulate(
     from .. import cluster
     from ..simulate import measure_simulate
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench simulate", debug):
         cluster.check_possible()
         counts, speeds = _numbers(nodes), [rate.strip() for rate in rates.split(",") if rate.strip()]
@@ -84,7 +84,7 @@ def coordinator(repeat: Repeat = 3, as_json: Json = False, debug: Debug = False)
     """
     from ..coordinator import measure_coordinator
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench coordinator", debug):
         result = measure_coordinator(repeat, lambda text: say(progress, text))
     if as_json:

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stderr, stdout
+from halocline.cli.output import (
+    Debug,
+    Json,
+    clear_errors,
+    fact_table,
+    print_json,
+    progress_console,
+    say,
+    size_text,
+    stdout,
+)
 
 COMMAND = "bench stage"
 
@@ -55,7 +65,7 @@ def stage(
     from .. import cluster
     from ..stage import StagePlan, measure_stage
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors(COMMAND, debug):
         plan = StagePlan(nodes=nodes, files=files, megabytes=megabytes, rate=rate.strip())
         plan.check()

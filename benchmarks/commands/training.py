@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, say, stderr, stdout
+from halocline.cli.output import Debug, Json, clear_errors, fact_table, print_json, progress_console, say, stdout
 
 Names = Annotated[str, typer.Option("--workloads", help="Names with commas.")]
 AllNames = Annotated[str, typer.Option("--workloads", help="Names with commas; all of them if not given.")]
@@ -27,7 +27,7 @@ def quality(workloads: Names = "unet3d,tiramisu,deeplab", as_json: Json = False,
     """
     from ..quality import measure_quality
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench quality", debug):
         names = tuple(name.strip() for name in workloads.split(","))
         result = measure_quality(names, None, lambda text: say(progress, text))
@@ -59,7 +59,7 @@ def curves(
 
     from ..curves import CurvesPlan, measure_curves
 
-    progress = stderr()
+    progress = progress_console()
     names = tuple(name.strip() for name in workloads.split(",")) if workloads else tuple(WORKLOADS)
     with clear_errors("bench curves", debug):
         plan = CurvesPlan(names, ranks, steps, not only_float64)
@@ -82,7 +82,7 @@ def lag(
     """
     from ..lag import measure_lag
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("bench lag", debug):
         names = tuple(name.strip() for name in workloads.split(","))
         result = measure_lag(names, steps, lambda text: say(progress, text))

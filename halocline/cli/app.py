@@ -14,22 +14,28 @@ from .checkpoint import checkpoint
 from .data import data
 from .demo import demo
 from .doctor import doctor
+from .export import export
 from .launch import launch
 from .output import add_command, new_app
 from .plan import plan
 from .predict import predict
 from .report import report
+from .run import run
 from .simulate import simulate
+from .sweep import sweep
 from .taskbench import taskbench
 from .train import train
 from .tune import tune
 
-app = new_app()
+app = new_app(completion=True)
 for _command in (
     check,
     demo,
     train,
+    run,
+    sweep,
     report,
+    export,
     plan,
     simulate,
     calibrate,
@@ -66,10 +72,12 @@ def halocline(
 
     **Where to begin**
 
-    - `halocline demo`: trains CosmoFlow cut over two ranks and on one rank, and compares them, in two minutes.
+    - `halocline demo`: trains a 3D U-Net cut over two ranks and on one rank, and compares them, in two minutes.
 
     - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
       your own network on your own data.
+
+    - `halocline run script.py --ranks 4 -- --epochs 10`: runs your own single-device script on four ranks, unmodified.
 
     - `halocline check unet3d --cut depth=2,height=2`: checks that the answer is that of one rank, for a built-in
       network cut over 2 x 2 ranks on this machine.

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
 
 if TYPE_CHECKING:
     from ..plan.calibrate import Tell
@@ -63,8 +62,7 @@ def calibrate(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(1)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=stderr(), transient=True) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("starting", total=1.0)
 
             def tell(what: str, share: float) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import DataError
-from .output import stderr
+from .output import progress_console
 
 Source = Annotated[
     str, typer.Argument(metavar="PATH", help="A file (.h5, .zarr, .npy, .nii), a folder of them, or a quoted pattern.")
@@ -50,7 +50,7 @@ def by_letter(text: str | None, option: str) -> dict[str, int] | None:
 def byte_progress(shown: bool = True) -> Progress:
     """A progress bar on stderr that counts bytes, and goes when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True, disable=not shown)
+    return Progress(*columns, TimeRemainingColumn(), console=progress_console(), transient=True, disable=not shown)
 
 
 @contextmanager

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from contextvars import ContextVar
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.core
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..errors import HaloclineError
@@ -20,6 +24,7 @@ from ..train.explain import explain
 USAGE = 2  # exit status of a command that cannot run as asked
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, and no table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress: results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the Python traceback of an error.")]
 
 
@@ -34,6 +39,19 @@ class _NoTypeOfFlags:
         return params
 
 
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+def set_quiet(quiet: bool) -> None:
+    """Let :func:`progress_console` be silent, or not, in what this command still does."""
+    _quiet.set(quiet)
+
+
+def is_quiet() -> bool:
+    """Was ``--quiet`` given?"""
+    return _quiet.get()
+
+
 class CliCommand(_NoTypeOfFlags, typer.core.TyperCommand):
     """A command of `halocline`."""
 
@@ -42,16 +60,29 @@ class CommandGroup(_NoTypeOfFlags, typer.core.TyperGroup):
     """`halocline` itself, and groups of its commands."""
 
 
-def new_app(**texts: Any) -> typer.Typer:
-    """A group of commands, with this library's way of showing help."""
+def new_app(completion: bool = False, **texts: Any) -> typer.Typer:
+    """A group of commands, with this library's way of showing help; ``completion`` adds options that set it up."""
     return typer.Typer(
-        no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", cls=CommandGroup, **texts
+        no_args_is_help=True, add_completion=completion, rich_markup_mode="markdown", cls=CommandGroup, **texts
     )
 
 
 def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    """Add a function as a command; its parameters are the options, its docstring the help."""
-    app.command(name, cls=CliCommand)(function)
+    """Add a function as a command: its parameters are the options, its docstring the help. Each gets ``--quiet``."""
+
+    @wraps(function)
+    def command(*arguments: Any, quiet: bool = False, **given: Any) -> None:
+        set_quiet(quiet)
+        function(*arguments, **given)
+
+    # typer reads signature and annotations: those of the function, and one more option.
+    hints = get_type_hints(function, include_extras=True)
+    options = [each.replace(annotation=hints[each.name]) for each in signature(function).parameters.values()]
+    options.append(Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=Quiet))
+    command.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in options}
+    del command.__wrapped__
+    app.command(name or function.__name__.replace("_", "-"), cls=CliCommand)(command)
 
 
 def stdout() -> Console:
@@ -60,8 +91,21 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """The console for progress and errors."""
+    """The console for errors and remarks."""
     return Console(stderr=True, highlight=False)
+
+
+def progress_console() -> Console:
+    """The console for progress, on stderr; silent with ``--quiet``."""
+    return Console(stderr=True, highlight=False, quiet=is_quiet())
+
+
+def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
+    """A bar with how much is done and the time that is left; ``columns`` come between."""
+    left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), *columns, *left, console=progress_console(), transient=transient
+    )
 
 
 def say(console: Console, text: str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn
 
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
-from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
 from .plan_table import show_candidates, show_difference
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def plan(
         earlier = read_plan(compare) if compare else None
         prices, device = Prices(described.device), _device(described) if measure else None
         refused: list[RefusedCut] = []
-        with Progress(TextColumn("recording meshes"), BarColumn(), MofNCompleteColumn(), console=stderr()) as bar:
-            task = bar.add_task("", total=None)
+        with progress_bar(MofNCompleteColumn()) as bar:
+            task = bar.add_task("recording meshes", total=None)
 
             def tell(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from ..errors import ConfigError
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from .data_options import Dataset, Dims
-from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
+from .output import Debug, Json, clear_errors, fact_table, is_quiet, print_json, stdout
 from .predict_rank import REQUEST, answer
 from .stopping import Stop
 from .train_rank import RESULT
@@ -95,7 +95,7 @@ def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / REQUEST).write_text(json.dumps(request))
-        command = [sys.executable, "-m", "halocline.cli.predict_rank", name]
+        command = [sys.executable, "-m", "halocline.cli.predict_rank", name, *(["--quiet"] if is_quiet() else [])]
         with Stop() as stop:
             ending = stop.follow(lambda: LocalRanks(command, ranks, folder))
         if ending is not None and stop.asked:  # the ranks have removed what they had written

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn
 
 from ..train.heartbeat import follow_launcher
 from ..train.launch import say_last_words, this_rank
 from . import end_at_once_on_failure
-from .output import stderr
+from .output import progress_bar, set_quiet
 from .stopping import exit_on_sigterm
 from .train_rank import RESULT, last_words
 
@@ -24,7 +24,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """This process's part in a prediction; the result is the same on every rank. Called by all ranks together."""
     from ..train.predict import predict
 
-    with exit_on_sigterm(), Progress(console=stderr(), disable=this_rank() != 0) as bar:
+    with exit_on_sigterm(), progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("samples", total=None, visible=False)  # shown with the first sample, not before an error
         run, source, out = Path(request.pop("run")), request.pop("source"), Path(request.pop("out"))
 
@@ -37,6 +37,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """``python -m halocline.cli.predict_rank FOLDER``, for the processes that ``halocline predict`` starts."""
     folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
+    set_quiet(rank != 0 or "--quiet" in sys.argv)
     try:
         result = answer(json.loads((folder / REQUEST).read_text()))
     except Exception as error:  # the user's own code may raise anything

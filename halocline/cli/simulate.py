@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
-from .output import Debug, Json, clear_errors, print_json, say, stderr
+from .output import Debug, Json, clear_errors, print_json, progress_console, say
 from .plan import MachineName, subject_of
 
 Target = Annotated[
@@ -116,7 +116,7 @@ def simulate(
     """
     from . import simulate_table as show
 
-    progress = stderr()
+    progress = progress_console()
     with clear_errors("simulate", debug):
         from ..simulate import what_if
         from ..simulate.long_run import long_run, staging

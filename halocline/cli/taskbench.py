@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .output import Debug, Json, clear_errors, number_table, print_json, say, stderr, stdout
+from .output import Debug, Json, clear_errors, number_table, print_json, progress_bar, say, stderr, stdout
 
 if TYPE_CHECKING:
     from ..taskbench.measure import TaskBenchSettings
@@ -95,8 +94,7 @@ def taskbench(
             rounds=repeat,
             fault=_fault(inject),
         )
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=stderr(), transient=True) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("starting", total=1.0)
             result = measure(settings, lambda p, r, share: bar.update(task, description=f"{p}, {r}", completed=share))
         told = summary(settings, result)

@@ -22,7 +22,7 @@ from ..train.launch import LaunchError, LocalRanks, launched, this_rank
 from ..train.log import json_line, read_log, with_numbers
 from ..train.signals import PREEMPTED
 from ..world import this_rank_info
-from .output import Debug, Json, clear_errors, fact_table, say, stderr, stdout
+from .output import Debug, Json, clear_errors, fact_table, is_quiet, say, stderr, stdout
 from .stopping import Stop
 from .train_rank import RESULT, run_rank
 
@@ -218,7 +218,7 @@ def _attempts(
 
     ``allowed`` are the numbers of ranks that may be started, of which the largest is.
     """
-    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder)]
+    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder), *(["--quiet"] if is_quiet() else [])]
     ranks = allowed[-1]
     for attempt in range(restarts + 1):
         before = checkpoints.steps()[-1:]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from ..errors import ConfigError, HaloclineError
@@ -19,7 +19,7 @@ from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line, write_whole
 from . import end_at_once_on_failure
-from .output import stderr
+from .output import progress_console, set_quiet
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
@@ -36,7 +36,7 @@ class Show:
         self._narrow = console.width < _WIDE
         bar = BarColumn(8 if self._narrow else 40)
         facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True))
-        self._bar = Progress(bar, MofNCompleteColumn(), TimeElapsedColumn(), facts, console=console)
+        self._bar = Progress(bar, MofNCompleteColumn(), TimeRemainingColumn(), facts, console=console)
         self._task = self._bar.add_task("training", total=settings.steps, facts="")
         self._plain = None if console.is_terminal else console  # for lines in place of a bar
         self._every = max(1, settings.steps // 20)  # steps between lines
@@ -86,7 +86,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
 
     began = time.monotonic()
     first = this_rank() == 0
-    with Show(settings, stderr() if first else Console(quiet=True)) as show:
+    with Show(settings, progress_console() if first else Console(quiet=True)) as show:
         trainer = Trainer(settings, folder, show if first else (lambda kind, values: None), lock)
         if first:
             (folder / RESULT).unlink(missing_ok=True)  # that of an earlier attempt: this one has not ended
@@ -109,6 +109,7 @@ def main() -> None:
     from ..train.config import read_settings
 
     folder, rank, tie = Path(sys.argv[1]), this_rank(), follow_launcher()
+    set_quiet("--quiet" in sys.argv)
     try:
         run_rank(read_settings(folder), folder, tie.lock)
     except Exception as error:  # the user's own code may raise anything

@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 
 from ..errors import HaloclineError
-from .output import Debug, Json, clear_errors, print_json, say, stderr, stdout
+from .output import Debug, Json, clear_errors, print_json, progress_console, say, stderr, stdout
 
 
 def tune(as_json: Json = False, debug: Debug = False) -> None:
@@ -35,7 +35,7 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
         raise typer.Exit(2)
     with clear_errors("tune", debug):
         device, measured = torch.device("cuda", torch.cuda.current_device()), {}
-        with stderr().status("measuring") as status:
+        with progress_console().status("measuring") as status:
             for family, sizes in measure(device, gpu_seconds):
                 measured[family] = sizes
                 status.update(f"measuring: {len(measured)} of {len(DEFAULTS)} done")

@@ -11,7 +11,7 @@ from rich.table import Table
 from ..testing.check import NetworkReport
 from ..testing.zoo import ZooReport, check_zoo
 from ..zoo import find_zoo
-from .output import print_json, say, size_text, stderr, stdout
+from .output import print_json, progress_console, say, size_text, stderr, stdout
 
 COLOURS = {"exact": "green", "wrong": "red"}  # of verdicts; yellow for others
 
@@ -25,7 +25,7 @@ def list_names(zoo: str) -> int:
 
 def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_json: bool, at_least: int = 0) -> int:
     """Check the networks of a zoo. The exit status is 1 if any is wrong, or fewer than ``at_least`` are right."""
-    console = stderr()
+    console = progress_console()
 
     # A line for each network, so that progress shows where the output is a pipe.
     def done(count: str, name: str, result: NetworkReport) -> None:
@@ -40,7 +40,7 @@ def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_jso
     # Gathered networks give the right answer, too.
     right = report.counts["exact"] + report.counts["gathered"]
     if right < at_least:
-        say(console, f"[red]{right} networks are exact or gathered, and {at_least} were to be[/red]")
+        say(stderr(), f"[red]{right} networks are exact or gathered, and {at_least} were to be[/red]")
     return 1 if report.counts["wrong"] or right < at_least else 0
 
 

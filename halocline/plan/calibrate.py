@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..program import dry
 from .cost import Key, dtype_name
-from .curves import placed
+from .curves import MAPPED, placed
 from .measure import (
     Catalogue,
     OperationCall,
@@ -67,6 +67,7 @@ def measure_device(
     large = torch.empty(64 * _MEGABYTE, dtype=torch.float32, device=device)
     bandwidth = 2 * large.nbytes / time_call(torch.ops.aten.copy_.default, (large, large.clone()), {}, device)
     launch = time_call(torch.ops.aten.add.Tensor, (torch.ones(8, device=device), 1.0), {}, device)
+    fresh = _fresh_bandwidth(device)
     efficiency, half = _curve(device, peaks["float32"])
     timed = [each for name in dtypes for each in time_operations(device, name, tell, without, seconds / len(dtypes))]
     return_memory_at_once()  # last, for it changes times
@@ -84,6 +85,7 @@ def measure_device(
         "half_work_gflop": measured(half / 1e9),
         "memory_efficiency": measured(1.0),  # the bandwidth above is what a copy reaches
         "launch_us": measured(max(launch * 1e6, 0.01)),
+        **({"fresh_gb_per_s": measured(fresh / 1e9)} if device.type == "cpu" else {}),
         "operations": operations,
     }
 
@@ -133,6 +135,14 @@ def _peak(dtype: torch.dtype, device: torch.device) -> float:
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         rates.append(2 * size**3 / time_call(torch.ops.aten.mm.default, (matrix, matrix), {}, device))
     return max(rates)
+
+
+def _fresh_bandwidth(device: torch.device) -> float:
+    """Bytes a second of touching a new block for the first time, beyond the time of writing it."""
+    block = torch.empty(2 * MAPPED, dtype=torch.uint8, device=device)
+    old = time_call(torch.ops.aten.fill_.Scalar, (block, 0), {}, device)
+    new = time_call(torch.ops.aten.zeros_like.default, (block,), {}, device)
+    return block.nbytes / max(new - old, 1e-6)
 
 
 def _curve(device: torch.device, peak: float) -> tuple[float, float]:

@@ -71,7 +71,8 @@ class Prices:
     def __post_init__(self) -> None:
         if self.curves is None and self.device.operations:
             rows = ((event_of(each), each.us * 1e-6, each.workspace_bytes) for each in self.device.operations)
-            object.__setattr__(self, "curves", Curves(rows))
+            fresh = self.device.fresh_gb_per_s
+            object.__setattr__(self, "curves", Curves(rows, fresh.value * 1e9 if fresh is not None else None))
 
     def on(self, machine: Machine, ranks: int, speed: float = 1.0) -> Prices:
         """The same for a run of ``ranks`` ranks on a machine, on a device of that relative speed."""

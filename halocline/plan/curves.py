@@ -4,6 +4,9 @@ For each kind of operation (same function, same dtype, and for a convolution the
 first a sum of terms that are known from the shapes: a call, bytes, multiplications, bytes of an unfolded volume, with
 factors that are fitted to what was measured and never negative. What the terms leave over is interpolated between the
 nearest measured shapes, by the logarithms of their sizes. Where nothing of a kind was measured, there is no curve.
+
+Blocks of 32 MiB or more are mapped anew by the C library at each call, and touching them first takes longer than writing
+them. That time is taken off what was measured, and added to what is predicted, by the size of the block.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ FEWEST = 3  # measured operations that make a curve
 BACKEND = 3  # part of a convolution's kind: which of torch's kernels
 COARSE = 3  # parts of a kind that must agree: function, dtype, number of dims
 ALIAS = 1024  # elements: 4 KiB in float32, after which addresses share the lines of a first-level cache
+MAPPED = 32 << 20  # bytes of a block from which on the C library maps it anew, and returns it at once
 SLACK = 0.2  # how far an interpolated logarithm may lie beyond its neighbours'
 
 Kind = tuple[object, ...]
@@ -39,22 +43,29 @@ _BYTES, _FLOPS = 1e10, 5e10
 class Placed:
     """An operation among its kind: where it stands (logarithms of sizes), and the terms of its time.
 
-    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one.
+    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one. ``mapped`` is the bytes of
+    such volumes that are mapped anew.
     """
 
     kind: Kind
     place: tuple[float, ...]
     terms: tuple[float, ...]
     touched: float
+    mapped: float = 0.0
 
 
 class Curves:
-    """Seconds and workspace of operations, from ``(operation, seconds, bytes of workspace)`` that were measured."""
+    """Seconds and workspace of operations, from ``(operation, seconds, bytes of workspace)`` that were measured.
 
-    def __init__(self, measured: Iterable[tuple[Computed, float, int]]) -> None:
+    ``fresh`` is bytes a second of memory that is mapped anew; None where that costs nothing.
+    """
+
+    def __init__(self, measured: Iterable[tuple[Computed, float, int]], fresh: float | None = None) -> None:
+        self._fresh_s = 0.0 if fresh is None else 1.0 / fresh
         rows: dict[Kind, list[tuple[Placed, float, float]]] = defaultdict(list)
         for event, seconds, workspace in measured:
             where = placed(event)
+            seconds = max(seconds - where.mapped * self._fresh_s, 0.1 * seconds)
             for kind in dict.fromkeys((where.kind, where.kind[:COARSE])):
                 rows[kind].append((where, seconds, workspace / max(1, where.touched)))
         self._curves = {kind: _Curve(found) for kind, found in rows.items() if len(found) >= FEWEST}
@@ -63,7 +74,7 @@ class Curves:
         """Of an operation; None where nothing like it was measured."""
         where = placed(event)
         curve = self._curve(where)
-        return None if curve is None else curve.seconds(where)
+        return None if curve is None else curve.seconds(where) + where.mapped * self._fresh_s
 
     def workspace(self, event: Computed) -> int:
         """Bytes that the operation takes while it runs, beside its operands and results."""
@@ -190,8 +201,11 @@ def _convolution(
     positions = volume[0] * voxels / (1 if transposed else math.prod(stride))
     unfolded = 4 * positions * weight[1] * groups * kernel
     more = (unfolded / _BYTES, positions * weight[0] / 1e9, volume[0] * 1e-5, 4 * math.prod(weight) / _BYTES)
-    touched = moved + unfolded if unfolds(kind) else moved
-    return Placed(kind, place, (*terms, *more), touched)
+    if not unfolds(kind):
+        return Placed(kind, place, (*terms, *more), moved)
+    # Forward unfolds the volume; backward does so for each of the two gradients that it is asked for.
+    blocks = 1 if function[0] == "convolution" else sum(wanted[:2])
+    return Placed(kind, place, (*terms, *more), moved + unfolded, blocks * unfolded if unfolded >= MAPPED else 0.0)
 
 
 def unfolds(kind: Kind) -> bool:

@@ -104,6 +104,8 @@ class Device(Strict):
     half_work_gflop: Gflop
     memory_efficiency: Share
     launch_us: Microseconds
+    #: How fast a CPU touches memory that the allocator maps anew, which it does for each block of 32 MiB or more.
+    fresh_gb_per_s: GigabytesPerSecond | None = None
     operations: tuple[MeasuredOperation, ...] = ()
 
 

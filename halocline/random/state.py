@@ -63,13 +63,15 @@ class State:
     """The random state of a rank.
 
     ``threaded``: ranks are threads of one process, and torch has one generator for all of them. ``asked``: the user has
-    chosen the seed.
+    chosen the seed. ``repeated``: it draws again what was drawn before, in backward too.
     """
 
-    def __init__(self, seed: int, counter: int = 0, *, threaded: bool = False, asked: bool = True) -> None:
+    def __init__(
+        self, seed: int, counter: int = 0, *, threaded: bool = False, asked: bool = True, repeated: bool = False
+    ) -> None:
         self.seed, self.counter, self.threaded, self.asked = seed % (1 << 64), counter, threaded, asked
         self._met: OrderedDict[int, int] = OrderedDict()
-        self._warned = False
+        self._warned = repeated
         self.watch: DrawWatch | None = None
 
     def next_call(self) -> int:

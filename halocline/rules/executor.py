@@ -50,6 +50,8 @@ from .whole_target import becomes_cut
 
 _plans: dict[Any, CallPlan] = {}
 _MOST_PLANS = 4096
+#: Recorders of rule calls, the innermost last. Each is called in place of :func:`run_rule`, with the same arguments.
+recorders: list[Any] = []
 
 
 @dispatched_by
@@ -94,6 +96,8 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
 
     Rules that hand numbers straight on to torch need not be planned anew for each of them (``by_value`` False).
     """
+    if recorders:
+        return recorders[-1](function, describe, args, kwargs, by_value)
     tensors: list[Tensor] = []
     picture = [_key(value, tensors, by_value) for value in args]
     if kwargs:

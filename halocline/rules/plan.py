@@ -172,10 +172,7 @@ def make_plan(
 ) -> CallPlan:
     """Ask the rule for a recipe and work out everything that follows from shapes, cuts and choices."""
     mesh = _common_mesh(function, tensors)
-    operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
-    described = [substitute(a, operands) for a in args], substitute(kwargs, operands)
-    # The rule sees operands in place of tensors: global shapes and dtypes, never values.
-    recipe: Recipe = describe(*described[0], **described[1])
+    recipe = recipe_of(describe, args, kwargs, tensors)
     shardings = [
         t.sharding if isinstance(t, ShardedTensor) else Sharding(mesh, tuple(t.shape), (None,) * t.ndim)
         for t in tensors
@@ -208,6 +205,14 @@ def make_plan(
         places=places if len(places) == len(tensors) else None,
         fitting=_fitting(mesh, recipe, tensors, shardings, choices),
     )
+
+
+def recipe_of(describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Recipe:
+    """What a rule says about a call. It sees operands in place of tensors: global shapes and dtypes, never values."""
+    operands = iter(_operand(index, tensor) for index, tensor in enumerate(tensors))
+    described: list[Any] = [substitute(a, operands) for a in args]
+    recipe: Recipe = describe(*described, **substitute(kwargs, operands))
+    return recipe
 
 
 def _fitting(

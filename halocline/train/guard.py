@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HaloclineError
+from ..tensor import unwrap
 from ..world import Label, Mesh, placement_of, ranks_with_same
 from ..world.agreement import extremes
 
@@ -200,7 +201,7 @@ class Guard:
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> Tensor:
     """An int64 for each tensor: the sum of its bits, read as integers, with each place weighted."""
-    words = [_fingerprint(tensor.detach()) for tensor in tensors.values()]
+    words = [_fingerprint(unwrap(tensor).detach()) for tensor in tensors.values()]
     return torch.stack([word.cpu() for word in words]) if words else torch.zeros(0, dtype=torch.int64)
 
 

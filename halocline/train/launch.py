@@ -7,8 +7,6 @@ failed first. Restarts and signals are the business of the commands.
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import signal
 import subprocess
 import threading
@@ -67,12 +65,21 @@ class LocalRanks:
 
     Output of ranks other than 0 goes to files. This process serves the store at which the ranks meet, so that no rank
     depends on another for it, and reads their heartbeats: a rank without a sign of life for ``deadline`` seconds has
-    failed. ``lock`` is a descriptor that all ranks inherit.
+    failed. ``lock`` is a descriptor that all ranks inherit, ``output`` and ``errors`` those to which rank 0
+    prints: standard output is for results.
     """
 
     def __init__(
-        self, command: list[str], ranks: int, folder: Path, deadline: float | None = None, lock: int | None = None
+        self,
+        command: list[str],
+        ranks: int,
+        folder: Path,
+        deadline: float | None = None,
+        lock: int | None = None,
+        output: int = _STDERR,
+        errors: int = _STDERR,
     ) -> None:
+        self._output, self._errors = output, errors
         self._folder, self._deadline, self._lock = folder / LOGS, deadline or DEFAULT_DEADLINE, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
@@ -100,10 +107,10 @@ class LocalRanks:
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **place, **meeting, **tie}
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
-            if rank == 0:  # its progress goes to the terminal; standard output is for results
-                return self._popen(command, environment, kept, stdout=_STDERR)
+            if rank == 0:
+                return self._popen(command, environment, kept, stdout=self._output, stderr=self._errors)
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
-                return self._popen(command, environment, kept, stdout=log, stderr=log)
+                return self._popen(command, environment, kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         finally:
             pulse.started()
 
@@ -231,39 +238,3 @@ def say_last_words(folder: Path, rank: int, words: str) -> None:
     """Leave the error text of a failed rank for its launcher."""
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     (folder / LOGS / f"rank-{rank}.error").write_text(words)
-
-
-SLURM = """#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={per_node}
-#SBATCH --cpus-per-task={cpus}
-{gpus}#SBATCH --time={hours}:00:00
-#SBATCH --signal=USR1@120
-#SBATCH --requeue
-#SBATCH --open-mode=append
-
-# Ranks believe only those who know this, which reaches them in their environment.
-HALOCLINE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export HALOCLINE_SECRET
-export SRUN_CPUS_PER_TASK={cpus} # srun does not take it from the lines above
-trap : TERM USR1                 # the ranks save when they are asked to leave; this script waits for them
-srun halocline train {config} --out {folder}
-status=$?
-
-# {preempted}: the ranks were asked to leave, and saved; 138 and 143: before they could. The run goes on from its last
-# checkpoint, on any number of ranks.
-case $status in {preempted} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
-exit $status
-"""
-
-
-def slurm_script(config: str, folder: str, nodes: int, per_node: int, gpus: int, cpus: int, hours: int) -> str:
-    """A batch script for Slurm that starts the run, and resumes it when submitted again."""
-    line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
-    name = re.sub(r"[^\w.-]", "-", Path(config).stem)
-    config, folder = shlex.quote(config), shlex.quote(folder)
-    return SLURM.format(
-        name=name, nodes=nodes, per_node=per_node, cpus=cpus, gpus=line, hours=hours, config=config, folder=folder,
-        preempted=PREEMPTED,
-    )  # fmt: skip

@@ -1,6 +1,7 @@
 """The samples that a report shows: numbers of every validation sample, or middle slices of the first few.
 
-They are gathered during the last validation and written as ``examples.npz``, which the report reads.
+They are gathered during validations. The last one writes ``examples.npz``; earlier ones write the predicted slices as
+``progress/STEP.npz``, so that the report can show how predictions improve.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from ..rules import gather
 from ..workloads.workload import Batch
 
 EXAMPLES = "examples.npz"
+PROGRESS = "progress"  # folder of the predictions of earlier validations
 _MOST = 4  # samples of which slices are kept
+_MOST_STEPS = 16  # earlier validations that are kept
 
 
 class Examples:
-    """Predictions beside the truth, collected in the last validation on every rank alike, and written by rank 0.
+    """Predictions beside the truth, collected in a validation on every rank alike, and written by rank 0.
 
     Only planes of volumes are gathered, never whole volumes.
     """
@@ -50,13 +53,26 @@ class Examples:
         # A copy, since the memory of the batch goes back to the loader.
         self._kept[name].append(tensor.detach().float().cpu().numpy().copy())
 
-    def write(self, folder: Path) -> None:
-        """Write what was kept into the run's folder, for the report."""
+    def write(self, folder: Path, step: int | None = None) -> None:
+        """Write what was kept into the run's folder; for an earlier validation, after ``step``, predicted slices
+        alone."""
         arrays = {name: np.concatenate(parts) for name, parts in self._kept.items() if parts}
         if "x" in arrays:
             arrays = {name: array[:_MOST] for name, array in arrays.items()}
-        if arrays:
+        if arrays and step is None:
             np.savez_compressed(folder / EXAMPLES, **arrays)  # type: ignore[arg-type]
+        elif "x" in arrays:
+            (folder / PROGRESS).mkdir(exist_ok=True)
+            np.savez_compressed(folder / PROGRESS / f"{step:09d}.npz", p=arrays["p"])
+            _thin_out(folder / PROGRESS)
+
+
+def _thin_out(folder: Path) -> None:
+    """Remove every other file once there are too many, so that a long run keeps a few from its whole length."""
+    files = sorted(folder.glob("*.npz"))
+    if len(files) > _MOST_STEPS:
+        for path in files[1::2]:
+            path.unlink()
 
 
 def _is_shown(output: Any, batch: Batch) -> bool:

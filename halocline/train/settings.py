@@ -16,7 +16,7 @@ from ..errors import ConfigError as ConfigError
 from ..sizes import bytes_from
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-ScheduleName = Literal["constant", "linear", "cosine"]
+ScheduleName = Literal["constant", "linear", "cosine", "exponential"]
 Policy = Literal["raise", "warn"]
 NanPolicy = Literal["raise", "warn", "skip", "rollback"]
 
@@ -129,12 +129,15 @@ class OptimizerSettings:
 class ScheduleSettings:
     """The learning rate over a run: it rises over ``warmup`` steps, then falls towards ``final`` of itself.
 
-    A string in place of this group is short for ``name``.
+    More workers mean larger batches, and those take larger rates: with ``base``, the rate is that of a batch of so many
+    samples, and grows with the batch of a step. A string in place of this group is short for ``name``.
     """
 
     name: ScheduleName = "constant"
     warmup: CountOrNone = 0  # steps
-    final: NotNegative = 0.0  # share of the learning rate at the end, of linear and cosine
+    final: NotNegative = 0.0  # share of the learning rate at the end, of linear, cosine and exponential
+    base: CountOrNone = 0  # samples of a step for which optimizer.lr is meant; 0: for any number
+    scaling: Literal["linear", "sqrt"] = "linear"  # how the rate grows with the samples of a step over base
 
 
 @_strict
@@ -199,6 +202,10 @@ class Settings:
     steps: Count = 100  # optimizer steps
     batch: Count = 1  # samples of a batch, over all ranks
     accumulate: Count = 1  # batches of a step
+    split: CountOrNone = 1  # parts in which a batch is computed; 0: as few as fit in memory
+    memory: str | None = (
+        None  # most memory of a rank, such as "2GiB", by which split = 0 decides; default: what is free
+    )
     precision: Precision = "fp32"  # in which the network computes
     clip: Positive | None = None  # largest global norm of the gradients
     seed: int = 0  # of weights, the order of samples, augmentation and dropout

@@ -29,17 +29,17 @@ from .changes import changed, check_optimizer
 from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
 from .config import CONFIG, write_settings
 from .export import load_weights
-from .forecast import check_room
-from .guard import Guard, TrainingError
+from .guard import Guard
 from .imports import keep_code
 from .log import RunLog
-from .optimizers import load_optimizer, make_optimizer, rate_at
+from .optimizers import learning_rate, load_optimizer, make_optimizer
 from .pictures import Examples, memory_used
 from .planning import run_plan
 from .precision import Precision, this_device
 from .recovery import BufferCopy, Rollback
 from .settings import Settings
 from .signals import StopRequest
+from .splitting import check_divisible, part_size, steps_of
 from .step import training_step
 from .task import START, augmentations, make_layout, make_task, planned_layout
 from .trace import STEPS, Tracer, merge
@@ -91,10 +91,11 @@ class Trainer:
         )
         self.mesh = self._layout.arrangement.mesh()
         self._task = task
-        check_room(settings, task, self._layout, world.rank, self._precision)
+        part = part_size(settings, task, self._layout, world, self._precision)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)  # else dropout would continue the numbers of an earlier run of this process
         self.model = self._precision.placed(task.make_model())
+        check_divisible(self.model, settings, part)
         if task.loss_module is not None:
             self._precision.placed(task.loss_module)
         if settings.weights is not None:
@@ -102,8 +103,8 @@ class Trainer:
         self._callbacks = agree(world, lambda: Callbacks(settings.callbacks), START)
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         distribute(self.model, plan=self._layout.arrangement, **settings.gradients.arguments(self.optimizer))
-        self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
-        self._validation = self._loader(task.validation, settings.batch, False, device) if task.validation else None
+        self.loader = self._loader(task.training, part, shuffle=True, device=device)
+        self._validation = self._loader(task.validation, part, False, device) if task.validation else None
         self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, self.mesh, settings.keep, keep_every=settings.keep_every, deadline=settings.deadline,
@@ -198,25 +199,14 @@ class Trainer:
 
     def _groups(self) -> Iterator[list[Batch]]:
         """The batches of each step that is left, epoch after epoch."""
-
-        def endless() -> Iterator[Batch]:
-            while True:
-                empty = True
-                for batch in self.loader:
-                    empty = False
-                    yield batch
-                    del batch  # its memory goes back to the loader
-                if empty:
-                    raise TrainingError("no sample of an epoch could be read; check the data")
-
-        stream = endless()
+        stream = steps_of(self.loader, self.settings.batch, self.settings.accumulate)
         while self.step < self.settings.steps:
-            yield [next(stream) for _ in range(self.settings.accumulate)]
+            yield next(stream)
 
     def _one_step(self, batches: list[Batch]) -> float:
         """One optimizer step; returns its loss. Times and waits go to log and guard."""
         settings, traffic = self.settings, self.mesh.world.traffic
-        rate = settings.optimizer.lr * rate_at(self.step, settings.steps, settings.schedule)
+        rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         began, waited = time.perf_counter(), dict(traffic.waited)
@@ -286,11 +276,12 @@ class Trainer:
     def validate(self, last: bool = False) -> dict[str, float]:
         """Loss and metrics over all validation samples, the same on every rank and for every mesh.
 
-        At the ``last`` validation examples for the report are written, too. By all ranks together.
+        Writes examples for the report: at the ``last`` validation all, before it the predictions alone. By all ranks
+        together.
         """
         if self._validation is None:
             return {}
-        examples = Examples() if last else None
+        examples = Examples()
         meter = self._task.make_meter() if self._task.make_meter is not None else None
         total, count = 0.0, 0
         with evaluating(self.model):
@@ -301,12 +292,10 @@ class Trainer:
                 total, count = total + float(loss) * len(batch.samples), count + len(batch.samples)
                 if meter is not None:
                     meter.update(output, batch)
-                if examples is not None:
-                    examples.add(output, batch)
+                examples.add(output, batch)
         metrics = {"loss": total / max(1, count), **(meter.result() if meter is not None else {})}
-        if examples is not None and self.mesh.rank == 0:
-            examples.write(self.folder)
         if self._log is not None:
+            examples.write(self.folder, None if last else self.step)
             self._log.write("validation", step=self.step, **metrics)
         self._tell("validation", {"step": self.step, **metrics})
         self._callbacks("on_validation", self, metrics)

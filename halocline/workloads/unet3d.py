@@ -72,8 +72,12 @@ def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
 
 
 def loss(output: Tensor, batch: Batch) -> Tensor:
+    """See :func:`class_loss`."""
+    return class_loss(output, batch["y"])
+
+
+def class_loss(output: Tensor, truth: Tensor) -> Tensor:
     """Cross-entropy, and one minus the soft dice of each class, in which a lesion counts as much as the background."""
-    truth = batch["y"]
     return F.cross_entropy(output, truth) + _dice_loss(output.softmax(1), truth)
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from halocline.cli.stopping import Stop
-from halocline.train.launch import slurm_script
+from halocline.train.batch_files import BatchJob, slurm_script
 from halocline.train.log import read_log
 from halocline.train.signals import PREEMPTED, StopRequest
 
@@ -68,7 +68,7 @@ def test_the_slurm_script_requeues_and_makes_a_secret(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     script = tmp_path / "run.sbatch"
-    script.write_text(slurm_script("a b.toml", "runs/a", nodes=1, per_node=2, gpus=0, cpus=2, hours=1))
+    script.write_text(slurm_script(BatchJob("a b.toml", "runs/a", 1, 2, 0, 2, 1)))
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
     for status, requeued in ((0, False), (PREEMPTED, True), (143, True), (2, False)):
         told.unlink(missing_ok=True)

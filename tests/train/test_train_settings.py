@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from halocline.train.batch_files import BatchJob, slurm_script
 from halocline.train.config import load_settings, make_settings, read_settings, write_settings
-from halocline.train.launch import slurm_script
 from halocline.train.optimizers import LARC, LARC_EPSILON, make_optimizer, rate_at
 from halocline.train.settings import ConfigError, OptimizerSettings, ScheduleSettings
 from halocline.train.task import spread
@@ -125,7 +125,7 @@ def test_the_learning_rate_rises_and_falls():
 
 
 def test_the_slurm_file_names_the_run():
-    text = slurm_script("run.toml", "runs/a", nodes=4, per_node=8, gpus=8, cpus=6, hours=2)
+    text = slurm_script(BatchJob("run.toml", "runs/a", 4, 8, 8, 6, 2))
     for line in ("#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue"):
         assert line in text
     assert "srun halocline train run.toml --out runs/a" in text

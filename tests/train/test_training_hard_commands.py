@@ -22,8 +22,9 @@ from halocline.cli import train_rank
 from halocline.cli.app import app
 from halocline.errors import RankFailure
 from halocline.train import forecast
+from halocline.train.batch_files import BatchJob, slurm_script
 from halocline.train.config import load_settings, make_settings, read_settings, write_settings
-from halocline.train.launch import Ending, LaunchError, LocalRanks, slurm_script
+from halocline.train.launch import Ending, LaunchError, LocalRanks
 from halocline.train.log import RunLog, read_log
 from halocline.train.reporting import write_report
 from halocline.train.settings import ConfigError
@@ -154,7 +155,7 @@ def test_the_demo_removes_nothing_but_demos(tmp_path):
 
 
 def test_paths_with_spaces_reach_slurm_whole():
-    text = slurm_script("my runs/a b.toml", "out dir", nodes=1, per_node=1, gpus=0, cpus=6, hours=1)
+    text = slurm_script(BatchJob("my runs/a b.toml", "out dir", 1, 1, 0, 6, 1))
     assert "srun halocline train 'my runs/a b.toml' --out 'out dir'" in text
     assert "--job-name=a-b\n" in text and "export SRUN_CPUS_PER_TASK=6" in text
 

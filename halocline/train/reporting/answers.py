@@ -7,9 +7,12 @@ maps become rows of pictures.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
+import torch
 
+from ...workloads.metrics import RocCurve
 from .charts import ChartScale, svg, ticks
 from .images import (
     BOTH_SIDES,
@@ -26,16 +29,17 @@ from .images import (
     thin,
 )
 from .run import Array
-from .svg import element, short, text, tooltip
+from .svg import element, path_of, short, text, tooltip
 
 EDGE, PAD = 230.0, 38.0  # of a small square chart: its edge, and the margin for labels
 NUMBERS = 12  # charts of numbers at most
 DOTS = 400  # points of a chart at most
 FEW = 40  # classes at most
+EARLIER = 3  # earlier predictions that are shown
 
 
-def answers(arrays: dict[str, Array]) -> str | None:
-    """HTML of the examples, or None for arrays that no form fits."""
+def answers(arrays: dict[str, Array], progress: Mapping[int, Array] | None = None) -> str | None:
+    """HTML of the examples, or None for arrays that no form fits; ``progress`` are earlier predictions by step."""
     if not all(name in arrays and arrays[name].size and arrays[name].ndim for name in ("y", "p")):
         return None
     y, p = arrays["y"], arrays["p"]
@@ -46,7 +50,9 @@ def answers(arrays: dict[str, Array]) -> str | None:
     if any(plane.ndim != 3 for plane in planes.values()) or planes["y"].shape != planes["p"].shape:
         return None
     fits = "x" not in planes or planes["x"].shape == planes["y"].shape
-    return _classes(planes) if fits and _whole(planes["y"], planes["p"]) else _fields(planes)
+    if not fits or not _whole(planes["y"], planes["p"]):
+        return _fields(planes)
+    return _classes(planes) + _learning(planes, progress or {})
 
 
 def _whole(*arrays: Array) -> bool:
@@ -61,6 +67,8 @@ def _numbers(y: Array, p: Array) -> str | None:
     """Scatter charts of a few numbers per sample, or a confusion table of classes."""
     if y.shape == p.shape or y.size == p.size:
         y, p = y.reshape(len(p), -1), p.reshape(len(p), -1)
+        if np.array_equal(np.unique(y), [0, 1]):
+            return roc(y, p)
         charts = [scatter(y[:, index], p[:, index], index) for index in range(min(NUMBERS, y.shape[1]))]
         more = f" The first {NUMBERS} of {y.shape[1]} numbers." if y.shape[1] > NUMBERS else ""
         words = f"{len(y)} validation samples: predicted against true; on the line the two are equal.{more}"
@@ -88,7 +96,7 @@ def scatter(y: Array, p: Array, index: int) -> str:
     across = ChartScale(low - margin, high + margin, PAD, EDGE - 8)
     up = ChartScale(low - margin, high + margin, EDGE - PAD, 8)
     ends = {"x1": across(across.low), "y1": up(up.low), "x2": across(across.high), "y2": up(up.high)}
-    parts = [_square(across, up), element("line", **ends, class_="diagonal")]
+    parts = [_square(across, up, ("true", "predicted")), element("line", **ends, class_="diagonal")]
     picked = np.unique(np.linspace(0, len(y) - 1, min(DOTS, len(y))).astype(int)).tolist()
     for true, predicted in ((float(y[i]), float(p[i])) for i in picked if math.isfinite(y[i] + p[i])):
         told = tooltip(f"true {short(true)}, predicted {short(predicted)}")
@@ -99,16 +107,33 @@ def scatter(y: Array, p: Array, index: int) -> str:
     return element("figure", element("figcaption", text(words)), drawing)
 
 
-def _square(across: ChartScale, up: ChartScale) -> str:
+def _square(across: ChartScale, up: ChartScale, labels: tuple[str, str]) -> str:
     """Frame, ticks and labels of a square chart."""
     parts = [element("rect", x=PAD, y=8, width=EDGE - 8 - PAD, height=EDGE - PAD - 8, class_="frame")]
     for value in ticks(across.low, across.high, 3):
         parts.append(element("text", text(short(value)), x=across(value), y=EDGE - PAD + 15, class_="tick mid"))
         parts.append(element("text", text(short(value)), x=PAD - 5, y=up(value) + 4, class_="tick end"))
-    parts.append(element("text", "true", x=(PAD + EDGE - 8) / 2, y=EDGE - 6, class_="label mid"))
+    parts.append(element("text", labels[0], x=(PAD + EDGE - 8) / 2, y=EDGE - 6, class_="label mid"))
     turned = f"translate(10 {(EDGE - PAD) / 2:.0f}) rotate(-90)"
-    parts.append(element("text", "predicted", transform=turned, class_="label mid"))
+    parts.append(element("text", labels[1], transform=turned, class_="label mid"))
     return "".join(parts)
+
+
+def roc(y: Array, p: Array) -> str:
+    """True over false alarms for every threshold; several numbers of a sample count by their largest."""
+    meter = RocCurve()
+    meter.add(torch.from_numpy(p.max(1)), torch.from_numpy(y.max(1)))
+    false, true = (part.tolist() for part in meter.curve())
+    across, up = ChartScale(0, 1, PAD, EDGE - 8), ChartScale(0, 1, EDGE - PAD, 8)
+    ends = {"x1": across(0), "y1": up(0), "x2": across(1), "y2": up(1)}
+    points = [(across(x), up(y)) for x, y in zip(false, true, strict=True)]
+    curve = element("path", d=path_of(points), class_="curve validation")
+    parts = [_square(across, up, ("false alarms", "true alarms")), element("line", **ends, class_="diagonal"), curve]
+    words = f"ROC curve: area {meter.result()['auc']:.4f}"
+    drawing = svg(words, *parts, width=EDGE, height=EDGE, class_="chart")
+    told = f"{len(y)} validation samples: the share of true over that of false alarms, for every threshold."
+    figure = element("figure", element("figcaption", text(words)), drawing)
+    return element("p", text(told)) + element("div", figure, class_="small")
 
 
 def confusion(y: Array, p: Array) -> str | None:
@@ -146,15 +171,13 @@ def _classes(planes: dict[str, Array]) -> str:
     for number in range(len(planes["y"])):
         y, p = planes["y"][number], planes["p"][number]
         under = planes["x"][number] if "x" in planes else np.zeros_like(y)
-        known = y >= 0  # negative numbers mark pixels without a known class
-        share = float((known & (y != p)).sum() / max(1, known.sum()))
         base = grey(thin(under))
-        wrong = thin(((y != p) & known).astype(np.float64)) > 0
+        wrong = thin(((y != p) & (y >= 0)).astype(np.float64)) > 0
         panels = {
             "input": base,
             "true": overlaid(base, thin(y)),
             "predicted": overlaid(base, thin(p)),
-            f"wrong: {100 * share:.2g} %": painted(base, wrong, WRONG, 0.9),
+            f"wrong: {_wrong(y, p):.2g} %": painted(base, wrong, WRONG, 0.9),
         }
         rows.append(_row(panels, f"sample {number + 1}"))
     words = "Slices of validation samples, with the classes laid over; class 0 is left grey."
@@ -162,6 +185,30 @@ def _classes(planes: dict[str, Array]) -> str:
     codes = {**{f"class {number}": class_code(number) for number in numbers if number > 0}, "wrong": WRONG}
     swatches = [element("span", element("i", style=f"background:{code}"), text(name)) for name, code in codes.items()]
     return element("p", text(words)) + element("p", *swatches, class_="legend") + "".join(rows)
+
+
+def _learning(planes: dict[str, Array], progress: Mapping[int, Array]) -> str:
+    """Rows of pictures: what was predicted after some of the earlier validations, and at the end."""
+    truth = planes["y"]
+    earlier = {step: p[:, 0] if p.ndim == 4 else p for step, p in sorted(progress.items())}
+    fitting = [(step, p) for step, p in earlier.items() if p.shape == truth.shape and _whole(p)]
+    if not fitting:
+        return ""
+    picked = np.unique(np.linspace(0, len(fitting) - 1, min(EARLIER, len(fitting))).astype(int)).tolist()
+    shown = [(f"after step {fitting[i][0]}", fitting[i][1]) for i in picked] + [("at the end", planes["p"])]
+    rows = []
+    for number in range(min(2, len(truth))):
+        base = grey(thin(planes["x"][number] if "x" in planes else np.zeros_like(truth[number])))
+        panels = {f"{words}: {_wrong(truth[number], p[number]):.2g} % wrong": overlaid(base, thin(p[number]))
+                  for words, p in shown}  # fmt: skip
+        rows.append(_row(panels, f"sample {number + 1}"))
+    return element("h3", "How predictions improve") + "".join(rows)
+
+
+def _wrong(y: Array, p: Array) -> float:
+    """Per cent of the pixels of known class that are wrong; negative numbers mark pixels without a known class."""
+    known = y >= 0
+    return float(100 * (known & (y != p)).sum() / max(1, known.sum()))
 
 
 def _row(panels: dict[str, Picture], sample: str) -> str:

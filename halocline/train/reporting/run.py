@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...errors import HaloclineError
 from ..config import CONFIG
 from ..log import LOG, read_log, with_numbers
-from ..pictures import EXAMPLES
+from ..pictures import EXAMPLES, PROGRESS
 from ..trace import TRACE
 
 RESULT = "result.json"
@@ -48,6 +48,7 @@ class RecordedRun:
     choices: Entry = field(default_factory=dict)  # the fields of hc.Choices
     result: Entry | None = None
     examples: dict[str, Array] | None = None
+    progress: dict[int, Array] = field(default_factory=dict)  # predicted slices of earlier validations, by step
     traced: bool = False
     plan: Entry | None = None  # the plan that the run follows, and its predictions
     troubles: dict[str, str] = field(default_factory=dict)  # parts that cannot be read, and why
@@ -103,6 +104,7 @@ def read_run(folder: Path) -> RecordedRun:
         _choices(_last(entries, "choices").get("values")),
         _result(folder, troubles),
         _examples(folder, troubles),
+        _progress(folder, {entry["step"] for entry in _by_step(entries, "validation")}),
         (folder / TRACE).is_file(),
         _last(entries, "plan") or None,
         troubles,
@@ -184,3 +186,16 @@ def _examples(folder: Path, troubles: dict[str, str]) -> dict[str, Array] | None
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         troubles["examples"] = f"{EXAMPLES} cannot be read: {error}"
         return None
+
+
+def _progress(folder: Path, steps: set[int]) -> dict[int, Array]:
+    """Predictions of earlier validations that the log knows; what cannot be read is left out."""
+    read: dict[int, Array] = {}
+    for path in sorted((folder / PROGRESS).glob("*.npz")):
+        if path.stem.isdigit() and int(path.stem) in steps:
+            try:
+                with np.load(path) as stored:
+                    read[int(path.stem)] = np.asarray(stored["p"], dtype=np.float64)
+            except (OSError, ValueError, EOFError, KeyError, BadZipFile):
+                continue
+    return read

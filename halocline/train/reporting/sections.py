@@ -337,7 +337,7 @@ def examples(run: RecordedRun) -> Part:
         return Missing("examples", run.troubles["examples"])
     if run.examples is None:
         return Missing("examples", "there is no examples.npz: the last validation writes it")
-    body = answers(run.examples)
+    body = answers(run.examples, run.progress)
     if body is None:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in run.examples.items())
         return Missing("examples", f"they are neither numbers nor slices that a page could show: {shapes}")
