@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from halocline.testing.place import ONE_THREAD, RankPlace
+from halocline.testing.place import RankPlace
 from halocline.testing.pool import RankPool
 
 from .topology import (
@@ -162,7 +162,7 @@ class Nodes(RankPlace):
 
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
         return {
-            **ONE_THREAD,
+            **super().environment(rank, size, port),
             **QUIET,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),

@@ -12,6 +12,7 @@ from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, Sha
 from .geometry import Partition
 from .kernels import chunked
 from .program.streaming import stream
+from .reduction import all_reduce, register_comm_hook
 from .rules import (
     WHOLE,
     Link,
@@ -30,6 +31,7 @@ from .rules import (
     shard,
     shard_inputs,
 )
+from .rules.annotate import annotate
 from .rules.checkpoint_halos import keep_halos
 from .rules.dtensor import from_dtensor, to_dtensor
 from .tensor import ShardedTensor, Sharding, trust, unwrap
@@ -47,7 +49,7 @@ __version__ = "0.1.0"
 
 _ON_FIRST_USE = ("data", "plan", "testing", "train")
 
-for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, unwrap):
+for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, annotate, unwrap):
     run_eagerly(_entrance)
 
 
@@ -82,6 +84,8 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "ShardingError",
+    "all_reduce",
+    "annotate",
     "average_gradients",
     "chunked",
     "composite",
@@ -98,6 +102,7 @@ __all__ = [
     "no_sync",
     "random",
     "read_whole",
+    "register_comm_hook",
     "remedy",
     "reshard",
     "rule",

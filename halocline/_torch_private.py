@@ -287,6 +287,15 @@ def all_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 modules.append(child)
 
 
+#: What ``Module.to`` asks before it changes a parameter's data.
+may_set_data = torch._has_compatible_shallow_copy_type
+
+
+def initializer(module: torch.nn.Module) -> Callable[[], None] | None:
+    """The method that fills a module's own tensors; that of torch's MultiheadAttention has a private name."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
     """Its hooks after accumulation, by the number of their handle; None where there are none."""
     return leaf._post_accumulate_grad_hooks
@@ -317,3 +326,24 @@ def set_group_timeout(group: dist.ProcessGroup | dist.ProcessGroupGloo, wait: ti
 
 #: One norm of each tensor of a list, and each tensor of a list times its own number, in place: a few kernels for all.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+
+
+def storage_classes() -> tuple[type, ...]:
+    """What the plans of torch.distributed.checkpoint say about files: the name of a rank's, and a place in one."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo, filesystem._StoragePrefix
+
+
+def remove_hooks(module: torch.nn.Module, unwanted: Callable[[Any], bool]) -> None:
+    """Take the unwanted ones of a module's forward hooks off."""
+    flags = (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if unwanted(hook)]:
+            del hooks[number]
+            for flag in flags:
+                flag.pop(number, None)

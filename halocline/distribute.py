@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch_private import BatchNormBase, all_parameters, running_modules, transforming
+from ._torch_private import BatchNormBase
 from .arrangement import Arranged
 from .errors import MeshError, Refused
 from .kernels import SizeWatch
+from .layout import Layout, cut_parameters, fill_meta, layout_of
+from .model_hooks import NewParameters, SameInputs, SharedBuffers
 from .own_collectives import watch_collectives
 from .random import same_state, watch_draws
 from .reduction import (
@@ -25,17 +27,15 @@ from .reduction import (
     GradientCompression,
     Lag,
     NextForwardOverlap,
-    is_averaged,
     is_dtensor,
     parameters_to_average,
     rings_for,
-    same_weights,
     settle_own,
     share_weights,
 )
+from .rules.annotate import remember_mesh
 from .rules.families.norm import STATISTICS
-from .tensor import ShardedTensor, watch
-from .tree import tensors_in
+from .tensor import ShardedTensor, Sharding, watch
 from .world import Label, Mesh, placement_of, this_rank_info
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -66,6 +66,7 @@ def distribute(
     rings: str | Sequence[int] = "usual",
     deterministic: bool | None = None,
     groups: Sequence[Sequence[str]] | None = None,
+    layout: Layout | None = None,
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -104,6 +105,10 @@ def distribute(
     measured times, so that equal runs give equal bits on any number of ranks. By default where all parameters are
     float64.
 
+    ``layout`` cuts parameters too, by patterns of their names: ``{"encoder.*.weight": {0: "model"}}`` lets each rank of
+    axis ``model`` hold its rows of these weights, of their gradients and of the optimizer's state; the last pattern
+    that matches decides. A model built on the meta device is filled tile by tile.
+
     A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
     take that mean.
@@ -135,12 +140,17 @@ def distribute(
         _watch_sizes(model)
         return model
     _watch_sizes(model)
-    _check_same_model(model, mesh)
-    share_weights([t for t in (*model.parameters(), *model.buffers()) if not is_dtensor(t)], mesh)
+    shardings = layout_of(model, mesh, layout or {})
+    _check_same_model(model, mesh, shardings)
     same_state(mesh.world)
+    _share_and_cut(model, mesh, shardings)
     watch(model)
+    remember_mesh(model, mesh)
+    cut_axes = frozenset(axis for sharding in shardings.values() for axis in sharding.axes)
     if mesh.size > 1:
-        watch_draws(model, mesh)
+        watch_draws(model, mesh, cut_axes)
+    if cut_axes:
+        model.register_forward_pre_hook(SameInputs(mesh, cut_axes), with_kwargs=True)
     for module in model.modules():
         if isinstance(module, BatchNormBase):
             setattr(module, STATISTICS, batch_statistics)
@@ -167,9 +177,9 @@ def distribute(
         engine.overlap = NextForwardOverlap(engine, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     if averaging == "own":
         engine.model = weakref.ref(model)
-        model.register_forward_pre_hook(_NewParameters(engine))
+        model.register_forward_pre_hook(NewParameters(engine))
     if next(model.buffers(), None) is not None:
-        model.register_forward_pre_hook(_SharedBuffers(mesh), with_kwargs=True)
+        model.register_forward_pre_hook(SharedBuffers(mesh), with_kwargs=True)
     watch_collectives(model)
     return model
 
@@ -276,76 +286,6 @@ def _as_indices(buckets: Buckets | None, names: list[str]) -> list[list[int]] | 
     return [[names.index(name) for name in bucket] for bucket in buckets]
 
 
-class _NewParameters:
-    """A hook before forward: parameters added or unfrozen since are averaged too, beginning with rank 0's values."""
-
-    def __init__(self, engine: GradientAverage | None) -> None:
-        self._engine = engine
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        engine = self._engine
-        if engine is None or transforming():  # torch.func differentiates what it put in the parameters' places
-            return
-        # Whoever was put round the model after us averages too, and looks at gradients while backward runs.
-        engine.patient |= any(isinstance(m, nn.parallel.DistributedDataParallel) for m in running_modules())
-        if all(is_averaged(p) or not p.requires_grad for p in all_parameters(module)):
-            return
-        if any(type(part).__name__.startswith("FSDP") for part in module.modules()):
-            return  # FSDP2 puts others in their place for the time of a forward
-        self._adopt(engine, module)
-
-    def _adopt(self, engine: GradientAverage, module: nn.Module) -> None:
-        # What functional_call puts in a parameter's place may be computed from others, whose gradients are averaged.
-        named = [(n, p) for n, p in module.named_parameters() if p.is_leaf and not is_averaged(p)]
-        new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not is_dtensor(parameter)]
-        late = [name for name, parameter in new if placement_of(parameter)]
-        if late:
-            raise MeshError(
-                f"{late[0]} is cut or each rank's own on a mesh axis, and required no gradient at hc.distribute, or "
-                "was made since; let it require one before hc.distribute, and freeze it afterwards"
-            )
-        if new:
-            same_weights([parameter.detach() for _, parameter in new], engine.world)
-            engine.adopt(new)
-
-    def __deepcopy__(self, memo: object) -> _NewParameters:
-        return _NewParameters(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NewParameters, (None,)
-
-
-class _SharedBuffers:
-    """On plain inputs, which are local batches as in DDP, buffers are rank 0's before each forward, as in DDP."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh: Mesh | None = mesh
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.mesh is None or self.mesh.size == 1 or not (module.training and torch.is_grad_enabled()):
-            return
-        if any(isinstance(tensor, ShardedTensor) for tensor in tensors_in((args, kwargs))):
-            return  # cut inputs have the same statistics on every rank already
-        buffers = list(module.buffers())
-        if buffers:
-            same_weights(buffers, self.mesh.world)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """A copied model belongs to no mesh."""
-        return _no_hook, ()
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return _no_hook()
-
-
-def _no_hook() -> Any:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: Any, kwargs: Any) -> None:
-    return None
-
-
 def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     """Average the gradients of leaves that belong to no distributed model: a learned scale, the weight of a loss."""
     leaves = list(tensors)
@@ -356,10 +296,21 @@ def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
         leaf._halocline_engine = engine  # type: ignore[attr-defined]
 
 
-def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank must bring the same parameter and buffer names, shapes and dtypes, and the same choices."""
+def _share_and_cut(model: nn.Module, mesh: Mesh, shardings: Mapping[str, Sharding]) -> None:
+    """Rank 0's values on every rank, of which each keeps its tile. By all ranks together."""
+    if mesh.world.capabilities.moves_data and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        fill_meta(model, shardings)
+    shared = [t for t in (*model.parameters(), *model.buffers()) if not (is_dtensor(t) or isinstance(t, ShardedTensor))]
+    share_weights(shared, mesh)
+    here = dict(model.named_parameters())
+    cut_parameters(model, {name: s for name, s in shardings.items() if not isinstance(here[name], ShardedTensor)})
+
+
+def _check_same_model(model: nn.Module, mesh: Mesh, shardings: Mapping[str, Sharding]) -> None:
+    """Every rank must bring the same parameter and buffer names, shapes and dtypes, choices and layout."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    text = "\n".join([repr(mesh.choices), *(f"{name} {_shape_of(t)} {t.dtype}" for name, t in named)])
+    layout = {name: sharding.dims_by_axis() for name, sharding in shardings.items()}
+    text = "\n".join([f"{mesh.choices} {layout}", *(f"{name} {_shape_of(t)} {t.dtype}" for name, t in named)])
     # On the CPU by name: the user may have set another default device.
     mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device="cpu")
     everyone, label = tuple(range(mesh.size)), Label("model check", "distribute")
@@ -367,8 +318,8 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
     if mesh.world.maximum(differs, everyone, label).item():
         raise MeshError(
             f"rank {mesh.rank}: the ranks bring different {type(model).__name__}s "
-            f"(this one has {len(named)} parameters and buffers, and {mesh.choices}); build the same model on every "
-            "rank, on a mesh with the same choices"
+            f"(this one has {len(named)} parameters and buffers, {len(layout)} of them cut, and {mesh.choices}); build "
+            "the same model on every rank, on a mesh with the same choices, with the same layout"
         )
 
 

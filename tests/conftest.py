@@ -1,8 +1,10 @@
 """Shared by all tests: one thread a process, GPU tests only where there is one, the sweep's counts at the end."""
 
 import gc
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     RankPlace.forked = True  # 3 s less for each rank
     torch.set_num_threads(1)
+    os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="halocline-tests-"))  # not the home folder
     gc.freeze()  # torch stays: full collections, of which every measurement of memory makes some, pass it over
 
 

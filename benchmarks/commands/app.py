@@ -24,6 +24,7 @@ from halocline.cli.output import (
 )
 from halocline.errors import HaloclineError
 
+from .chaos import chaos
 from .collectives import collectives
 from .foresight import foresight
 from .gpu import gpu
@@ -36,6 +37,7 @@ from .stage import stage
 from .training import curves, lag, quality, whole_vs_crops
 
 bench = new_app(help="Measure what things cost on this machine.")
+add_command(bench, chaos)
 add_command(bench, collectives)
 add_command(bench, foresight)
 add_command(bench, gpu)

@@ -10,15 +10,19 @@ from .. import __version__
 from .bench import add_benchmarks
 from .calibrate import calibrate
 from .check import check
+from .checkpoint import checkpoint
 from .data import data
 from .demo import demo
 from .doctor import doctor
+from .export import export
 from .launch import launch
 from .output import add_command, new_app
 from .plan import plan
 from .predict import predict
 from .report import report
+from .run import run
 from .simulate import simulate
+from .sweep import sweep
 from .taskbench import taskbench
 from .train import train
 from .tune import tune
@@ -28,7 +32,10 @@ for _command in (
     check,
     demo,
     train,
+    run,
+    sweep,
     report,
+    export,
     plan,
     simulate,
     calibrate,
@@ -40,6 +47,7 @@ for _command in (
 ):  # as help lists them
     add_command(app, _command)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 add_benchmarks(app)
 
 
@@ -68,6 +76,8 @@ def halocline(
 
     - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
       your own network on your own data.
+
+    - `halocline run script.py --ranks 4 -- --epochs 10`: runs your own single-device script on four ranks, unmodified.
 
     - `halocline check unet3d --cut depth=2,height=2`: checks that the answer is that of one rank, for a built-in
       network cut over 2 x 2 ranks on this machine.

@@ -52,6 +52,15 @@ Cut = Annotated[
     str | None,
     typer.Option("--cut", metavar="AXIS=N,...", help="Ranks along data, depth, height, width; width is the last dim."),
 ]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="JSON",
+        help='Parameters that are cut over a further axis of --cut: \'{"*.fc1.weight": {"0": "model"}}\'. '
+        "Default: that of the workload, if the cut has an axis model.",
+    ),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="float64, where exact means 1e-8, or float32.")]
 Steps = Annotated[
     int, typer.Option("--steps", help="Also train this many steps on both sides, and compare the loss curves.")
@@ -72,6 +81,7 @@ def check(
     shape: Shapes = None,
     ranks: Ranks = None,
     cut: Cut = None,
+    layout: Layout = None,
     dtype: Dtype = "float64",
     steps: Steps = 0,
     seed: Seed = 0,
@@ -94,6 +104,8 @@ def check(
     - `halocline check mypackage.models:make_net --shape 2,1,48,48,48 --cut data=2,depth=2`: your own network, made by
       any function that returns a torch.nn.Module.
 
+    - `halocline check vit3d --cut depth=2,model=2`: samples cut in depth, weights over the axis model.
+
     - `halocline check --zoo monai`: 49 networks of MONAI, one after another; `halocline check monai/UNet` is one of
       them. They need their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`,
       `zoo-neuralop`). `--zoo losses`: losses and metrics, of MONAI among others.
@@ -105,7 +117,7 @@ def check(
     with clear_errors("check", debug):
         plan = parse_cut(cut) if cut is not None else None
         settings: dict[str, Any] = {"ranks": ranks, "cut": plan, "dtype": dtype, "steps": steps, "seed": seed}
-        settings["deadline"] = deadline
+        settings |= {"deadline": deadline, "layout": None if layout is None else parse_layout(layout)}
         if target is None or zoo or only or names:  # a zoo, or a mistake that zoo_alone names
             named = zoo_alone(target, zoo, bool(shape) or args != "{}")
             if names:
@@ -150,6 +162,18 @@ def parse_shape(text: str) -> list[int]:
         return [int(size) for size in text.split(",")]
     except ValueError as error:
         raise BadUsage(f"--shape {text}: a shape is a row of sizes, such as 1,1,32,32,32") from error
+
+
+def parse_layout(text: str) -> dict[str, dict[int, str]]:
+    """The JSON of ``--layout``. Raises BadUsage."""
+    try:
+        layout = {name: {int(dim): str(axis) for dim, axis in dims.items()} for name, dims in json.loads(text).items()}
+    except (ValueError, AttributeError) as error:
+        raise BadUsage(
+            f"--layout {text}: it maps names of parameters to dims and axes, such as "
+            f'\'{{"*.weight": {{"0": "model"}}}}\' ({error})'
+        ) from error
+    return layout
 
 
 def parse_cut(text: str) -> dict[str, int]:

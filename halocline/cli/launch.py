@@ -65,8 +65,9 @@ def launch(
 ) -> None:
     """Write the file that starts a run on a cluster.
 
-    Two minutes before the time limit Slurm sends SIGTERM; the run then writes a checkpoint and ends. Submitted again,
-    it resumes from that checkpoint, on any number of ranks.
+    Two minutes before the time limit Slurm sends SIGUSR1, and SIGTERM when it takes the machines for another job; the
+    run then ends its step, writes a checkpoint and exits with status 75, on which the script requeues the job. It
+    resumes from that checkpoint, on any number of ranks.
 
     **Examples**
 

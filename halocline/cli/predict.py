@@ -27,6 +27,9 @@ Out = Annotated[
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes to start on this machine.")]
 Classes = Annotated[bool, typer.Option("--classes", help="Write the number of the most likely class, in one byte.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Execute the code that RUN names, though another user made or changed it.")
+]
 
 
 def predict(
@@ -38,6 +41,7 @@ def predict(
     ranks: Ranks = 1,
     classes: Classes = False,
     force: Force = False,
+    trust: Trust = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -47,6 +51,9 @@ def predict(
     the folder where you trained. The number of ranks and the size of the samples may differ from those of the training.
     Dataset and dims default to those of the training. OUT appears only when it is complete; an error leaves nothing
     behind.
+
+    RUN may name Python code, its network for one. It is executed if you made the run yourself, and otherwise only with
+    `--trust`.
 
     If OUT is a folder, it gets a .nii.gz file for each sample, with the affine of the NIfTI input.
 
@@ -62,7 +69,7 @@ def predict(
     """
     request = {
         "run": str(run), "source": source, "out": str(out), "dataset": dataset, "dims": dims, "classes": classes,
-        "force": force,
+        "force": force, "trust": trust,
     }  # fmt: skip
     with clear_errors("predict", debug):
         if debug:  # for ranks that are started here

@@ -8,25 +8,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..train.launch import Ending, LocalRanks
+from ..train.signals import SIGNALS, StopRequest
 
 
 class Stop:
-    """Forwards SIGTERM and Ctrl-C to the ranks: the first asks them to end in an orderly way, the next kills them."""
+    """Forwards requests to stop to the ranks: the first asks them to end in an orderly way, the next kills them."""
 
     def __init__(self) -> None:
-        self.asked, self._running = 0, list[LocalRanks]()
+        self.asked, self._request, self._running = 0, StopRequest(), list[LocalRanks]()
+
+    @property
+    def preempted(self) -> bool:
+        """Was the run asked to stop by a signal other than Ctrl-C, so that it should go on later?"""
+        return self._request.preempted
 
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, *_: object) -> None:
+    def _ask(self, number: int, _: object) -> None:
         """The signal handler."""
-        self.asked += 1
+        if self._request.note(number):
+            self.asked = 2
+        elif not self.asked:
+            self.asked = 1
+        else:  # the same request, sent twice
+            return
         self._hand_on()
 
     def _hand_on(self) -> None:

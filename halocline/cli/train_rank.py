@@ -96,6 +96,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         "steps": result.steps,
         "metrics": result.metrics,
         "stopped": result.stopped,
+        "preempted": result.preempted,
         "seconds": time.monotonic() - began,
     }
     if this_rank() == 0:

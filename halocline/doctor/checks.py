@@ -15,6 +15,7 @@ from typing import Any
 
 from ..sizes import size_text
 from ..world.launcher import RankInfo, rendezvous_of, started_by_mpiexec
+from ..world.rendezvous import is_loopback
 from . import machine
 from .finding import Finding, judged, problem_if, warn_if
 from .machine import OPTIONAL, Interface
@@ -129,7 +130,7 @@ def check_network(interfaces: Sequence[Interface], env: Mapping[str, str], host:
     gloo, nccl = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
     if gloo:
         text = f"{gloo}, as GLOO_SOCKET_IFNAME says"
-    elif address is None or machine.is_loopback(address):
+    elif address is None or is_loopback(address):
         outer = next((one.name for one in usable if not one.loopback), "the one they share")
         text = f"loopback, by the host name: enough for this machine; for several, export GLOO_SOCKET_IFNAME={outer}"
     else:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import halocline
 
 from ..sizes import file_text, free_memory
-from ..world.rendezvous import within
+from ..world.rendezvous import is_loopback, within
 from ..world.tcp import card_address
 
 #: Packages that only some runs need, and what for.
@@ -172,11 +172,6 @@ def _address(interface: str) -> str | None:
             return card_address(interface)
     rows = [line.split() for line in file_text("/proc/net/if_inet6").splitlines()]
     return next((str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[-1] == interface), None)
-
-
-def is_loopback(address: str) -> bool:
-    """Does an address stay on this machine? It may name an interface behind a "%"."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def resolve(host: str) -> str | None:

@@ -22,8 +22,7 @@ from ..errors import HaloclineError
 from ..testing.pool import RankPool
 from ..world import ProcessWorld, forget, init, this_world
 from ..world.launcher import Rendezvous
-from ..world.rendezvous import within
-from . import machine
+from ..world.rendezvous import listen_at, within
 from .finding import Finding, problems, ranks_text
 from .links import Links, examine_links, measure_links
 
@@ -194,12 +193,8 @@ def _reach(where: Rendezvous, rank: int, deadline: float) -> None:
 
 def _store(where: Rendezvous, rank: int, deadline: float) -> Any:
     """The store of the run: torchrun's, or one that rank 0 serves, and that torch.distributed shares later."""
-    options: dict[str, Any] = {}
     serve = rank == 0 and not where.served
-    address = machine.resolve(where.address) or where.address
-    if serve and machine.is_loopback(address):  # a port that the store opens itself would listen on every interface
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        options["master_listen_fd"] = socket.create_server((address, where.port), family=family).detach()
+    options = listen_at(where.address, where.port) if serve else {}
     limit = timedelta(seconds=deadline)
     store = TCPStore(where.address, where.port, None, serve, limit, False, multi_tenant=True, **options)
     return PrefixStore(f"halocline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,6 +1,6 @@
 """Integers only: what is needed, what is owned, and so what must move. No torch here."""
 
-from .access import Access, Adaptive, Concatenated, Mirror, Same, Transposed, Window
+from .access import Access, Adaptive, Blocks, Concatenated, Mirror, Packed, Same, Transposed, Window
 from .chunks import chunks_of, cut_at
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
@@ -11,11 +11,13 @@ from .view import Piece, SampleView
 __all__ = [
     "Access",
     "Adaptive",
+    "Blocks",
     "Box",
     "Concatenated",
     "DimMove",
     "Interval",
     "Mirror",
+    "Packed",
     "PackedMessage",
     "Partition",
     "Piece",

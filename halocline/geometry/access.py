@@ -232,6 +232,41 @@ class Rows(Access):
 
 
 @dataclass(frozen=True)
+class Blocks(Access):
+    """Block b of the output, of ``made`` indices, needs block b of the input, of ``held``: the groups of a grouped
+    convolution. The output is cut between blocks."""
+
+    held: int
+    made: int
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        if out.empty:
+            return (Interval(0, 0),)
+        return (Interval(out.lo // self.made * self.held, -(-out.hi // self.made) * self.held),)
+
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return _monotone(((2 * point + self.held) // (2 * self.held) * self.made for point in points), out_size)
+
+
+@dataclass(frozen=True)
+class Packed(Access):
+    """Output i needs inputs ``i``, ``size + i``, ... of ``parts`` equal parts: the rows of a packed projection.
+
+    The output is cut evenly at multiples of ``step``, so that each rank has whole heads of every part.
+    """
+
+    parts: int
+    size: int
+    step: int = 1
+
+    def need(self, out: Interval) -> tuple[Interval, ...]:
+        return tuple(out.shift(part * self.size) for part in range(self.parts))
+
+    def propagate_cut(self, points: tuple[int, ...], out_size: int) -> tuple[int, ...]:
+        return Partition.even(out_size, len(points) - 1, self.step).points
+
+
+@dataclass(frozen=True)
 class Digit(Access):
     """One of several dims that are merged, as one digit of the count of all their elements.
 

@@ -267,18 +267,18 @@ def load_machine(name: str) -> Machine:
             raise MachineError(
                 f"machine {name}: there is no such file; `halocline calibrate` writes one for this machine"
             )
-        text, origin = path.read_text("utf-8"), str(path)
+        text, origin = path.read_bytes(), str(path)
     elif name in shipped():
-        text, origin = (resources.files(__package__) / "machines" / f"{name}.json").read_text("utf-8"), name
+        text, origin = (resources.files(__package__) / "machines" / f"{name}.json").read_bytes(), name
     else:
         hint = did_you_mean(str(name), shipped())
         raise MachineError(f"no machine {name!r}{hint}; it is {', '.join(shipped())}, or a file such as here.json")
     try:
         return Machine.model_validate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise MachineError(f"machine {origin}: not JSON: {error}") from None
-    except ValidationError as error:
+    except ValidationError as error:  # a ValueError, too
         raise MachineError(f"machine {origin}: {explain_validation(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise MachineError(f"machine {origin}: not JSON: {error}") from None
 
 
 def explain_validation(error: ValidationError) -> str:

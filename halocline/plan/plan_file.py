@@ -152,7 +152,7 @@ def machine_fingerprint(machine: Machine) -> str:
 def read_plan(path: Path | str) -> Plan:
     """The plan that a file holds."""
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_bytes()
     except OSError as error:
         raise PlanError(
             f"plan {path}: it cannot be read: {error.strerror}; `halocline plan --out` writes one"
@@ -160,7 +160,7 @@ def read_plan(path: Path | str) -> Plan:
     return parse_plan(text, str(path))
 
 
-def parse_plan(text: str, origin: str) -> Plan:
+def parse_plan(text: str | bytes, origin: str) -> Plan:
     """A plan from the text of a file; ``origin`` is named in errors."""
     try:
         content = json.loads(text)
@@ -170,7 +170,7 @@ def parse_plan(text: str, origin: str) -> Plan:
                 "plan again with `halocline plan --out`"
             )
         return Plan.model_validate(content)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"plan {origin}: not JSON: {error}; `halocline plan --out` writes a plan") from None
-    except ValidationError as error:
+    except ValidationError as error:  # a ValueError, too
         raise PlanError(f"plan {origin}: {explain_validation(error)}; make the plan again") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"plan {origin}: not JSON: {error}; `halocline plan --out` writes a plan") from None

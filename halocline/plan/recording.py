@@ -27,7 +27,7 @@ from ..world import World
 from .replay import Replay
 
 #: Letters of the dims of a network's input, by how many there are.
-LETTERS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+LETTERS = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 STEADY = 2  # steps after which gradients have their buckets
 
 

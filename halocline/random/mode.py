@@ -21,6 +21,7 @@ from .categories import multinomial
 from .factories import FACTORIES, normal
 from .functions import KERNELS, Kernel
 from .generator import GlobalBox
+from .initialize import INITIALIZERS
 from .state import State, current, swap
 
 
@@ -59,6 +60,7 @@ def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: flo
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     F.gumbel_softmax: _gumbel_softmax,
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), multinomial),
+    **INITIALIZERS,
 }
 #: Functions made of others where the call draws; elsewhere torch's own. Filled by the rules, which have them anyway.
 WHERE_DRAWN: dict[Any, Callable[..., Any]] = {}

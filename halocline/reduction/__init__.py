@@ -1,6 +1,8 @@
 """Gradient averages."""
 
+from .arrays import all_reduce
 from .average import ENGINE, GradientAverage, engine_of
+from .comm_hook import register_comm_hook
 from .owners import is_averaged, is_dtensor, parameters_to_average
 from .schedule.control import Coordinator, Doubling, Tree
 from .schedule.deferred import DeferredParameter, settle, settle_own
@@ -21,10 +23,12 @@ __all__ = [
     "NextForwardOverlap",
     "Rings",
     "Tree",
+    "all_reduce",
     "engine_of",
     "is_averaged",
     "is_dtensor",
     "parameters_to_average",
+    "register_comm_hook",
     "rings_for",
     "same_weights",
     "settle",

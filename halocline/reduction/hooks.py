@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from .._torch_private import (
     gradient_hooks,
@@ -65,6 +66,7 @@ class ParameterHooks:
         """Has a user registered a hook?"""
         return bool(self._on_gradient.hooks or self._after.hooks)
 
+    @unserializable_hook
     def computed(self, gradient: Tensor | None) -> Tensor | None:
         """A gradient of the parameter was computed and is not yet added to ``.grad``. In autograd's thread."""
         if gradient is None:

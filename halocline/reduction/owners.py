@@ -28,6 +28,7 @@ def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple
     whole: Named = []
     placed: dict[tuple[int, ...], Named] = {}
     for name, parameter in model.named_parameters():
+        leaf = leaf_behind(parameter)
         ranks, placement = ranks_with_same(parameter, mesh), placement_of(parameter)
         if placement and (parameter in owned or averaging == "external"):
             raise MeshError(
@@ -35,12 +36,14 @@ def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple
                 "its gradient does so over all ranks; leave it out of DDP and FSDP2, and averaging as it is"
             )
         if placement and len(ranks) == 1:
-            mark_averaged(parameter, mark=True)  # its own gradient is the true one
+            mark_averaged(leaf, mark=True)  # its own gradient is the true one
+        elif leaf is not parameter and is_averaged(leaf):
+            continue  # the copy of a cut parameter, whose mean is taken as each gradient arrives
         elif parameter.requires_grad and parameter not in owned and averaging == "own":
-            (placed.setdefault(ranks, []) if placement else whole).append((name, parameter))
+            (placed.setdefault(ranks, []) if placement else whole).append((name, leaf))
     if averaging == "external":
         mark(set(model.parameters()))
-    if any(placement_of(parameter) for parameter in model.parameters()):
+    if any(placement_of(leaf_behind(parameter)) for parameter in model.parameters()):
         model.register_state_dict_post_hook(_mark_placed)
     return whole, placed
 
@@ -48,7 +51,7 @@ def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple
 def _mark_placed(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook on ``state_dict``: its tensors get the parameters' placement, which checkpoints and guards read."""
     for name, parameter in module.named_parameters():
-        if placement_of(parameter) and isinstance(state.get(prefix + name), Tensor):
+        if placement_of(leaf_behind(parameter)) and isinstance(state.get(prefix + name), Tensor):
             mark_placement(state[prefix + name], placement_of(parameter))
 
 
@@ -76,9 +79,16 @@ def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:
 _PLACED = "_halocline_placed"
 
 
+def leaf_behind(parameter: Tensor) -> Tensor:
+    """The leaf that gradients accumulate in: of a cut parameter its tile."""
+    leaf: Tensor = getattr(parameter, "_tile", parameter)
+    return leaf
+
+
 def is_averaged(parameter: Tensor) -> bool:
     """Is the gradient of this parameter averaged, by the library or by its owner?"""
-    return bool(getattr(parameter, AVERAGED, False) or getattr(parameter, _PLACED, False))
+    leaf = leaf_behind(parameter)
+    return bool(getattr(leaf, AVERAGED, False) or getattr(leaf, _PLACED, False))
 
 
 def mark_averaged(parameter: Tensor, mark: AveragedMark | bool) -> None:

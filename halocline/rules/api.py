@@ -58,7 +58,7 @@ def shard(
     if isinstance(tensor, ShardedTensor):
         raise ShardingError("this tensor is sharded already; use hc.reshard to cut it otherwise")
     sharding = make_sharding(mesh, tuple(tensor.shape), dims, points, multiple)
-    check_same(tensor, sharding, check)
+    check_same(tensor, mesh, sharding.axes, check)
     if not (tensor.requires_grad and torch.is_grad_enabled() and sharding.axes):
         return cut_like(tensor, sharding)
     # An input that wants a gradient gets it whole, as it was given.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import autograd_state, function_of, hooked_the_old_way, take_place
+from .._torch_private import autograd_state, function_of, hooked_the_old_way, may_set_data, take_place
 from ..tensor import DATA, ShardedTensor, Sharding, mean_over_whole_axes, node_of, on_one_rank, unwrap, watch_leaf, wrap
 from .table import direct, refuse
 
@@ -339,3 +339,9 @@ for _name in _NEEDS_VALUES:
 for _function in (torch.nonzero, torch.unique):
     direct(_function)(_refuse_values(_function.__name__))
 direct(setter("data"), DATA.__set__)(_refuse_values("data ="))
+
+
+@direct(may_set_data)
+def can_set_data(self: Tensor, other: Tensor) -> bool:
+    """The assignment itself decides (``tensor/guard.py``)."""
+    return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..sizes import size_text
-from ..tensor import check_entering, from_preloaded_halo, here, recut
+from ..tensor import Fetch, check_entering, from_preloaded_halo, here, recut
 from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, scaled
 from .plan import CallPlan
 
@@ -29,7 +29,11 @@ def check_whole_operands(plan: CallPlan, tiles: list[Tensor]) -> None:
             tile = tiles[place]
             if not getattr(tile, AVERAGED, False) and tile.requires_grad:
                 fetch = plan.fetches[place]
-                check_entering(tile, plan.mesh, fetch.work_axes - fetch.axes, Label(plan.name, here()))  # type: ignore[union-attr]
+                _check(plan, fetch, tile, Label(plan.name, here()))  # type: ignore[arg-type]
+
+
+def _check(plan: CallPlan, fetch: Fetch, tile: Tensor, label: Label) -> None:
+    check_entering(tile, plan.mesh, fetch.work_axes - fetch.axes, label, is_tile=bool(fetch.axes))
 
 
 def enter(plan: CallPlan, tiles: list[Tensor]) -> None:
@@ -72,7 +76,7 @@ def bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Te
         fetch = plan.fetches[place]
         # A whole operand that enters cut work: its gradient must be averaged.
         if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
-            check_entering(tiles[place], plan.mesh, fetch.work_axes - fetch.axes, label)  # type: ignore[union-attr]
+            _check(plan, fetch, tiles[place], label)  # type: ignore[arg-type]
         if place not in together:
             brought[place] = fetch(tiles[place], label)  # type: ignore[misc]
     return brought

@@ -1,4 +1,4 @@
-"""Checks that all ranks hand the same tensor to ``hc.shard``.
+"""Checks that all ranks hand the same tensor to ``hc.shard``, and to a model whose parameters are cut.
 
 If they did not, each rank would keep its part of another sample, and the sample would be put together from several.
 """
@@ -6,24 +6,25 @@ If they did not, each rank would keep its part of another sample, and the sample
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from .._torch_private import no_torch_functions, transforming
 from ..errors import Refused
-from ..tensor import Sharding, here
-from ..world import Label
+from ..tensor import here
+from ..world import Label, Mesh
 
 _FIRST = 64  # calls that are all checked
 _EVERY = 61  # of those after: no multiple of two, so that inputs and targets both have their turn
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
-    """Refuse on all ranks that share the sample, unless all bring the same. By all of them together."""
-    ranks = sharding.mesh.ranks_along(sharding.axes)
-    world = sharding.mesh.world
+def check_same(tensor: Tensor, mesh: Mesh, axes: Collection[str], check: bool | None, operation: str = "shard") -> None:
+    """Refuse on all ranks along ``axes``, which share the sample, unless all bring the same. By all of them
+    together."""
+    ranks, world = mesh.ranks_along(axes), mesh.world
     if len(ranks) == 1 or check is False or transforming():
         return
     if check is None:
@@ -35,10 +36,10 @@ def check_same(tensor: Tensor, sharding: Sharding, check: bool | None) -> None:
     mine = fingerprint(tensor)
     # The most and the least, as one maximum: all ranks come to the same verdict.
     both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
-    most, least = world.maximum(both, ranks, Label("comparing samples for shard", here())).tolist()
+    most, least = world.maximum(both, ranks, Label(f"comparing samples for {operation}", here())).tolist()
     if most != ~least:
         raise Refused(
-            "shard",
+            operation,
             here(),
             f"the ranks {', '.join(map(str, ranks))} bring different tensors, and each would keep its part of another "
             f"sample (rank {world.rank} has one of shape {list(tensor.shape)}, {tensor.dtype})",

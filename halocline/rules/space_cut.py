@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from ..choices import Choices
 from ..geometry import DimMove, Interval, Partition, whole
 from ..tensor import Cut, Fetch, Sharding
@@ -34,11 +37,18 @@ class SpaceCut:
         """Elements that the first rank receives and computes, to compare ways by."""
         return cost(mesh, [fetch for fetch in self.fetches if fetch], self.results, self.goals)
 
+    def cost_with_sums(self, mesh: Mesh, recipe: Recipe) -> int:
+        """The same, with what a sum of the results over ranks sends and receives."""
+        kept = {dim for output in recipe.outputs for dim in output.dims}
+        parts = mesh.count(cut.axis for dim, cut in self.cuts.items() if dim not in kept)
+        summed = sum(prod(result.shape) // mesh.count(result.axes) for result in self.results)
+        return self.cost(mesh) + 2 * summed * (parts - 1) // parts
+
 
 def choose_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: Choices) -> SpaceCut:
     """Cut the space as the operands are; where a dim must be whole, choose between the remedies."""
     # Always possible: dims that must be whole are simply fetched whole.
-    gather = SpaceCut(mesh, recipe, shardings, assigned_cuts(mesh, recipe, shardings))
+    gather = _first_cut(mesh, recipe, shardings)
     if recipe.ring is not None and (axis := ring_axis(recipe, shardings, gather.cuts, gather.fetches)):
         return _choose_round(mesh, recipe, recipe.ring, shardings, gather, axis, choices)
     if recipe.keeps_cut:
@@ -49,6 +59,21 @@ def choose_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding], choices: C
         return gather
     shuffle = SpaceCut(mesh, recipe, shardings, shuffled(mesh, recipe, gather.cuts, lost)).put_back(recipe, lost)
     return shuffle if choices.remedy == "shuffle" or shuffle.cost(mesh) < gather.cost(mesh) else gather
+
+
+def _first_cut(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> SpaceCut:
+    """Cut as the first operand is or, in a product whose operands claim an axis for different dims, as the others are.
+
+    The cheaper is taken: to move the weight and sum the result, or to gather the input of a weight that is cut.
+    """
+    first = SpaceCut(mesh, recipe, shardings, assigned_cuts(mesh, recipe, shardings))
+    if recipe.combine != "sum" or recipe.inplace or len(recipe.reads) < 2:
+        return first
+    cuts = assigned_cuts(mesh, recipe, shardings, (*recipe.reads[1:], recipe.reads[0]))
+    if cuts == first.cuts:
+        return first
+    other = SpaceCut(mesh, recipe, shardings, cuts)
+    return other if other.cost_with_sums(mesh, recipe) < first.cost_with_sums(mesh, recipe) else first
 
 
 def _choose_round(
@@ -71,14 +96,17 @@ def _choose_round(
     return gather
 
 
-def assigned_cuts(mesh: Mesh, recipe: Recipe, shardings: list[Sharding]) -> dict[int, Cut]:
+def assigned_cuts(
+    mesh: Mesh, recipe: Recipe, shardings: list[Sharding], reads: Sequence[Read] | None = None
+) -> dict[int, Cut]:
     """Cut the space as its operands are cut.
 
-    The first operand that speaks for an axis or a dim decides (in place, only the target speaks).
+    The first operand that speaks for an axis or a dim decides (in place, only the target speaks). ``reads`` gives
+    another order of the operands.
     """
     cuts: dict[int, Cut] = {}
     taken: set[str] = set()
-    for read in recipe.reads[:1] if recipe.inplace else recipe.reads:
+    for read in recipe.reads[:1] if recipe.inplace else reads or recipe.reads:
         for link, cut in zip(read.links, shardings[read.operand.index].cuts, strict=True):
             if cut is None or link.dim is None or link.dim in cuts or link.dim in recipe.uncut or cut.axis in taken:
                 continue

@@ -117,8 +117,13 @@ FULL_SHAPES = {
     "mlperf_cosmoflow": CUBE,
     "cosmoflow": CUBE,
     "unet3d": (1, 1, 128, 128, 128),
+    "transformer": (1, 1024),
+    "vit3d": (1, 1, 128, 128, 128),
     "resnet50": (1, 3, 224, 224),
     "resnet101": (1, 3, 224, 224),
+    "disruption": (1, 22, 2_000),
+    "disruption_conv": (1, 22, 2_000),
+    "seismic": (1, 1, 4_096, 4_096),
 }
 _SIZES = ("size", "channels_in", "patterns")  # arguments that follow from the shape of a sample
 

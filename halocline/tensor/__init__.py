@@ -6,6 +6,7 @@ from .fetch import Fetch, check_entering, entering, recut
 from .foreign import node_of, trust
 from .guard import DATA
 from .leaf import mean_over_whole_axes, watch_leaf
+from .parameter import become_cut
 from .place import current_module, here, watch
 from .preloaded_halo import from_preloaded_halo, wrap_with_halo
 from .sharded import ShardedTensor, dispatched_by, simple_tiles, unwrap, wrap
@@ -22,6 +23,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "Strides",
+    "become_cut",
     "check_entering",
     "counting_writes",
     "current_module",

@@ -147,11 +147,12 @@ def entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) ->
 _MEAN = "_halocline_mean"  # of a whole tensor: its version, and the axes over which its gradient is averaged on arrival
 
 
-def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:
+def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, is_tile: bool = False) -> None:
     """Make sure that the gradient of a whole operand, of which each rank holds a share, becomes the true one.
 
     Leaves must be averaged by someone when backward ends. An intermediate result takes the mean as its gradient
     arrives: users may ask for that gradient (``autograd.grad``, ``retain_grad``) or compute it by a Function of theirs.
+    The tile of a sharded tensor (``is_tile``) does not: whoever asks for its gradient takes the mean then.
     """
     if not torch.is_grad_enabled() or not operand.requires_grad:
         return
@@ -173,9 +174,10 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
             "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
         )
     if not operand.is_leaf and mesh.count(missing) > 1:
-        # missing)) | Remembered on the tensor: the next operation that it enters adds no second hook.
+        # Remembered on the tensor: the next operation that it enters adds no second hook.
         setattr(operand, _MEAN, (operand._version, known | missing))
-        _average_on_arrival(operand, mesh, missing, label)
+        if not is_tile:
+            _average_on_arrival(operand, mesh, missing, label)
 
 
 def _refuse_placed(leaf: Tensor, axes: frozenset[str], label: Label) -> None:

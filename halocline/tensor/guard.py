@@ -33,6 +33,12 @@ class GuardedData:
         return self if tensor is None else self._own.__get__(tensor, owner)
 
     def __set__(self, tensor: Tensor, value: Any) -> None:
+        if hasattr(value, "sharding") and getattr(tensor, "_tile", None) is value._tile:
+            return  # ``Module.to``, where nothing is to be converted
+        if hasattr(value, "sharding") and hasattr(tensor, "sharding"):
+            why = "it would put other memory in the place of this rank's tile, which the library averages and moves"
+            remedy = "convert a model (model.to, model.half) before hc.distribute; write values with x.copy_(...)"
+            raise Refused("Tensor.data =", here(), why, remedy)
         if hasattr(value, "sharding"):
             raise _refusal("Tensor.data =")
         self._own.__set__(tensor, value)

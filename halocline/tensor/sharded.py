@@ -59,6 +59,7 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
     _family: Family | None = None  # all sharded tensors on its memory, where it matters (copy.py)
     _takes_shells: bool = False  # does a hook make tiles of gradients that are sharded tensors?
     _preloaded_halo: object | None = None  # where the tile came with its rim (preloaded_halo.py)
+    _is_param: bool = False  # is it a parameter of a module? torch's own mark
 
     @staticmethod
     def __torch_function__(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +93,10 @@ class ShardedTensor(Tensor, metaclass=_TensorKind):
             raise RuntimeError("Only leaves of the graph can be copied deeply, cut or plain; detach this tensor first")
         twin = tile.detach().clone().requires_grad_(tile.requires_grad)
         twin.grad = None if tile.grad is None else tile.grad.clone()
-        return wrap(twin, self.sharding)
+        with torch.enable_grad():
+            shell = wrap(twin, self.sharding)
+        shell._is_param = self._is_param
+        return shell
 
 
 def _find_class(name: str) -> Any:

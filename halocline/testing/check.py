@@ -102,6 +102,7 @@ def check_network(
     dtype: str = "float64",
     steps: int = 0,
     seed: int = 0,
+    layout: Mapping[str, Mapping[int, str]] | None = None,
     deadline: float | None = None,
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -109,10 +110,11 @@ def check_network(
     """Run a network on one rank and cut over ``ranks``; compare outputs, gradients, buffers and loss curves.
 
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
-    ``deadline`` is in seconds and for the cut run; by default it is many times what one rank took.
+    ``layout`` cuts parameters over further axes of ``cut``, as ``hc.distribute`` takes it. ``deadline`` is in seconds
+    and for the cut run; by default it is many times what one rank took.
     """
     count_every_thread()  # first: tensors made before it are not counted when they are freed
-    return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed), deadline, pool, say)
+    return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed, layout), deadline, pool, say)
 
 
 def check_task(

@@ -61,7 +61,11 @@ class CutSide(Side):
 
     def __init__(self, task: NetworkTask, mesh: Mesh) -> None:
         super().__init__(task)
-        self.mesh, self.traffic, self.model = mesh, mesh.world.traffic, distribute(self.model, mesh)
+        self.mesh, self.traffic, self.model = (
+            mesh,
+            mesh.world.traffic,
+            distribute(self.model, mesh, layout=task.layout),
+        )
         cut = [shard(x, mesh, task.dims(index)) for index, x in enumerate(self.leaves)]
         self.leaves = [(unwrap(x) if isinstance(x, ShardedTensor) else x).detach() for x in cut]
 
@@ -161,7 +165,7 @@ def _gradients(side: Side) -> Iterator[tuple[str, Tensor]]:
     """The gradients of parameters and inputs, whole, by name."""
     for name, parameter in side.model.named_parameters():
         if parameter.grad is not None:
-            yield name, parameter.grad.detach().clone()
+            yield name, side.whole(parameter.grad.detach()).clone()
     for index, leaf in enumerate(side.leaves):
         if leaf.requires_grad:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from ..world.launcher import LOOPBACK
+from ..world.secret import SECRET, new_secret
 
 T = TypeVar("T")
 
@@ -37,7 +41,12 @@ class RankPlace:
 
     def environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
         """Variables that a rank process starts with."""
-        return {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+        return {**ONE_THREAD, SECRET: self.secret, "GLOO_SOCKET_IFNAME": LOOPBACK}
+
+    @cached_property
+    def secret(self) -> str:
+        """The secret of the ranks, made in the parent."""
+        return new_secret()
 
     def start(
         self, main: Callable[..., None], stacks: Sequence[str], port: int

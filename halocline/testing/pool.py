@@ -263,7 +263,7 @@ class _Ranks:
         """Outcomes of the ranks that did not answer, each with its stack."""
         for process in (self.processes[rank] for rank in late):
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)  # on which it writes its stack to its file
+                os.kill(process.pid, signal.SIGUSR2)  # on which it writes its stack to its file
         if late:
             time.sleep(0.1)  # for the signal to be handled
         text = f"was still running after {waited:.1f} s, at"
@@ -313,7 +313,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_die_with_parent, args=(Path(stack), place), daemon=True).start()
     with Path(stack).open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
         pipe.send_bytes(_reply(rank, partial(_join, rank, size, port, timeout, place)))
         while job := _next_job(pipe):
             pipe.send_bytes(_reply(rank, partial(_call, job)))

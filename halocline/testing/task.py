@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 COMPLEX = {"float64": torch.complex128, "float32": torch.complex64}
 #: Axes and the dims of the volume that they cut; spatial ones count from the end.
 DIMS = {"data": 0, "depth": -3, "height": -2, "width": -1}
+MODEL = "model"  # the axis that a workload's own layout cuts
 
 
 class BadUsage(HaloclineError, ValueError):
@@ -41,6 +42,7 @@ class NetworkTask:
     dtype: str = "float64"
     steps: int = 0
     seed: int = 0
+    layout: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -54,7 +56,7 @@ class NetworkTask:
         if index and not (spatial and shape[-len(spatial) :] == spatial):
             return {}
         same_batch = len(shape) > len(spatial) and shape[0] == volume[0]
-        axes = [axis for axis in self.cut if axis != "data" or same_batch]
+        axes = [axis for axis in self.cut if axis in DIMS and (axis != "data" or same_batch)]
         return {DIMS[axis] % len(shape): axis for axis in axes}
 
 
@@ -67,6 +69,7 @@ def make_task(
     dtype: str = "float64",
     steps: int = 0,
     seed: int = 0,
+    layout: Mapping[str, Mapping[int, str]] | None = None,
 ) -> NetworkTask:
     """Defaults filled in, and everything checked that can be checked without running."""
     if dtype not in DTYPES:
@@ -78,10 +81,25 @@ def make_task(
         if arguments or shapes:
             raise BadUsage(f"{target} has arguments and inputs of its own; leave out those given")
         dtype = entry.dtype if dtype == "float64" else dtype
-        return NetworkTask(target, {}, entry.shapes, _cut(entry.shapes[0], ranks, cut), dtype, steps, seed)
-    sizes = _shapes(target, shapes)
-    fitted = WORKLOADS[target].fit(sizes) if target in WORKLOADS else {}
-    return NetworkTask(target, {**fitted, **(arguments or {})}, sizes, _cut(sizes[0], ranks, cut), dtype, steps, seed)
+        sizes, arguments = entry.shapes, {}
+    else:
+        sizes = _shapes(target, shapes)
+        arguments = {**(WORKLOADS[target].fit(sizes) if target in WORKLOADS else {}), **(arguments or {})}
+    named = _layout(target, cut or {}, layout)
+    given = _cut(sizes[0], ranks, cut, {axis for dims in named.values() for axis in dims.values()})
+    return NetworkTask(target, arguments, sizes, given, dtype, steps, seed, named)
+
+
+def _layout(
+    target: str, cut: Mapping[str, int], layout: Mapping[str, Mapping[int, str]] | None
+) -> Mapping[str, Mapping[int, str]]:
+    """The layout that was given, or a workload's own where the cut has an axis ``model``."""
+    own = WORKLOADS[target].layout if target in WORKLOADS else None
+    if layout is None and MODEL in cut and own is not None:
+        return own(MODEL)
+    if not layout and MODEL in cut:
+        raise BadUsage(f"{target} has no layout of its own for {MODEL}={cut[MODEL]}; name its weights with --layout")
+    return layout or {}
 
 
 def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
@@ -107,11 +125,13 @@ def _text(*shapes: Sequence[int]) -> str:
     return " and ".join(",".join(map(str, shape)) for shape in shapes)
 
 
-def _cut(volume: Sequence[int], ranks: int | None, cut: Mapping[str, int] | None) -> dict[str, int]:
+def _cut(
+    volume: Sequence[int], ranks: int | None, cut: Mapping[str, int] | None, of_layout: Collection[str]
+) -> dict[str, int]:
     """The cut as asked for, or the volume's first spatial dim over all ranks (two by default)."""
     allowed = axes_of(volume)
     plan = dict(cut) if cut else {allowed[min(1, len(allowed) - 1)]: 2 if ranks is None else ranks}
-    unknown = [axis for axis in plan if axis not in allowed]
+    unknown = [axis for axis in plan if axis not in allowed and axis not in of_layout]
     if unknown:
         axes = ", ".join(allowed)
         raise BadUsage(f"no axis {unknown[0]!r} to cut an input of {_text(volume)} with; its axes are {axes}")
@@ -176,6 +196,9 @@ def make_inputs(task: NetworkTask) -> list[Tensor]:
     """The same numbers for every dtype; whole numbers stay what they are."""
     generator = torch.Generator().manual_seed(task.seed + 1)
     entry = entry_of(task.target)
+    tokens = WORKLOADS[task.target].tokens if task.target in WORKLOADS else None
+    if tokens is not None:
+        return [torch.randint(tokens, shape, generator=generator) for shape in task.shapes]
     return [_cast(tensor, task) for tensor in draw(entry.inputs if entry else task.shapes, generator)]
 
 

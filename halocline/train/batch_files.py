@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .signals import PREEMPTED
+
 
 @dataclass(frozen=True)
 class BatchJob:
@@ -40,12 +42,22 @@ SLURM = """#!/bin/bash
 #SBATCH --ntasks-per-node={ranks}
 #SBATCH --cpus-per-task={cpus}
 {more}#SBATCH --time={hours}:00:00
-#SBATCH --signal=TERM@120
+#SBATCH --signal=USR1@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
 
-{setup}# The run goes on from its last checkpoint when this is submitted again, on any number of ranks.
+{setup}# Ranks believe only those who know this, which reaches them in their environment.
+HALOCLINE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export HALOCLINE_SECRET
 export SRUN_CPUS_PER_TASK={cpus} # srun does not take it from the lines above
+trap : TERM USR1                 # the ranks save when they are asked to leave; this script waits for them
 srun halocline {command}
+status=$?
+
+# {preempted}: the ranks were asked to leave, and saved; 138 and 143: before they could. The run goes on from its last
+# checkpoint, on any number of ranks.
+case $status in {preempted} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+exit $status
 """
 
 
@@ -74,6 +86,7 @@ def slurm_script(
         more="".join(f"#SBATCH {each}\n" for each in more),
         setup="".join(f"{line}\n" for line in lines) + ("\n" if lines else ""),
         command=shlex.join(job.command),
+        preempted=PREEMPTED,
     )
 
 

@@ -38,7 +38,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # not TOML, or not text
+    except (ValueError, RecursionError) as error:  # not TOML, or not text
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -182,7 +182,7 @@ def read_settings(folder: Path) -> Settings:
     path = folder / CONFIG
     try:
         return _checked(tomllib.loads(path.read_text("utf-8")), str(path), extra="ignore")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}; give one of `halocline train`") from error
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..rules import gather
+from ..tensor import ShardedTensor, unwrap
 from .checkpoints.files import sync
 from .checkpoints.peers import CheckpointError, reason
 
@@ -25,8 +27,8 @@ SAFETENSORS = ".safetensors"
 def export_weights(model: nn.Module | Mapping[str, Any], path: Path | str) -> None:
     """Write a model's state_dict: a name ending in .safetensors chooses that format, any other ``torch.save``'s.
 
-    The file appears whole or not at all. Prefixes of DDP and torch.compile are removed from names. DTensors are
-    gathered: then all ranks must call this, otherwise any one rank may.
+    The file appears whole or not at all. Prefixes of DDP and torch.compile are removed from names. DTensors and cut
+    parameters are gathered: then all ranks must call this, otherwise any one rank may.
     """
     path = Path(path)
     weights = _whole(_state(model))
@@ -104,7 +106,7 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
             key = _identity(name, value)
             if key not in copies:
                 own = value.detach()
-                full = own.full_tensor() if isinstance(own, DTensor) else own
+                full = own.full_tensor() if isinstance(own, DTensor) else gather(own)
                 copies[key] = full.resolve_conj().resolve_neg().to("cpu", copy=True)
             whole[name] = copies[key]
     return whole
@@ -112,6 +114,9 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _identity(name: str, tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for two names of one tensor."""
+    if isinstance(tensor, ShardedTensor):
+        tile = unwrap(tensor)
+        return tile.data_ptr() or name, tensor.dtype, tile.device, tensor.shape
     here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return here.data_ptr() or name, tensor.dtype, here.device, tensor.shape, tensor.stride(), tensor.is_conj()
 

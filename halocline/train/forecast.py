@@ -95,12 +95,12 @@ def check_room(settings: Settings, task: TrainingTask, layout: MeshLayout, rank:
     except Exception as error:  # noqa: BLE001  a network may do what meta tensors cannot; the real step will tell
         _log.debug("no forecast of memory: %s", error)
         return
-    room = available()
+    room = available() if settings.memory is None else bytes_from("memory", settings.memory)
     _log.info("memory: %s; there are %s", needed, size_text(room))
     if needed.total > room:
         raise TrainingError(
             f"a step needs {needed}, and there are {size_text(room)}; cut over more ranks, take a smaller batch, "
-            "or precision = 'bf16'"
+            "split = 0, which computes it in parts, or precision = 'bf16'"
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HaloclineError
+from ..tensor import unwrap
 from ..world import Label, Mesh, placement_of, ranks_with_same
 from ..world.agreement import extremes
 
@@ -28,6 +29,12 @@ _log = logging.getLogger("halocline.train")
 #: Smallest scale of the loss in fp16. It is halved at every overflow: below this, about forty steps were skipped.
 LEAST_SCALE = 2.0**-24
 _LABEL = Label("guard", "the training loop", "control")
+_NAN_ADVICE = {
+    "raise": "lower the learning rate, or clip",
+    "warn": "lower the learning rate, or clip",
+    "skip": "the step is left out",
+    "rollback": "weights and optimizer go back to the last checkpoint, and the samples are left out",
+}
 _MODEL = "model/"  # prefix of a model's tensors in a checkpoint
 
 
@@ -54,14 +61,19 @@ class Guard:
         #: Buffers that hold NaN from the beginning, such as a table that is not filled in yet.
         self._nan_from_the_start = {f"{_MODEL}{name}" for name, each in model.named_buffers() if _has_nan(each)}
 
-    def look(self, step: int, loss: float, busy: float) -> None:
-        """Check a step by its loss and the seconds that this rank computed in it; every so often compare ranks."""
-        if not math.isfinite(loss):
-            self._report(self._settings.nan, f"step {step}: the loss is {loss}; lower the learning rate, or clip")
+    def look(self, step: int, loss: float, busy: float) -> bool:
+        """Check a step by its loss and the seconds that this rank computed in it; every so often compare ranks.
+
+        Returns whether the loss is finite.
+        """
+        finite = math.isfinite(loss)
+        if not finite:
+            self._report(self._settings.nan, f"step {step}: the loss is {loss}; {_NAN_ADVICE[self._settings.nan]}")
         self._busy.append(busy)
         if self._mesh.size > 1 and self._settings.drift_every and (step + 1) % self._settings.drift_every == 0:
             self._compare_weights(step)
             self._compare_times(step)
+        return finite
 
     def may_save(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
         """Is this state sound: weights finite, no other NaN, and every tensor the same on every rank?
@@ -189,7 +201,7 @@ class Guard:
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> Tensor:
     """An int64 for each tensor: the sum of its bits, read as integers, with each place weighted."""
-    words = [_fingerprint(tensor.detach()) for tensor in tensors.values()]
+    words = [_fingerprint(unwrap(tensor).detach()) for tensor in tensors.values()]
     return torch.stack([word.cpu() for word in words]) if words else torch.zeros(0, dtype=torch.int64)
 
 

@@ -11,7 +11,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 LAUNCHER = "HALOCLINE_LAUNCHER"  # variable by which a launcher passes its process id, the pipe and the folder's lock
@@ -81,6 +83,18 @@ def _state_of(process: int) -> tuple[str, int]:
         return "", 0
 
 
+def die_with_parent() -> Callable[[], object] | None:
+    """A function for a new rank to call before it runs its program: the system kills it when the launcher ends.
+
+    From then on, since importing torch takes seconds. None where the system has no such call.
+    """
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    return partial(ctypes.CDLL(None).prctl, _SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
 def told_to_rank(pulse: Pulse, lock: int | None) -> str:
     """The value of the variable ``LAUNCHER`` for a rank."""
     return f"{os.getpid()} {pulse.writer} {-1 if lock is None else lock}"
@@ -105,19 +119,10 @@ def follow_launcher() -> Tie:
     for descriptor in (writer, lock):
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
-    _die_with(launcher)
+    if os.getppid() != launcher:  # it ended before the system was told, by die_with_parent
+        os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=_beat, args=(writer,), daemon=True, name="halocline heartbeat").start()
     return Tie(lock if lock >= 0 else None)
-
-
-def _die_with(launcher: int) -> None:
-    """Have the system kill this process when its parent, the launcher, ends."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it has ended before
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _beat(writer: int) -> None:

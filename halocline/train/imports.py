@@ -37,7 +37,18 @@ def named(key: str, target: str) -> Callable[..., Any]:
         raise ConfigError(f"{key} = {target!r} cannot be imported: {error}{_remedy(module, error)}") from error
     if not callable(member):
         raise ConfigError(f"{key} = {target!r} is {type(member).__name__}, and cannot be called")
+    if _is_standard(module) or _is_standard(getattr(member, "__module__", None) or ""):
+        raise ConfigError(f"{key} = {target!r} is a part of Python itself, not of a network's code; it is not called")
     return member
+
+
+def _is_standard(module: str) -> bool:
+    """Is it a module of Python itself, such as os or subprocess? A user's module may have the same name."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return module.partition(".")[0] in sys.stdlib_module_names
+    path, packages = Path(file).resolve(), Path(sysconfig.get_path("purelib")).resolve()
+    return path.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve()) and not path.is_relative_to(packages)
 
 
 def _remedy(module: str, error: Exception) -> str:

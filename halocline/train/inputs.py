@@ -68,7 +68,7 @@ class Input:
         try:
             told: dict[str, Any] = json.loads((folder / INPUT).read_text())
             return cls(**{**told, "mean": tuple(told["mean"]), "std": tuple(told["std"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{folder / INPUT} cannot be read ({error}); `halocline train {folder}` writes it again"
             ) from error

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import HaloclineError
-from ..world import DEFAULT_DEADLINE, joined_world, serve_store, this_rank_info
-from .heartbeat import LAUNCHER, Pulse, is_stopped, told_to_rank
+from ..world import DEFAULT_DEADLINE, LOOPBACK, SECRET, joined_world, new_secret, serve_store, this_rank_info
+from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_rank
+from .signals import PREEMPTED
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
 WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
@@ -63,17 +65,27 @@ class LocalRanks:
 
     Output of ranks other than 0 goes to files. This process serves the store at which the ranks meet, so that no rank
     depends on another for it, and reads their heartbeats: a rank without a sign of life for ``deadline`` seconds has
-    failed. ``lock`` is a descriptor that all ranks inherit.
+    failed. ``lock`` is a descriptor that all ranks inherit, ``output`` and ``errors`` those to which rank 0
+    prints: standard output is for results.
     """
 
     def __init__(
-        self, command: list[str], ranks: int, folder: Path, deadline: float | None = None, lock: int | None = None
+        self,
+        command: list[str],
+        ranks: int,
+        folder: Path,
+        deadline: float | None = None,
+        lock: int | None = None,
+        output: int = _STDERR,
+        errors: int = _STDERR,
     ) -> None:
+        self._output, self._errors = output, errors
         self._folder, self._deadline, self._lock = folder / LOGS, deadline or DEFAULT_DEADLINE, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
             old.unlink()
         self._store, port = serve_store("127.0.0.1")
+        self._secret, self._die_with_parent = new_secret(), die_with_parent()
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pulses: list[Pulse] = []
         try:
@@ -91,16 +103,22 @@ class LocalRanks:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         # torchrun sets the last one, too, to tell ranks that it serves the store.
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        tie = {LAUNCHER: told_to_rank(pulse, self._lock)}
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **place, **meeting, **tie}
+        tie = {LAUNCHER: told_to_rank(pulse, self._lock), SECRET: self._secret}
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **place, **meeting, **tie}
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
-            if rank == 0:  # its progress goes to the terminal; standard output is for results
-                return subprocess.Popen(command, env=environment, stdout=_STDERR, pass_fds=kept)
+            if rank == 0:
+                return self._popen(command, environment, kept, stdout=self._output, stderr=self._errors)
             with (self._folder / f"rank-{rank}.log").open("ab") as log:
-                return subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=kept)
+                return self._popen(command, environment, kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         finally:
             pulse.started()
+
+    def _popen(
+        self, command: list[str], environment: dict[str, str], kept: list[int], **output: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that inherits these descriptors, and that ends with this one."""
+        return subprocess.Popen(command, env=environment, pass_fds=kept, preexec_fn=self._die_with_parent, **output)
 
     def wait(self) -> Ending | None:
         """Wait for all ranks: None if all succeed. If one fails or hangs, end the others and return its ending."""

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from .._torch_private import foreach_mul_, foreach_norm
 from ..errors import ConfigError
+from ..rules import cut_like
+from ..tensor import ShardedTensor
 from ..world import placement_of
 from ..world.placement import mark_placement
 from .imports import called, named
 
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
-    from .settings import OptimizerSettings, ScheduleSettings
+    from .settings import OptimizerSettings, ScheduleSettings, Settings
 
 #: The local rate for a weight or a gradient that is all zero, whose norms say nothing about a good step.
 LARC_EPSILON = 1.0 / 16000.0
@@ -120,18 +122,31 @@ def _mark_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
     """A hook on ``state_dict``: moments of the parameter's shape lie on the mesh as the parameter does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, moments in state_dict["state"].items():
-        placement = placement_of(parameters[index])
+        placement = {} if isinstance(parameters[index], ShardedTensor) else placement_of(parameters[index])
         for moment in moments.values() if placement else ():
             if isinstance(moment, Tensor) and moment.shape == parameters[index].shape:
                 mark_placement(moment, placement)
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of each weight; learning rate and other settings stay those of this run."""
+    """Load the state of each weight; learning rate and other settings stay those of this run.
+
+    Moments of cut parameters are cut as these are. By all ranks together.
+    """
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    for parameter, moments in getattr(optimizer, "state", {}).items():
+        for name, value in moments.items() if isinstance(parameter, ShardedTensor) else ():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments[name] = cut_like(value, parameter.sharding)
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """The learning rate of a step, counted from 0."""
+    factor = batch_factor(settings.batch * settings.accumulate, settings.schedule)
+    return settings.optimizer.lr * factor * rate_at(step, settings.steps, settings.schedule)
 
 
 def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
@@ -145,6 +160,19 @@ def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
     gone = (step - settings.warmup) / max(1, steps - settings.warmup)
     if settings.name == "linear":
         return 1 + (settings.final - 1) * gone
+    if settings.name == "exponential":
+        return max(settings.final, 1e-4) ** gone
     if settings.name == "cosine":
         return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * gone))
     return 1.0
+
+
+def batch_factor(samples: int, settings: ScheduleSettings) -> float:
+    """The factor on the learning rate for a step of so many samples, over all ranks.
+
+    >>> batch_factor(256, ScheduleSettings(base=64)), batch_factor(256, ScheduleSettings(base=64, scaling="sqrt"))
+    (4.0, 2.0)
+    """
+    if not settings.base:
+        return 1.0
+    return (samples / settings.base) ** (0.5 if settings.scaling == "sqrt" else 1.0)

@@ -22,11 +22,12 @@ class Precision:
     and choose the same scale without communication.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self._device = name, device
+    def __init__(self, name: str, device: torch.device, skip_not_finite: bool = False) -> None:
+        """``skip_not_finite``: also in other formats, leave out a step with a gradient that is NaN or infinite."""
+        self.name, self._device, self._skips = name, device, skip_not_finite
         self.dtype = torch.float64 if name == "fp64" else torch.float32  # of weights and inputs
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.skipped = False  # whether the last step was left out because a gradient overflowed
+        self.skipped = False  # whether the last step was left out because a gradient was not finite
         if name in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -56,8 +57,10 @@ class Precision:
     def step(self, optimizer: Any) -> bool:
         """Make the optimizer's step, unless a gradient overflowed; returns whether it was made."""
         if not self._scaler.is_enabled():
-            optimizer.step()
-            return True
+            self.skipped = self._skips and not _finite_gradients(optimizer)
+            if not self.skipped:
+                optimizer.step()
+            return not self.skipped
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -76,6 +79,12 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self._scaler.load_state_dict(state)
+
+
+def _finite_gradients(optimizer: Any) -> bool:
+    """Are all gradients finite? They have the same bits on every rank, so all ranks find the same."""
+    gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    return bool(torch.stack([each.isfinite().all() for each in gradients]).all()) if gradients else True
 
 
 def this_device() -> torch.device:

@@ -29,6 +29,7 @@ from .inputs import Input
 from .precision import Precision, this_device
 from .settings import AXES
 from .task import START, make_layout, model_maker
+from .trust import check_trusted
 
 Progress = Callable[[int, int], None]
 
@@ -36,11 +37,13 @@ Progress = Callable[[int, int], None]
 class Predictor:
     """The network of a run, with the weights of its newest good checkpoint. Made by all ranks together.
 
-    If the run's mesh does not fit the number of ranks, samples are cut as they would be by default.
+    If the run's mesh does not fit the number of ranks, samples are cut as they would be by default. A run that names
+    code and was made by somebody else is refused unless you ``trust`` it.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, trust: bool = False) -> None:
         settings = read_settings(run)
+        check_trusted(run, settings, trust)
         init(settings.deadline)
         self._settings, device = settings, this_device()
         self._device = device if device.type == "cuda" else None
@@ -115,22 +118,23 @@ def predict(
     dataset: str | None = None,
     classes: bool = False,
     force: bool = False,
+    trust: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run the network of ``run`` on every sample of ``source`` and write ``out``. Called by all ranks together.
 
     ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file per sample; it gets its name when all is written.
-    ``progress(done, total)`` is called after each batch. Returns name, number of samples, their shape and the
-    checkpoint's step.
+    ``trust`` is as in :class:`Predictor`. ``progress(done, total)`` is called after each batch. Returns name, number of
+    samples, their shape and the checkpoint's step.
     """
-    read_settings(run)  # first of all, so that a wrong folder is the error that is shown
+    check_trusted(run, read_settings(run), trust)  # first of all, so that a wrong folder is the error that is shown
     if not isinstance(source, Store):
         source = Input.read(run).open(str(source), dims, dataset)
     _check(out, force, source)
     parts = _parts(source, out)
     for store, _ in parts:
         Input.read(run).field(store)
-    predictor = Predictor(run)
+    predictor = Predictor(run, trust=trust)
     done, writers = 0, [PredictionWriter(file, predictor.mesh) for _, file in parts]
     try:
         for (store, _), writer in zip(parts, writers, strict=True):

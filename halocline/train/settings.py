@@ -16,8 +16,9 @@ from ..errors import ConfigError as ConfigError
 from ..sizes import bytes_from
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-ScheduleName = Literal["constant", "linear", "cosine"]
+ScheduleName = Literal["constant", "linear", "cosine", "exponential"]
 Policy = Literal["raise", "warn"]
+NanPolicy = Literal["raise", "warn", "skip", "rollback"]
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "larc")
 
@@ -128,12 +129,15 @@ class OptimizerSettings:
 class ScheduleSettings:
     """The learning rate over a run: it rises over ``warmup`` steps, then falls towards ``final`` of itself.
 
-    A string in place of this group is short for ``name``.
+    More workers mean larger batches, and those take larger rates: with ``base``, the rate is that of a batch of so many
+    samples, and grows with the batch of a step. A string in place of this group is short for ``name``.
     """
 
     name: ScheduleName = "constant"
     warmup: CountOrNone = 0  # steps
-    final: NotNegative = 0.0  # share of the learning rate at the end, of linear and cosine
+    final: NotNegative = 0.0  # share of the learning rate at the end, of linear, cosine and exponential
+    base: CountOrNone = 0  # samples of a step for which optimizer.lr is meant; 0: for any number
+    scaling: Literal["linear", "sqrt"] = "linear"  # how the rate grows with the samples of a step over base
 
 
 @_strict
@@ -170,7 +174,7 @@ class GradientSettings:
 class GuardSettings:
     """What is checked while training goes on, and whether it ends the run."""
 
-    nan: Policy = "raise"  # a loss that is NaN or infinite
+    nan: NanPolicy = "raise"  # a loss that is NaN or infinite; skip the step, or roll back to the last checkpoint
     drift: Policy = "raise"  # ranks whose weights are no longer the same
     drift_every: CountOrNone = 50  # steps; 0: never
     slow: Annotated[float, Gt(1)] = 5.0  # times the median of the others: a rank that is named
@@ -198,6 +202,10 @@ class Settings:
     steps: Count = 100  # optimizer steps
     batch: Count = 1  # samples of a batch, over all ranks
     accumulate: Count = 1  # batches of a step
+    split: CountOrNone = 1  # parts in which a batch is computed; 0: as few as fit in memory
+    memory: str | None = (
+        None  # most memory of a rank, such as "2GiB", by which split = 0 decides; default: what is free
+    )
     precision: Precision = "fp32"  # in which the network computes
     clip: Positive | None = None  # largest global norm of the gradients
     seed: int = 0  # of weights, the order of samples, augmentation and dropout
@@ -209,12 +217,18 @@ class Settings:
     validate_every: CountOrNone = 0  # steps; 0: at the end
     log_every: Count = 1  # steps
     checkpoint_every: CountOrNone = 50  # steps; 0: at the end
-    keep: Count = 3  # checkpoints
+    keep: Count = 3  # checkpoints, the newest good ones
+    keep_every: CountOrNone = 0  # steps: checkpoints at multiples of it stay, too; 0: none
     trace: bool = False  # write trace.json of a few steps, for ui.perfetto.dev
     deadline: Positive | None = None  # seconds of any wait; default: at least 120 for ranks, 600 for storage
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
+        if self.guard.nan in ("skip", "rollback") and (self.gradients.lag or self.gradients.overlap != "backward"):
+            raise ValueError(
+                f"guard.nan = {self.guard.nan!r} needs a step that ends before the next begins: leave gradients.lag "
+                "and gradients.overlap at their defaults"
+            )
         if (self.workload is None) == (self.model is None):
             raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
         if self.plan is not None and self.mesh:

@@ -147,6 +147,8 @@ def model_maker(settings: Settings) -> Callable[[], nn.Module]:
         arguments = {**getattr(workload, settings.scale).network, **settings.network}
         return lambda: called("network", workload.factory, **arguments)
     factory = named("model", settings.model or "")
+    if isinstance(factory, type) and not issubclass(factory, nn.Module):
+        raise ConfigError(f"model = {settings.model!r} is no torch.nn.Module, and is not called")
 
     def make() -> nn.Module:
         made = called("network", factory, **settings.network)

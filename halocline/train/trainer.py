@@ -7,8 +7,6 @@ here is needed.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,18 +29,21 @@ from .changes import changed, check_optimizer
 from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
 from .config import CONFIG, write_settings
 from .export import load_weights
-from .forecast import check_room
-from .guard import Guard, TrainingError
+from .guard import Guard
 from .imports import keep_code
 from .log import RunLog
-from .optimizers import load_optimizer, make_optimizer, rate_at
+from .optimizers import learning_rate, load_optimizer, make_optimizer
 from .pictures import Examples, memory_used
 from .planning import run_plan
 from .precision import Precision, this_device
+from .recovery import BufferCopy, Rollback
 from .settings import Settings
+from .signals import StopRequest
+from .splitting import check_divisible, part_size, steps_of
 from .step import training_step
 from .task import START, augmentations, make_layout, make_task, planned_layout
 from .trace import STEPS, Tracer, merge
+from .trust import mark_run
 from .work import StepWork
 
 Listener = Callable[[str, dict[str, Any]], None]
@@ -58,6 +59,7 @@ class Result:
     losses: list[float] = field(default_factory=list)  # of the steps made by this process
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False  # by a signal, after a checkpoint
+    preempted: bool = False  # by SIGTERM or SIGUSR1: it should go on later
 
 
 class Trainer:
@@ -79,7 +81,7 @@ class Trainer:
         init(settings.deadline)
         world = this_world()
         self._device = device = this_device()
-        self._precision = Precision(settings.precision, device)
+        self._precision = Precision(settings.precision, device, settings.guard.nan == "skip")
         task = agree(world, lambda: make_task(settings, self._precision.dtype), START)
         self._plan = run_plan(settings, task, self._precision, world, folder)
         self._layout = (
@@ -89,10 +91,11 @@ class Trainer:
         )
         self.mesh = self._layout.arrangement.mesh()
         self._task = task
-        check_room(settings, task, self._layout, world.rank, self._precision)
+        part = part_size(settings, task, self._layout, world, self._precision)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)  # else dropout would continue the numbers of an earlier run of this process
         self.model = self._precision.placed(task.make_model())
+        check_divisible(self.model, settings, part)
         if task.loss_module is not None:
             self._precision.placed(task.loss_module)
         if settings.weights is not None:
@@ -100,12 +103,14 @@ class Trainer:
         self._callbacks = agree(world, lambda: Callbacks(settings.callbacks), START)
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         distribute(self.model, plan=self._layout.arrangement, **settings.gradients.arguments(self.optimizer))
-        self.loader = self._loader(task.training, settings.batch, shuffle=True, device=device)
-        self._validation = self._loader(task.validation, settings.batch, False, device) if task.validation else None
+        self.loader = self._loader(task.training, part, shuffle=True, device=device)
+        self._validation = self._loader(task.validation, part, False, device) if task.validation else None
         self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
         self.checkpoints = Checkpoints(
-            folder / CHECKPOINTS, self.mesh, keep=settings.keep, deadline=settings.deadline, lock=lock
-        )
+            folder / CHECKPOINTS, self.mesh, settings.keep, keep_every=settings.keep_every, deadline=settings.deadline,
+            lock=lock,
+        )  # fmt: skip
+        self._roll_back = Rollback(self.checkpoints, self.model, self.optimizer)
         self.checkpoints.claim()  # before anything of another run in this folder is touched
         self._log = RunLog(folder) if self.mesh.rank == 0 else None
         if self._log is not None:
@@ -113,9 +118,10 @@ class Trainer:
             task.input.write(folder)
             if settings.model is not None:
                 keep_code(folder, settings.model)
+            mark_run(folder, settings)
         self._tracer = Tracer(folder, self.mesh.rank, STEPS if settings.trace else range(0), self.mesh.world)
         self.step = 0
-        self._stop_asked = False
+        self.stop = StopRequest()
         self._work = StepWork(self.mesh.world)
         self._data_waited = 0.0  # seconds that the loader had waited when the last step ended
 
@@ -142,7 +148,7 @@ class Trainer:
     def train(self) -> Result:
         """Train to the end, or until a signal asks to stop. By all ranks together."""
         try:
-            with _calling(self._ask_to_stop), ExitStack() as opened:
+            with self.stop, ExitStack() as opened:
                 # They close in an orderly way, and after an error without waiting for a lost rank.
                 for each in (self.checkpoints, self.loader, self._validation):
                     if each is not None:
@@ -178,7 +184,7 @@ class Trainer:
                 result.losses.append(loss)
                 self._callbacks("on_step", self, self.step - 1, loss)
                 if self._after_step():
-                    result.stopped = True
+                    result.stopped, result.preempted = True, self.stop.preempted
                     break
         if not result.stopped:
             self.save(wait=True)  # before validation, whose errors must not lose the weights
@@ -193,28 +199,18 @@ class Trainer:
 
     def _groups(self) -> Iterator[list[Batch]]:
         """The batches of each step that is left, epoch after epoch."""
-
-        def endless() -> Iterator[Batch]:
-            while True:
-                empty = True
-                for batch in self.loader:
-                    empty = False
-                    yield batch
-                    del batch  # its memory goes back to the loader
-                if empty:
-                    raise TrainingError("no sample of an epoch could be read; check the data")
-
-        stream = endless()
+        stream = steps_of(self.loader, self.settings.batch, self.settings.accumulate)
         while self.step < self.settings.steps:
-            yield [next(stream) for _ in range(self.settings.accumulate)]
+            yield next(stream)
 
     def _one_step(self, batches: list[Batch]) -> float:
         """One optimizer step; returns its loss. Times and waits go to log and guard."""
         settings, traffic = self.settings, self.mesh.world.traffic
-        rate = settings.optimizer.lr * rate_at(self.step, settings.steps, settings.schedule)
+        rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         began, waited = time.perf_counter(), dict(traffic.waited)
+        before = BufferCopy(self.model) if settings.guard.nan == "skip" else None
         with self._work:
             loss = training_step(
                 self.model, batches, self._task.loss, self.optimizer, self._precision, settings.clip
@@ -224,7 +220,10 @@ class Trainer:
         self._write_step(loss, rate, seconds, hidden, sum(len(batch.samples) for batch in batches))
         if self._precision.skipped:
             self._guard.overflowed(self.step, self._precision.scale)
-        self._guard.look(self.step, loss, seconds - sum(hidden.values()))
+            if before is not None:
+                before.restore()
+        if not self._guard.look(self.step, loss, seconds - sum(hidden.values())) and settings.guard.nan == "rollback":
+            self._note(f"step {self.step}: back to the weights of step {self._roll_back(self.step)}")
         self.step += 1
         return loss
 
@@ -244,7 +243,9 @@ class Trainer:
             **self._work.rates(seconds + data, data + sum(hidden.values())),
         }
         if self._precision.name == "fp16":
-            entry |= {"scale": self._precision.scale, "skipped": int(self._precision.skipped)}
+            entry["scale"] = self._precision.scale
+        if self._precision.name == "fp16" or self.settings.guard.nan == "skip":
+            entry["skipped"] = int(self._precision.skipped)
         last = self.step == self.settings.steps - 1
         if self._log is not None and (last or self.step % self.settings.log_every == 0):
             self._log.write("step", **entry)
@@ -261,7 +262,7 @@ class Trainer:
         settings = self.settings
         if settings.validate_every and self.step % settings.validate_every == 0 and self.step < settings.steps:
             self.validate()
-        stop, failed = self._agreed(self._stop_asked, self.checkpoints.failed)
+        stop, self.stop.preempted, failed = self._agreed(self.stop.asked, self.stop.preempted, self.checkpoints.failed)
         if failed:
             self.checkpoints.raise_failure()
         if stop:
@@ -336,8 +337,12 @@ class Trainer:
         }
         if self.settings.gradients.lag:
             state["lagged"] = lagged_gradients(self.model)
+        began = time.perf_counter()
         self.checkpoints.save(self.step, tensors, state, wait=wait)
-        self._tell("checkpoint", {"step": self.step})
+        told = {"step": self.step, "waited": time.perf_counter() - began}  # for the save before, and for the copy
+        if self._log is not None:
+            self._log.write("checkpoint", **told)
+        self._tell("checkpoint", told)
 
     def resume(self) -> None:
         """Load the newest good checkpoint in the folder, whatever mesh it was written on. By all ranks together."""
@@ -358,33 +363,12 @@ class Trainer:
         if words := changed(told, self.settings):
             self._note(f"other settings from step {self.step} on: {words}")
 
-    def _ask_to_stop(self, number: int = signal.SIGTERM, _: object = None) -> None:
-        """Handler of signals: stop after this step; a second Ctrl-C stops at once."""
-        if self._stop_asked and number == signal.SIGINT:  # the second Ctrl-C: do not wait for the end of the step
-            raise KeyboardInterrupt
-        self._stop_asked = True
-
     def _agreed(self, *flags: bool) -> list[bool]:
         """Each flag, true on all ranks if it is true on one: signals and failing disks may reach one rank alone."""
         if self.mesh.size == 1:
             return list(flags)
         raised = self.mesh.world.maximum(torch.tensor(flags).float(), tuple(range(self.mesh.size)), _STOP)
         return [bool(flag) for flag in raised.tolist()]
-
-
-@contextmanager
-def _calling(stop: Callable[[int, object], None]) -> Iterator[None]:
-    """Call ``stop`` at SIGTERM and Ctrl-C. Signals that are ignored, since a launcher forwards them, stay ignored."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for asked, handler in before.items():
-            signal.signal(asked, handler)
 
 
 @contextmanager

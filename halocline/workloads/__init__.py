@@ -1,7 +1,20 @@
 """Scientific workloads: networks as their papers have them, in plain PyTorch, with data that anyone can make."""
 
 from .._deprecated import renamed
-from . import cosmoflow, deepcam, deeplab, mlperf_cosmoflow, resnet, stemdl, tiramisu, unet3d
+from . import (
+    cosmoflow,
+    deepcam,
+    deeplab,
+    disruption,
+    mlperf_cosmoflow,
+    resnet,
+    seismic,
+    stemdl,
+    tiramisu,
+    transformer,
+    unet3d,
+    vit3d,
+)
 from .workload import Meter, Workload, WorkloadSize
 
 WORKLOADS = {
@@ -14,6 +27,11 @@ WORKLOADS = {
     "stemdl": stemdl.WORKLOAD,
     "resnet50": resnet.RESNET50,
     "resnet101": resnet.RESNET101,
+    "transformer": transformer.WORKLOAD,
+    "vit3d": vit3d.WORKLOAD,
+    "disruption": disruption.WORKLOAD,
+    "disruption_conv": disruption.CONVOLUTIONAL,
+    "seismic": seismic.WORKLOAD,
 }
 
 __all__ = ["WORKLOADS", "Meter", "Workload", "WorkloadSize"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..rules import gather
 from .workload import Batch
 
 
@@ -77,6 +78,47 @@ class Regression:
         variance = total_squares / count - (total / count) ** 2
         mse = squares / count
         return {"mse": mse, "mae": absolute / count, "explained": 1 - mse / variance if variance > 0 else 0.0}
+
+
+class RocCurve:
+    """True against false alarms over all thresholds, from the score and the class (0 or 1) of every sample."""
+
+    def __init__(self) -> None:
+        self._scores: list[Tensor] = []
+        self._truth: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, scores: Tensor, truth: Tensor) -> None:
+        """Add a batch; every rank calls it, and gets the scores of all ranks."""
+        self._scores.append(_whole(scores.double()).cpu())
+        self._truth.append(_whole((truth > 0.5).double()).cpu())
+
+    def curve(self) -> tuple[Tensor, Tensor]:
+        """Shares of false and of true alarms, from the highest threshold to the lowest, equal scores as one point."""
+        scores, truth = torch.cat(self._scores), torch.cat(self._truth)
+        order = scores.argsort(descending=True, stable=True)
+        scores, truth = scores[order], truth[order]
+        # The last sample of each run of equal scores.
+        ends = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
+        true, false = truth.cumsum(0)[ends], (1 - truth).cumsum(0)[ends]
+        start = torch.zeros(1, dtype=torch.float64)
+        return torch.cat([start, false / max(1.0, float(false[-1]))]), torch.cat(
+            [start, true / max(1.0, float(true[-1]))]
+        )
+
+    def result(self) -> dict[str, float]:
+        """The area under the curve, and the share of true alarms at 5 % and 20 % false ones."""
+        if not self._scores:
+            return {}
+        false, true = self.curve()
+        area = float(torch.trapezoid(true, false))
+        at = {f"true_at_{share}%_false": float(true[false <= share / 100].max()) for share in (5, 20)}
+        return {"auc": area, **at}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All samples on every rank."""
+    return gather(tensor).reshape(-1)
 
 
 class Accuracy:

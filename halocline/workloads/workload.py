@@ -49,3 +49,7 @@ class Workload:
     data: Callable[..., dict[str, Field]]
     small: WorkloadSize
     full: WorkloadSize
+    #: Inputs are whole numbers below this in a check; None: they are real numbers.
+    tokens: int | None = None
+    #: ``layout(axis)`` cuts its parameters over a mesh axis, as ``hc.distribute`` takes it; None: it has none.
+    layout: Callable[[str], dict[str, dict[int, str]]] | None = None

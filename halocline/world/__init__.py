@@ -6,7 +6,7 @@ from .comm_thread import CommThread
 from .dry import DryWorld
 from .events import Averaged, Begun, Computed, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
 from .joined import DEFAULT_DEADLINE
-from .launcher import RankInfo, this_rank_info
+from .launcher import LOOPBACK, RankInfo, this_rank_info
 from .local import LocalWorld, as_world, run_local
 from .mesh import Mesh, forget, init, joined_world, this_world
 from .movement import (
@@ -31,12 +31,15 @@ from .mpi import MpiWorld
 from .placement import place_parameter, placement_of, ranks_with_same
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
+from .secret import SECRET, new_secret
 from .tensor_bytes import in_host_memory, memory_of
 from .text import broadcast_text
 
 __all__ = [
     "AVERAGED",
     "DEFAULT_DEADLINE",
+    "LOOPBACK",
+    "SECRET",
     "Averaged",
     "Begun",
     "Bundle",
@@ -81,6 +84,7 @@ __all__ = [
     "joined_world",
     "memory_of",
     "new_group",
+    "new_secret",
     "pack",
     "place_parameter",
     "placement_of",

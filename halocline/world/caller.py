@@ -26,7 +26,18 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _PACKAGE = Path(__file__).parents[1]
 #: Parts of the library that run on behalf of the program, by paths that depend on caches and on other ranks.
-_ROOMS = ("world", "kernels", "reduction", "tensor", "random", "rules", "data", "distribute.py", "_torch_private.py")
+_ROOMS = (
+    "world",
+    "kernels",
+    "reduction",
+    "tensor",
+    "random",
+    "rules",
+    "data",
+    "scripts",
+    "distribute.py",
+    "_torch_private.py",
+)
 _INTERNAL = tuple(str(_PACKAGE / name) for name in _ROOMS)
 _COMPILED = str(Path("_dynamo") / "eval_frame.py")
 _MASK = (1 << 61) - 1

@@ -8,6 +8,7 @@ blocks: :class:`~.tcp.TcpTransport` decides when a connection reads and writes.
 from __future__ import annotations
 
 import heapq
+import hmac
 import socket
 import struct
 from collections import deque
@@ -16,12 +17,15 @@ from typing import Generic, TypeVar
 
 from .shared_memory import Mailbox, offered
 from .tags import diverged, is_counted
-from .transport_errors import Diverged
+from .transport_errors import Diverged, TransportError
 
 READ_AHEAD = 1 << 13  # bytes: headers and small payloads are read together, since a call costs more than a copy
 _HEADER = struct.Struct("<qqq")  # tag, bytes, place
 _FOLLOWS = -1  # as place: the payload follows on the socket
 _OFFER, _ACCEPTED, _FREED = -2, -3, -4  # tags of messages about shared memory, without a payload but for the offer
+_PROOF = -5  # stands for the proof that comes before all messages
+_LONGEST_OFFER = 256  # bytes
+LARGEST_OF_ALL = 1 << 40  # bytes of a message where nothing else limits it
 _WORTH_SHARING = 1 << 14  # bytes from which a message goes through shared memory
 _LOW_WATER = 1 << 18  # bytes of a half-read payload that the kernel collects before it reports the socket as readable
 _PARTS = 8  # buffers that one call gives to the kernel
@@ -85,9 +89,19 @@ class Connection:
     finished. With ``share``, large messages to a rank of the same node go through shared memory as soon as both ends
     have it mapped. ``read_ahead`` is how many bytes a read may take beyond a message; with 0, reading stops at the end
     of each message, so that the next one can be asked for before it is read and need not be copied.
+
+    ``proof`` is what must come first: nothing is believed without it. No message may be larger than ``largest`` bytes.
     """
 
-    def __init__(self, connected: socket.socket, peer: int, share: bool = False, read_ahead: int = READ_AHEAD) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        peer: int,
+        share: bool = False,
+        read_ahead: int = READ_AHEAD,
+        proof: bytes = b"",
+        largest: int = LARGEST_OF_ALL,
+    ) -> None:
         connected.setblocking(False)
         if connected.family == socket.AF_INET:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -107,6 +121,9 @@ class Connection:
         # Bytes that were read ahead and not used yet: from ``_begin`` to ``_end``.
         self._buffer, self._begin, self._end = memoryview(bytearray(read_ahead)), 0, 0
         self._low_water = 1
+        self._proof, self._largest = proof, largest
+        if proof:
+            self._tag, self._target = _PROOF, memoryview(bytearray(len(proof)))
         # Shared memory
         self._share, self._accepted = share, False
         self._outgoing: Mailbox | None = None
@@ -255,12 +272,15 @@ class Connection:
         self._filled = 0
         if self._tag is not None:
             tag, self._tag = self._tag, None
-            if tag == _OFFER:
+            if tag == _PROOF:
+                self._check_proof(bytes(self._target))
+            elif tag == _OFFER:
                 self._accept(bytes(self._target))
             else:
                 self._deliver(tag)
             return True
         tag, size, place = _HEADER.unpack(self._header)
+        self._check_header(tag, size, place)
         if tag == _ACCEPTED:
             self._accepted = True
         elif tag == _FREED:
@@ -274,6 +294,26 @@ class Connection:
             self._target = memoryview(bytearray(size)) if self._arrival is None else self._arrival.target
             return False
         return True
+
+    def _check_proof(self, came: bytes) -> None:
+        """Raise TransportError unless the peer has shown that it knows the job's secret."""
+        if not hmac.compare_digest(came, self._proof):
+            self.closed = True
+            raise TransportError(self.peer, "connection closed: its peer does not know the job's secret")
+
+    def _check_header(self, tag: int, size: int, place: int) -> None:
+        """Raise TransportError for a header that no rank sends: a length beyond what can come, or an unknown tag."""
+        if place != _FOLLOWS:
+            sound = tag >= 0 and self._incoming is not None and 0 <= place <= place + size <= self._incoming.size
+        elif tag < 0:
+            sound = (tag == _OFFER and 0 < size <= _LONGEST_OFFER) or (
+                size == 0 and (tag == _ACCEPTED or (tag == _FREED and self._outgoing is not None))
+            )
+        else:
+            sound = True
+        if not sound or not 0 <= size <= self._largest:
+            self.closed = True
+            raise TransportError(self.peer, f"connection closed: no rank sends the header {tag}, {size}, {place}")
 
     def _take_awaited(self, tag: int, size: int) -> PendingReceive | None:
         """The pending receive that a message of this tag and size is for, if there is one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMIX_RANK", "SLURM_NTASKS"),
 )
+
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the network card that stays on this machine
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,12 @@ class NodeInfo:
 def ranks_on_this_node(otherwise: int) -> int:
     """The number of ranks on this machine; ``otherwise`` if the environment does not say."""
     return _number(os.environ, "LOCAL_WORLD_SIZE", otherwise)
+
+
+def is_local(environment: Mapping[str, str]) -> bool:
+    """Are all ranks of the run on this machine, as far as the environment says?"""
+    size = _number(environment, "WORLD_SIZE")
+    return size > 0 and _number(environment, "LOCAL_WORLD_SIZE") == size
 
 
 def node_info_of(environment: Mapping[str, str]) -> NodeInfo:

@@ -15,7 +15,7 @@ from ..errors import MeshError
 from .events import Label
 from .mpi import MpiWorld
 from .process import start_torch
-from .rendezvous import within
+from .rendezvous import listening_socket, within
 from .text import broadcast_text
 
 
@@ -42,8 +42,8 @@ def _meet(world: MpiWorld) -> Any:
     hosts = world.sum(hosts, everyone, label)
     mine = [rank for rank in everyone if hosts[rank] == hosts[world.rank]]
     one_machine = len(mine) == world.size
-    listener = socket.create_server(("127.0.0.1" if one_machine else "", 0)) if world.rank == 0 else None
     address = "127.0.0.1" if one_machine else socket.gethostname()
+    listener = listening_socket(address) if world.rank == 0 else None
     port = listener.getsockname()[1] if listener else 0
     address, port = broadcast_text(world, 0, f"{address} {port}", label).split()
     os.environ.update(

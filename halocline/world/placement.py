@@ -49,7 +49,10 @@ def mark_placement(tensor: Tensor, axes: Mapping[str, str]) -> None:
 
 
 def placement_of(tensor: Any) -> Mapping[str, str]:
-    """The kind by axis, of axes on which a tensor is not whole."""
+    """The kind by axis, of axes on which a tensor is not whole. A sharded tensor is cut on those that cut it."""
+    sharding = getattr(tensor, "sharding", None)
+    if sharding is not None:
+        return dict.fromkeys(sorted(sharding.axes), "cut")
     placement: Mapping[str, str] = getattr(tensor, _PLACEMENT, {})
     return placement
 

@@ -22,9 +22,10 @@ from .capabilities import Capabilities
 from .connection import PendingReceive
 from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
-from .launcher import adopt_environment, node_info_of, rank_info_of, ranks_on_this_node
+from .launcher import LOOPBACK, adopt_environment, is_local, node_info_of, rank_info_of, ranks_on_this_node
 from .nccl import NcclGroups, nccl_groups
-from .rendezvous import gloo_group, init_process_group, meeting_point, own_store, world_number
+from .rendezvous import BoundedStore, gloo_group, init_process_group, meeting_point, own_store, world_number
+from .secret import Secret, agree_on_secret
 from .tags import folded
 from .tcp import LARGEST, WIDE_POSSIBLE, TcpTransport
 from .tensor_bytes import in_host_memory, memory_of, sendable
@@ -51,13 +52,19 @@ class ProcessWorld(JoinedWorld):
     wide world sends all messages on its sockets.
     """
 
-    def __init__(self, deadline: float = DEFAULT_DEADLINE, wide: bool = False) -> None:
+    def __init__(
+        self, deadline: float = DEFAULT_DEADLINE, wide: bool = False, secret: Secret | None = None, first: bool = True
+    ) -> None:
+        """The ``first`` world of a process finds the job's secret; others get it from the world that they duplicate."""
         self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups by purpose and ranks
         self._new_group = threading.Lock()  # a thread may set the deadline of groups while another adds one
         self._nccl: NcclGroups | None = None
         self._sockets: TcpTransport | None = None
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
-        own_sockets = self.size > 1 and os.environ.get("HALOCLINE_WIRE") != "0"
+        self._name = f"halocline/world {world_number(self.rank, deadline)}"
+        self._store = own_store(deadline)
+        self._secret = self._find_secret(deadline) if first else secret
+        own_sockets = self._secret is not None
         on_devices = "nccl" in str(dist.get_backend_config())
         all_on_sockets = wide and own_sockets and WIDE_POSSIBLE
         self.capabilities = Capabilities(
@@ -69,15 +76,21 @@ class ProcessWorld(JoinedWorld):
             device_memory=on_devices,
         )
         self._wide, self._everyone = wide, tuple(range(self.size))
-        self._name = f"halocline/world {world_number(self.rank, deadline)}"
-        self._store = own_store(deadline)
         if not all_on_sockets:  # else saved: the threads of a gloo group wake up a hundred times a second
             self._group(_MESSAGES, self._everyone)
-        if own_sockets:
-            self._sockets = TcpTransport(self.rank, deadline, self._store, f"{self._name}/sockets", all_on_sockets)
+        if self._secret is not None:
+            name = f"{self._name}/sockets"
+            self._sockets = TcpTransport(self.rank, deadline, self._store, name, self._secret, all_on_sockets)
         self._largest_on_sockets = math.inf if all_on_sockets else LARGEST
         if on_devices:  # gloo is needed, too, since flags and shapes are CPU tensors
             self._nccl = nccl_groups(self.size, deadline)
+
+    def _find_secret(self, deadline: float) -> Secret | None:
+        """The secret that all ranks have; None if they have none, or need no sockets. By all ranks together."""
+        if self.size == 1 or os.environ.get("HALOCLINE_WIRE") == "0":
+            return None
+        store = BoundedStore(self._store, deadline)
+        return agree_on_secret(os.environ, self.rank, self.size, store, f"{self._name}/secret")
 
     def set_deadline(self, seconds: float) -> None:
         """Set the deadline of all groups and sockets, those made later included."""
@@ -206,7 +219,7 @@ class ProcessWorld(JoinedWorld):
 
     def _duplicate(self, wide: bool) -> ProcessWorld:
         try:
-            return self._alike(ProcessWorld(self.deadline, wide))
+            return self._alike(ProcessWorld(self.deadline, wide, self._secret, first=False))
         except (RuntimeError, OSError) as error:  # a rank is gone, or the store with it
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
 
@@ -275,8 +288,11 @@ def _unmet(error: Exception) -> str:
 def start_torch(deadline: float, **meeting: Any) -> None:
     """Start torch.distributed as the environment says, or with store, rank and size of ``meeting``.
 
-    With a GPU for each rank of the node, NCCL is used for tensors on GPUs.
+    With a GPU for each rank of the node, NCCL is used for tensors on GPUs. If all ranks are on this machine, gloo
+    listens on loopback only.
     """
+    if is_local(os.environ):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     one_gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= ranks_on_this_node(1)
     if one_gpu_each:
         torch.cuda.set_device(node_info_of(os.environ).local_rank)

@@ -6,9 +6,12 @@ answers, and a client blocks in ``recv``. So every call runs in a thread that ca
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +20,7 @@ import torch.distributed as dist
 
 from .._torch_private import default_store
 from ..background import in_background
-from .launcher import rendezvous_of
+from .launcher import Rendezvous, is_local, rank_info_of, rendezvous_of
 
 T = TypeVar("T")
 _MARGIN = 1.0  # seconds by which our timeout is later than torch's own, whose text says more
@@ -83,12 +86,45 @@ def meeting_point() -> str:
 
 def serve_store(address: str) -> tuple[Any, int]:
     """A store in this process, for ranks that it starts, and its port. It ends with the returned object."""
-    import socket
-
-    listener = socket.create_server((address, 0))  # a port that the store opens itself would listen on every interface
+    listener = listening_socket(address)  # a port that the store opens itself would listen on every interface
     port = int(listener.getsockname()[1])
     store = dist.TCPStore  # type: ignore[attr-defined]  # public, though its stub does not say so
     return store(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+
+
+def listen_at(address: str, port: int) -> dict[str, Any]:
+    """Options for a store that this process serves: it listens on the interface of that address, not on all.
+
+    Empty, so that the store opens its port itself, if the address is not of this machine, as behind a translation of
+    addresses, or if the port is in use: the store may share it with an earlier one, and knows how to say so.
+    """
+    with suppress(OSError, UnicodeError):
+        return {"master_listen_fd": listening_socket(address, port).detach()}
+    return {}
+
+
+def listening_socket(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on the interface of an address, by which the other ranks find this one.
+
+    On all interfaces where this machine takes its own name for loopback, as some do, and other machines do not.
+    """
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    host = str(place[0])
+    if is_loopback(host) and not (is_local(os.environ) or address == "localhost" or address == host):
+        host = ""
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def is_loopback(address: str) -> bool:
+    """Does an address stay on this machine? It may name an interface behind a "%"."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def meet(where: Rendezvous, rank: int, size: int, deadline: float) -> Any:
+    """The store of a run that no launcher serves: rank 0 does, on the interface at which the others look for it."""
+    options = listen_at(where.address, where.port) if rank == 0 else {}
+    store, wait = dist.TCPStore, timedelta(seconds=deadline)  # type: ignore[attr-defined]  # public all the same
+    return store(where.address, where.port, size, rank == 0, wait, multi_tenant=True, **options)
 
 
 def new_group(deadline: float, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
@@ -125,8 +161,14 @@ def world_number(rank: int, deadline: float) -> int:
 
 def init_process_group(deadline: float, backend: str, **meeting: Any) -> None:
     """``dist.init_process_group`` with ``deadline`` for all its waits and for itself."""
-    wait = timedelta(seconds=deadline)
-    _on_this_device(deadline, lambda: dist.init_process_group(backend, timeout=wait, **meeting))
+    wait, where, own = timedelta(seconds=deadline), rendezvous_of(os.environ), rank_info_of(os.environ)
+
+    def start() -> None:
+        if not meeting and not where.served and where.port and own is not None and own.size:
+            meeting.update(store=meet(where, own.rank, own.size, deadline), rank=own.rank, world_size=own.size)
+        dist.init_process_group(backend, timeout=wait, **meeting)
+
+    _on_this_device(deadline, start)
 
 
 def _on_this_device(deadline: float, call: Callable[[], T]) -> T:

@@ -76,10 +76,10 @@ class Mailbox:
 
 def offered(offer: bytes) -> Mailbox | None:
     """Map the mailbox that a peer offers; None if that is not permitted."""
-    process, descriptor, size, token = offer.decode().split()
     try:
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
+        process, descriptor, size, token = offer.decode().split()
+        opened = os.open(f"/proc/{int(process)}/fd/{int(descriptor)}", os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError):
         return None
     try:
         memory = mmap.mmap(opened, int(size), prot=mmap.PROT_READ)

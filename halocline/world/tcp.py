@@ -17,15 +17,17 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from .connection import READ_AHEAD, Connection, PendingReceive, PendingSend
-from .launcher import ranks_on_this_node, rendezvous_of
-from .listener import HELLO, Listener
+from .connection import LARGEST_OF_ALL, READ_AHEAD, Connection, PendingReceive, PendingSend
+from .launcher import is_local, ranks_on_this_node, rendezvous_of
+from .listener import Listener, call, host_and_port
 from .rendezvous import BoundedStore
+from .secret import Secret
 from .transport_errors import Diverged, TransportError
 
 LARGEST = 1 << 17  # bytes of a message that fits into the kernel's buffers, so that sending does not wait
@@ -50,9 +52,9 @@ class TcpTransport:
     and never waits for the first of several messages.
     """
 
-    def __init__(self, rank: int, deadline: float, store: Any, name: str, wide: bool = False) -> None:
+    def __init__(self, rank: int, deadline: float, store: Any, name: str, secret: Secret, wide: bool = False) -> None:
         """``store`` is where the ranks tell their addresses, under a ``name`` that no other transport has had."""
-        self.rank, self._name, self._raw_store, self._wide = rank, name, store, wide
+        self.rank, self._name, self._raw_store, self._secret, self._wide = rank, name, store, secret, wide
         self.set_deadline(deadline)
         self._connections: dict[tuple[int, int], Connection] = {}  # by peer and lane
         self._poll = select.poll()
@@ -65,7 +67,9 @@ class TcpTransport:
         if wide:
             self._poll.register(self._bell, select.POLLIN)
         named = cards() if wide else cards()[:1]
-        self._listeners = [Listener(_own_address(card)) for card in named or [""]]
+        self._listeners = [
+            Listener(_own_address(card), secret, f"{name}/{rank}/{number}") for number, card in enumerate(named or [""])
+        ]
         for number, listener in enumerate(self._listeners):
             self._store.set(f"{name}/{rank}/{number}", listener.address)
 
@@ -90,15 +94,22 @@ class TcpTransport:
                 if (peer, lane) not in self._connections:
                     self._connect(peer, lane)
 
-    def _connect(self, peer: int, lane: int) -> Connection:
-        return self.adopt(self._call(peer, lane) if self.rank < peer else self._answer(peer, lane), peer, lane)
+    @property
+    def refused(self) -> Counter[str]:
+        """Callers at this rank's ports that were no ranks of the job, by what they did."""
+        return sum((listener.refused for listener in self._listeners), Counter())
 
-    def adopt(self, connected: socket.socket, peer: int, lane: int) -> Connection:
-        """Use a connected socket, whose other end is that lane of ``peer``."""
+    def _connect(self, peer: int, lane: int) -> Connection:
+        connected, proof = self._call(peer, lane) if self.rank < peer else (self._answer(peer, lane), b"")
+        return self.adopt(connected, peer, lane, proof)
+
+    def adopt(self, connected: socket.socket, peer: int, lane: int, proof: bytes = b"") -> Connection:
+        """Use a connected socket, whose other end is that lane of ``peer`` and sends ``proof`` first."""
         share = self._wide and connected.getpeername()[0] == connected.getsockname()[0]  # the peer is on this node
         # Large messages are asked for before they are read, and need no copy: see Connection.
         reads_ahead = lane < len(self._listeners)
-        made = Connection(connected, peer, share, READ_AHEAD if reads_ahead else 0)
+        largest = LARGEST_OF_ALL if self._wide else LARGEST
+        made = Connection(connected, peer, share, READ_AHEAD if reads_ahead else 0, proof, largest)
         self._limit(made)
         self._poll.register(made.socket, select.POLLIN)
         self._connections[peer, lane] = self._open[made.socket.fileno()] = made
@@ -107,12 +118,10 @@ class TcpTransport:
     def _address(self, peer: int, lane: int) -> str:
         return f"{self._name}/{peer}/{lane % len(self._listeners)}"
 
-    def _call(self, peer: int, lane: int) -> socket.socket:
+    def _call(self, peer: int, lane: int) -> tuple[socket.socket, bytes]:
         """Connect to a higher rank, at the address that it has left in the store."""
-        host, port, token = self._store.get(self._address(peer, lane)).split()
-        connected = socket.create_connection((host, int(port)), timeout=self.deadline)
-        connected.sendall(HELLO.pack(bytes.fromhex(token), self.rank, lane))
-        return connected
+        name = self._address(peer, lane)
+        return call(self._store.get(name), self._secret, name, self.rank, lane, self.deadline)
 
     def _answer(self, peer: int, lane: int) -> socket.socket:
         """Wait until a lower rank calls. Other callers meanwhile are kept for later."""
@@ -131,10 +140,11 @@ class TcpTransport:
 
     def _check_listening(self, peer: int, lane: int) -> None:
         """Raise if a rank that has not called yet has left or died."""
-        if self._store.check(self._address(peer, lane)):
-            host, port, _ = self._store.get(self._address(peer, lane)).split()
+        name = self._address(peer, lane)
+        if self._store.check(name):
+            where = host_and_port(self._store.get(name), self._secret, name)
             try:
-                socket.create_connection((host, int(port)), timeout=_PROBE).close()
+                socket.create_connection(where, timeout=_PROBE).close()
             except ConnectionRefusedError:
                 raise ConnectionError(f"connection closed: rank {peer} no longer listens") from None
             except OSError:  # it may still call
@@ -261,9 +271,11 @@ def cards() -> list[str]:
 
 
 def _own_address(card: str) -> str:
-    """The address of a network card, or of the one that leads to where the ranks met."""
+    """The address of a network card, of loopback if all ranks are here, or of the card that leads to where they met."""
     if card:
         return card_address(card)
+    if is_local(os.environ):
+        return "127.0.0.1"
     meeting = rendezvous_of(os.environ)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.address, meeting.port or 29500))  # sends nothing

@@ -38,12 +38,16 @@ def test_norms_after_a_permute(name: str, mesh: dict[str, int], cut: dict[int, s
     assert found.verdict == "exact", (found.why, found.error)
 
 
-@pytest.mark.parametrize(("shape", "gathered"), [((4, 8, 6), False), ((4, 8), True)])
-def test_the_cut_moves_to_space_if_there_is_room(shape: tuple[int, ...], gathered: bool) -> None:
+@pytest.mark.parametrize(("groups", "shuffles"), [(0, 0), (8, 0), (1, 0), (4, 0), (3, 1)])
+def test_a_cut_moves_to_space_only_where_a_group_lies_across_it(groups: int, shuffles: int) -> None:
+    """Without groups: a batch norm."""
+
     def body() -> tuple[int, int]:
         mesh = hc.Mesh(channels=2)
-        tracked(hc.shard(torch.ones(shape, **KIND), mesh, {1: "channels"}))
+        x = torch.ones(4, 9 if groups == 3 else 8, 6, **KIND)
+        cut = hc.shard(x, mesh, {1: "channels"})
+        F.group_norm(cut, groups) if groups else tracked(cut)
         traffic = mesh.world.traffic
         return sum(traffic.shuffles.values()), traffic.gathered_bytes
 
-    assert run_local(2, body) == [(0, 128) if gathered else (1, 0)] * 2
+    assert run_local(2, body) == [(shuffles, 0)] * 2

@@ -82,7 +82,7 @@ def _stop_at(place, folder, step):
 
     def tell(kind, values):
         if kind == "step" and values["step"] == step - 1 and trainer.mesh.rank == 2:
-            trainer._ask_to_stop()
+            trainer.stop()
 
     trainer = Trainer(settings, folder, tell)
     return trainer.train()

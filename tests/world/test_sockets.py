@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import socket
-import struct
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import halocline as hc
-from halocline.testing import shared_pool
-from halocline.world import Label
 from halocline.world.connection import Connection
-from halocline.world.listener import HELLO, Listener
+from halocline.world.secret import Secret
 from halocline.world.tags import counted_tag
 from halocline.world.tcp import LARGEST, TcpTransport
 from halocline.world.tensor_bytes import memory_of
@@ -35,7 +31,7 @@ def pair() -> tuple[Connection, Connection]:
 
 def transport(peer: socket.socket) -> tuple[TcpTransport, Connection]:
     """Rank 0's, with one connection, to rank 1."""
-    made = TcpTransport(0, 0.2, dist.HashStore(), "a test")
+    made = TcpTransport(0, 0.2, dist.HashStore(), "a test", Secret(b"a secret of this test"))
     return made, made.adopt(peer, 1, 0)
 
 
@@ -108,62 +104,6 @@ def test_silence_ends_at_the_deadline() -> None:
     with pytest.raises(TransportError, match=r"nothing within 0\.2 s"):
         wire.wait(1, there.receive(1, memoryview(bytearray(1))), time.monotonic() + 0.05)
     here.close()
-
-
-def stranger(address: str, kind: str) -> socket.socket:
-    """Calls at a rank's port without knowing its token."""
-    host, port, _ = address.split()
-    caller = socket.create_connection((host, int(port)))
-    if kind == "resets":
-        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        caller.close()
-    elif kind == "hangs up":
-        caller.close()
-    elif kind == "talks":
-        caller.sendall(b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n")
-    elif kind == "says a part":
-        caller.sendall(b"SSH")
-    return caller
-
-
-STRANGERS = ("idles", "resets", "hangs up", "talks", "says a part")
-
-
-def test_strangers_are_sent_away_and_ranks_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halocline.world.listener._GREETING", 0.05)
-    door = Listener("127.0.0.1")
-    callers = [stranger(door.address, kind) for kind in STRANGERS]
-    host, port, token = door.address.split()
-    rank = socket.create_connection((host, int(port)))
-    rank.sendall(HELLO.pack(bytes.fromhex(token), 3, 1)[:10])
-    door.look(0.01)
-    rank.sendall(HELLO.pack(bytes.fromhex(token), 3, 1)[10:])
-    end = time.monotonic() + 10
-    while (3, 1) not in door.callers and time.monotonic() < end:
-        door.look(0.01)
-    assert set(door.callers) == {(3, 1)}
-    time.sleep(0.06)
-    door.look(0.0)
-    for caller in callers:
-        caller.close()
-    assert not door._greeting
-    door.close()
-    rank.close()
-
-
-def meet_among_strangers() -> list[float]:
-    world = hc.Mesh(data=-1).world.duplicate()
-    callers = [stranger(world._sockets._listeners[0].address, kind) for kind in STRANGERS for _ in range(3)]
-    everyone = tuple(range(world.size))
-    found = world.sum(torch.ones(2), everyone, Label("sum", "a test")).tolist()
-    for caller in callers:
-        caller.close()
-    world.close()
-    return found
-
-
-def test_ranks_meet_among_strangers() -> None:
-    assert shared_pool(3).run(meet_among_strangers) == [[3.0, 3.0]] * 3
 
 
 def test_the_most_urgent_goes_first_and_what_has_begun_goes_on() -> None:

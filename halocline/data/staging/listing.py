@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ...errors import HaloclineError
 
 PREFIX = ".halocline-stage"  # of every name that staging leaves beside the data: never staged itself
+_LONGEST = 1 << 31  # bytes of a listing: some ten million files
 
 Tick = Callable[[], None]  # called now and then by long work, to say that it goes on
 
@@ -54,9 +55,44 @@ class Listing:
 
     @staticmethod
     def decoded(told: bytes) -> Listing:
-        """The listing that was encoded."""
-        root, files, folders = json.loads(zlib.decompress(told))
-        return Listing(root, tuple(File(*file) for file in files), tuple(folders))
+        """The listing that was encoded. StageError for anything else: a path in it must stay below its folder."""
+        try:
+            root, files, folders = json.loads(_decompressed(told))
+            listing = Listing(str(root), tuple(_told(*file) for file in files), tuple(map(str, folders)))
+        except (ValueError, TypeError, zlib.error, RecursionError) as error:
+            raise StageError(f"the listing of the source did not arrive as rank 0 sent it: {error}") from error
+        for path in (*(file.path for file in listing.files), *listing.folders):
+            if not is_below(path):
+                raise StageError(
+                    f"the listing of the source names {path!a}, which lies outside of it; nothing is staged"
+                )
+        return listing
+
+
+def is_below(path: str) -> bool:
+    """Is it a relative path that stays below its folder, and no name of staging's own?
+
+    >>> [is_below(path) for path in ("a/b.nc", "../evil.txt", "/etc/passwd", "a//b", "a/../../b", "")]
+    [True, False, False, False, False, False]
+    """
+    parts = path.split("/")
+    return not any(part in ("", ".", "..") or "\0" in part for part in parts) and not parts[0].startswith(PREFIX)
+
+
+def _decompressed(told: bytes) -> bytes:
+    """The listing's text; ValueError if it grows beyond what any listing has, or has an end missing."""
+    stream = zlib.decompressobj()
+    text = stream.decompress(told, _LONGEST)
+    if not stream.eof:
+        raise ValueError("it is too long, or not whole")
+    return text
+
+
+def _told(path: object, size: object, modified: object) -> File:
+    """A file of a listing that came from another rank."""
+    if not (isinstance(path, str) and type(size) is int and size >= 0 and type(modified) is int):
+        raise ValueError(f"{path!a} is no file")
+    return File(path, size, modified)
 
 
 def list_source(source: Path, pattern: str, tick: Tick) -> Listing:

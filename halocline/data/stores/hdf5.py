@@ -11,6 +11,7 @@ from .files import FileStore, Index, Paths, refuse_packed
 from .store import Array
 
 _SMALLEST_CACHE, _LARGEST_CACHE = 1 << 20, 1 << 26
+_MOST_LINKS = 16  # on the way to a dataset
 _FEW = 1 << 13  # chunks that are looked at one by one when a file is opened
 
 
@@ -19,7 +20,10 @@ class HDF5(FileStore):
 
     HDF5 reads what was never written as fill values. So a dataset is refused that has chunks missing (a writer that
     was killed), unless ``complete=False`` says that they are meant; so is one that lies in other files that are not
-    there. Numbers that its fletcher32 finds changed are refused; without it, changes on the disk go unnoticed, and
+    there. External links and the sources of virtual datasets must lie in the file's own folder, or below it: a file
+    from elsewhere could otherwise show numbers of any other file that you can read. ``outside=True`` allows them.
+
+    Numbers that its fletcher32 finds changed are refused; without it, changes on the disk go unnoticed, and
     with it a whole chunk of zeros still passes. The file's own tables have checksums since version 1.10 of the format
     (``libver="v110"``), which ``halocline data convert`` writes. netCDF's ``_FillValue`` is a number like any other.
     """
@@ -28,9 +32,16 @@ class HDF5(FileStore):
     suffixes = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
 
     def __init__(
-        self, paths: Paths, dataset: str, dims: str, order: str | None = None, *, complete: bool = True
+        self,
+        paths: Paths,
+        dataset: str,
+        dims: str,
+        order: str | None = None,
+        *,
+        complete: bool = True,
+        outside: bool = False,
     ) -> None:
-        self.dataset, self.complete = dataset, complete
+        self.dataset, self.complete, self.outside = dataset, complete, outside
         super().__init__(paths, dims, order)
 
     def place(self, file: int) -> str:
@@ -39,19 +50,20 @@ class HDF5(FileStore):
 
     def open_file(self, path: Path) -> OpenedHDF5:
         """The dataset, checked for missing parts."""
-        return OpenedHDF5(path, self.dataset, self.complete)
+        return OpenedHDF5(path, self.dataset, self.complete, self.outside)
 
 
 class OpenedHDF5:
     """A dataset of an open file, checked for what HDF5 would silently fill in."""
 
-    def __init__(self, path: Path, dataset: str, complete: bool) -> None:
+    def __init__(self, path: Path, dataset: str, complete: bool, outside: bool = False) -> None:
         import h5py
 
         self._file = h5py.File(path, "r")
         try:
-            self._data = _dataset(self._file, dataset)
-            _refuse_what_is_not_there(self._data, complete)
+            folder = None if outside else path.resolve().parent
+            self._data = _dataset(self._file, dataset, folder)
+            _refuse_what_is_not_there(self._data, complete, folder)
             cache = _cache_size(self._data)
             # The size of the chunk cache can be given only when a file is opened.
             if cache > _SMALLEST_CACHE:
@@ -81,10 +93,11 @@ def datasets(file: Any) -> list[str]:
     return names
 
 
-def _dataset(file: Any, name: str) -> Any:
-    """A dataset of numbers by name; the error lists what the file holds."""
+def _dataset(file: Any, name: str, folder: Path | None) -> Any:
+    """A dataset of numbers by name; the error lists what the file holds. Links lead nowhere outside ``folder``."""
     import h5py
 
+    _check_links(file, name, folder)
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         there = ", ".join(datasets(file)[:12]) or "none"
@@ -95,7 +108,45 @@ def _dataset(file: Any, name: str) -> Any:
     return dataset
 
 
-def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
+def _check_links(file: Any, name: str, folder: Path | None, depth: int = 0) -> None:
+    """Raise if an external link on the way to ``name`` leads to a file outside ``folder``."""
+    import h5py
+
+    if depth > _MOST_LINKS:
+        raise DataError(f"{name!r} of {file.filename} is behind more than {_MOST_LINKS} links; copy it with h5repack")
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    for count in range(1, len(parts) + 1):
+        where, rest = "/".join(parts[:count]), parts[count:]
+        link = file.get(where, getlink=True)
+        if isinstance(link, h5py.SoftLink):  # within the file, where it may meet another link
+            above = [] if link.path.startswith("/") else parts[: count - 1]
+            return _check_links(file, "/".join([*above, link.path, *rest]), folder, depth + 1)
+        if isinstance(link, h5py.ExternalLink):
+            target = _found(Path(file.filename), link.filename)
+            if target is None:
+                return None  # the link leads nowhere, and nothing is read
+            _check_inside(target, folder, f"{where!r} of {file.filename}")
+            with h5py.File(target, "r") as other:
+                return _check_links(other, "/".join([link.path, *rest]), folder, depth + 1)
+    return None
+
+
+def _found(own: Path, name: str) -> Path | None:
+    """The file that HDF5 opens for a name in the file ``own``: beside it first, then at the path as it is written."""
+    places = [own] if name == "." else [own.parent / name, Path(name)]
+    return next((place for place in places if place.exists()), None)
+
+
+def _check_inside(path: Path, folder: Path | None, who: str) -> None:
+    """Raise DataError if the path lies outside ``folder``."""
+    if folder is not None and not path.resolve().is_relative_to(folder):
+        raise DataError(
+            f"{who} leads to {path}, outside the folder of its file, and a file from elsewhere could show any other; "
+            "copy the numbers into one file with h5repack, or say HDF5(..., outside=True)"
+        )
+
+
+def _refuse_what_is_not_there(data: Any, complete: bool, folder: Path | None) -> None:
     """Raise where HDF5 would silently read fill values."""
     if data.external:
         raise DataError(
@@ -103,7 +154,7 @@ def _refuse_what_is_not_there(data: Any, complete: bool) -> None:
             "what is missing there as zeros; copy them into the file with h5repack"
         )
     if data.is_virtual:
-        _look_at_sources(data, complete)
+        _look_at_sources(data, complete, folder)
     elif complete and data.size:
         missing = _chunks_never_written(data)
         if missing:
@@ -137,7 +188,7 @@ def _chunks_there(data: Any) -> int:
     return sum(inside)
 
 
-def _look_at_sources(data: Any, complete: bool) -> None:
+def _look_at_sources(data: Any, complete: bool, folder: Path | None) -> None:
     """A virtual dataset reads fill values for every source that is not found, and where it has none."""
     import h5py
 
@@ -145,13 +196,12 @@ def _look_at_sources(data: Any, complete: bool) -> None:
     mapped = 0
     for source in data.virtual_sources():
         mapped += source.vspace.get_select_npoints()
-        # HDF5 looks beside the file first, then at the path as it is written.
-        places = [own] if source.file_name == "." else [own.parent / source.file_name, Path(source.file_name)]
-        present = next((place for place in places if place.exists()), None)
+        present = _found(own, source.file_name)
         if present is None:
             raise DataError(f"{_named(data)} is made of other files, of which {source.file_name} does not exist")
+        _check_inside(present, folder, _named(data))
         with h5py.File(present, "r") as file:
-            _refuse_what_is_not_there(_dataset(file, source.dset_name), complete)
+            _refuse_what_is_not_there(_dataset(file, source.dset_name, folder), complete, folder)
     if complete and mapped < data.size:
         raise DataError(
             f"{_named(data)} is made of other files, which hold {mapped} of its {data.size} numbers; the others would "

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._torch_private import nested_tensor_from_mask
-from ...geometry import Interval
+from ...geometry import Blocks, Interval, Packed
 from ...random.mode import WHERE_DRAWN
-from ..recipe import WHOLE, Operand, Output, Read, Recipe, RingSteps, Work, stretched
+from ...tensor import ShardedTensor
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, RingSteps, Work, stretched
 from ..table import composite, refuse, run_rule
 from .blockwise_attention import BlockwiseAttention
 from .random import dropped
@@ -66,11 +67,14 @@ def _attention_rule(
     scale: float | None,
     enable_gqa: bool,
 ) -> Recipe:
-    """Each query needs all keys and values. Where several heads share one of them, heads are not cut."""
+    """Each query needs all keys and values. Where several heads share one of them, they are cut between those."""
     space = shape(F.scaled_dot_product_attention, query, key, value, attn_mask, 0.0, is_causal, enable_gqa=enable_gqa)
     rows, keys = len(space) - 2, key.shape[-2]
     reads = [Read(query, (*stretched(query.shape[:-1], space[:-1]), WHOLE))]
     reads += [Read(x, (*stretched(x.shape[:-2], space[:-2]), WHOLE, WHOLE)) for x in (key, value)]
+    if enable_gqa:
+        together = max(1, space[rows - 1] // key.shape[-3])
+        reads = [_sharing_heads(read, together, rows - 1) for read in reads]
     if attn_mask is not None:
         reads.append(Read(attn_mask, (*stretched(attn_mask.shape[:-1], space[:-1]), WHOLE)))
 
@@ -90,9 +94,16 @@ def _attention_rule(
         reads=tuple(reads),
         outputs=(Output(space, (*range(rows + 1), None)),),
         local=local,
-        uncut=frozenset([rows - 1] * enable_gqa),
         ring=_ring(query, key, value, rows, is_causal, scale) if attn_mask is None and not enable_gqa else None,
     )
+
+
+def _sharing_heads(read: Read, together: int, dim: int) -> Read:
+    """The same read, with the ``together`` query heads that share a key kept on one rank."""
+    place = read.operand.ndim - 3
+    links = list(read.links)
+    links[place] = Link(dim, Blocks(together if read.operand.index == 0 else 1, together))
+    return Read(read.operand, tuple(links))
 
 
 def _ring(
@@ -156,7 +167,7 @@ def multi_head_attention_forward(
     _check(query, key, embed_dim_to_check, num_heads, attn_mask, is_causal)
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     batched = query.ndim == 3
-    projected = _projected((query, key, value), weights, in_proj_bias)
+    projected = _projected((query, key, value), weights, in_proj_bias, embed_dim_to_check // num_heads)
     # Without a batch, a batch of one.
     q, k, v = projected if batched else (x.unsqueeze(1) for x in projected)
     k, v, extra = _lengthened(k, v, bias_k, bias_v, add_zero_attn)
@@ -189,14 +200,34 @@ def _check(query: Tensor, key: Tensor, width: int, heads: int, mask: Tensor | No
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
 
 
-def _projected(inputs: Sequence[Tensor], weights: Any, bias: Tensor | None) -> Sequence[Tensor]:
-    """Queries, keys and values; self-attention needs one product for all three."""
+def _projected(inputs: Sequence[Tensor], weights: Any, bias: Tensor | None, width: int) -> Sequence[Tensor]:
+    """Queries, keys and values; self-attention needs one product for all three. ``width``: features of a head."""
     query, key, value = inputs
+    if isinstance(weights, ShardedTensor) and 0 in weights.sharding.dims_by_axis() and query is key and key is value:
+        return run_rule(F.linear, _packed_rule, (query, weights, bias, width), {})
     if isinstance(weights, Tensor) and query is key and key is value:  # one product instead of three
         return F.linear(query, weights, bias).chunk(3, -1)
     parts = weights.chunk(3) if isinstance(weights, Tensor) else weights
     shifts = (None, None, None) if bias is None else bias.chunk(3)
     return [F.linear(x, w, b) for x, w, b in zip(inputs, parts, shifts, strict=True)]
+
+
+def _packed_rule(input: Operand, weight: Operand, bias: Operand | None, width: int) -> Recipe:
+    """Three products with the parts of one weight. Its rows are cut by heads for the call, alike in all three parts."""
+    lead, features, made = input.ndim - 1, input.shape[-1], weight.shape[0] // 3
+    rows = Link(lead, Packed(3, made, width))
+    reads = [Read(input, (*map(Link, range(lead)), Link(lead + 1))), Read(weight, (rows, Link(lead + 1)))]
+    reads += [] if bias is None else [Read(bias, (rows,))]
+
+    def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+        if bias is not None and work.box[-1].size < features and work.box[-1].lo > 0:
+            weight, bias = weight + bias[:0].sum(), None
+        return tuple(part.contiguous() for part in F.linear(input, weight, bias).chunk(3, -1))
+
+    output = Output((*input.shape[:-1], made), tuple(range(lead + 1)))
+    return Recipe(
+        space=(*input.shape[:-1], made, features), reads=tuple(reads), outputs=(output,) * 3, local=local, combine="sum"
+    )
 
 
 def _lengthened(

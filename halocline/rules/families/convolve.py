@@ -59,7 +59,7 @@ class Convolve:
         # Slabs are often one plane thick; the tile never is.
         thin = self._thin(along, piece[2:]) if not main else None
         sees = (slice(None), slice(None), *(slice(a.taps.lo, a.taps.hi) for a in along))
-        local = [a.out.shift(-o.lo) for a, o in zip(along, out[2:], strict=True)]
+        local = [a.out.shift(-o.lo) for a, o in zip(along, out[2 : 2 + len(along)], strict=True)]
         # All of batch and channels; outputs counted from the rank's box.
         where = (slice(None), slice(None), *(slice(i.lo, i.hi) for i in local))
         kept = [i for i in range(len(along)) if i != thin]

@@ -2,13 +2,13 @@
 
 torch's own loss with ``reduction="none"`` runs on the tiles, so that the values are torch's to the bit. The reduction
 is a sum over all ranks and a division by a global count, or by the global sum of weights. The classes of a voxel are
-read whole.
+read whole; where they are cut, a voxel's loss is a maximum and two sums over the ranks, and no score is gathered.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..._torch_private import caller_value
 from ...errors import ShardingError
-from ...tensor import here
-from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, follow, whole_operands
+from ...tensor import ShardedTensor, here
+from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow, whole_operands
 from ..table import composite, refuse, run_for, run_rule
 from .pointwise import elementwise
 
@@ -122,6 +122,17 @@ def _voxels(input: Operand) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Lin
     return space, tuple(range(len(space))), links
 
 
+def _check_target(function: Any, scores: Sequence[int], target: Sequence[int]) -> None:
+    """Raise where the global shape of a target is not that of the voxels."""
+    classes = 0 if len(scores) == 1 else 1
+    space = [size for dim, size in enumerate(scores) if dim != classes]
+    if list(target) != space:
+        raise ShardingError(
+            f"{function.__name__} in {here()}: classes {list(scores)} want a target {space} in global "
+            f"terms, got {list(target)}; a target read as a tile becomes sharded by hc.from_tile(...)"
+        )
+
+
 def _class_rule(
     function: Callable[..., Tensor],
     input: Operand,
@@ -131,12 +142,8 @@ def _class_rule(
     smoothing: float,
 ) -> Recipe:
     """Loss of each voxel over its classes, and the weight that its class has in the average."""
+    _check_target(function, input.shape, target.shape)
     space, dims, links = _voxels(input)
-    if target.shape != space:
-        raise ShardingError(
-            f"{function.__name__} in {here()}: classes {list(input.shape)} want a target {list(space)} in global "
-            f"terms, got {list(target.shape)}; a target read as a tile becomes sharded by hc.from_tile(...)"
-        )
     options = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
 
     def local(work: Any, tile: Tensor, aim: Tensor, w: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
@@ -162,11 +169,81 @@ def _probability_rule(input: Operand, target: Operand, weight: Operand | None, s
     return Recipe(space=space, reads=(Read(input, links), Read(target, links), *whole_operands(weight)), local=local)
 
 
+def _class_dim(input: Any) -> int:
+    return 0 if input.ndim == 1 else 1
+
+
+def _classes_cut(input: Any) -> bool:
+    """Are the scores of a voxel cut over ranks?"""
+    return isinstance(input, ShardedTensor) and input.sharding.cuts[_class_dim(input)] is not None
+
+
+def _pick_rule(scores: Operand, target: Operand, ignore_index: int) -> Recipe:
+    """The score of each voxel's class, from the rank that has it; zero where the class is ignored."""
+    space, dims, _ = _voxels(scores)
+    place, classes = _class_dim(scores), scores.shape[_class_dim(scores)]
+
+    def local(work: Work, tile: Tensor, aim: Tensor, *_: Any) -> Tensor:
+        own = work.box[-1]
+        if own.empty:
+            return tile.new_zeros(aim.shape) + tile.sum()
+        mine = (aim >= own.lo) & (aim < own.hi)
+        # A class that no rank has stays outside the scores, so that torch raises its own error.
+        others = torch.where((aim >= 0) & (aim < classes) | (aim == ignore_index), 0, classes)
+        found = tile.gather(place, torch.where(mine, aim - own.lo, others).long().unsqueeze(place)).squeeze(place)
+        return found.masked_fill(mine.logical_not() | (aim == ignore_index), 0.0)
+
+    links = list(map(Link, dims))
+    links.insert(place, Link(len(space)))
+    return Recipe(
+        space=(*space, classes),
+        reads=(Read(scores, tuple(links)), follow(target)),
+        outputs=(Output(space, dims),),
+        local=local,
+        combine="sum",
+        runs_empty=True,
+    )
+
+
+def _of_cut_classes(
+    function: Any, scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and weight of each voxel, as :func:`_class_rule` gives them, from logarithms whose classes are cut."""
+    _check_target(function, scores.shape, target.shape)
+    place = _class_dim(scores)
+    values = -run_rule(function, _pick_rule, (scores, target, ignore_index), {})
+    counted = (target != ignore_index).to(values.dtype)
+    if weight is not None:
+        share = F.embedding(torch.where(target != ignore_index, target, 0), weight.unsqueeze(1)).squeeze(-1)
+        counted = counted * share.to(values.dtype)
+        values = values * counted
+    if smoothing:
+        kept = (target != ignore_index).to(values.dtype)
+        each = scores if weight is None else scores * _along(weight, place, scores.ndim)
+        values = values * (1 - smoothing) - each.sum(place) * kept * (smoothing / scores.shape[place])
+    return values, counted
+
+
+def _of_cut_probabilities(scores: Tensor, target: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    """Loss of each voxel with a probability for each class."""
+    place = _class_dim(scores)
+    aim = target * (1 - smoothing) + smoothing / scores.shape[place] if smoothing else target
+    each = scores * aim if weight is None else scores * aim * _along(weight, place, scores.ndim)
+    return -each.sum(place)
+
+
+def _along(weight: Tensor, place: int, ndim: int) -> Tensor:
+    return weight.view(-1, *[1] * (ndim - place - 1))
+
+
 @loss(F.cross_entropy)
 def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
     """Of class numbers, or of probabilities for each class."""
+    if _classes_cut(input) and not target.is_floating_point():
+        scores = F.log_softmax(input, _class_dim(input))
+        return _of_cut_classes(F.cross_entropy, scores, target, weight, ignore_index, label_smoothing)
     if not target.is_floating_point():
         return run_for(F.cross_entropy, _class_rule, input, target, weight, ignore_index, label_smoothing)
     if target.ndim == input.ndim - 1:
@@ -175,10 +252,14 @@ def cross_entropy(
             f"takes for probabilities of the shape {list(input.shape)}; for class numbers give integers: y.long()"
         )
     _same_shape("cross_entropy", input, target)
+    if _classes_cut(input):
+        return _of_cut_probabilities(F.log_softmax(input, _class_dim(input)), target, weight, label_smoothing)
     return run_rule(F.cross_entropy, _probability_rule, (input, target, weight, label_smoothing), {})
 
 
 @loss(F.nll_loss)
 def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Any:
     """Cross entropy of scores that are logarithms already."""
+    if _classes_cut(input):
+        return _of_cut_classes(F.nll_loss, input, target, weight, ignore_index, 0.0)
     return run_for(F.nll_loss, _class_rule, input, target, weight, ignore_index, 0.0)

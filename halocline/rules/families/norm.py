@@ -3,14 +3,15 @@
 A rule says over which dims statistics run and hands the executor a :class:`Reduced`; ``normalize.py`` has the local
 computation. A norm takes one sum over ranks in each direction (in forward two, among many ranks).
 
-Channels are read whole: where they are cut, the cut moves to a spatial dim for the call. With given statistics
-(evaluation) a norm is an affine map of each channel, and nothing moves. Running statistics are the same on every rank:
-those of the global batch or, with replica statistics, those of the first replica.
+Cut channels stay cut: each rank has the statistics, weights and gradients of its own. Where groups of channels lie
+across a cut, the cut moves to a spatial dim for the call. With given statistics (evaluation) a norm is an affine map of
+each channel, and nothing moves. Running statistics are the same on every rank: those of the global batch or, with
+replica statistics, those of the first replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -19,8 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...geometry import Blocks
 from ...tensor import ShardedTensor, current_module
-from ..recipe import Operand, Output, Recipe, Reduced, Tracking, Work, as_called, follow, per_tile, whole_operands
+from ..recipe import (
+    Link,
+    Operand,
+    Output,
+    Read,
+    Recipe,
+    Reduced,
+    Tracking,
+    Work,
+    as_called,
+    follow,
+    per_tile,
+    whole_operands,
+)
 from ..table import composite, refuse, run_rule
 from .normalize import NARROW, Normalization
 
@@ -28,10 +43,8 @@ from .normalize import NARROW, Normalization
 STATISTICS = "_halocline_statistics"
 
 
-def _check(function: Any, input: Any, *running: Any) -> None:
+def _check(function: Any, *running: Any) -> None:
     """Raise for operands that must not be cut."""
-    if not isinstance(input, ShardedTensor):
-        raise refuse(function, "its input is whole and another argument is cut", "shard the input, not the weights")
     if any(isinstance(statistic, ShardedTensor) for statistic in running):
         raise refuse(function, "its running statistics are cut, and each rank updates all of them", "keep them whole")
 
@@ -65,7 +78,7 @@ def batch_norm(
     """Training: statistics of each channel over the global batch, or over each replica's. Else an affine map."""
     if not training:
         return _given(input, running_mean, running_var, weight, bias, eps)
-    _check(F.batch_norm, input, running_mean, running_var)
+    _check(F.batch_norm, running_mean, running_var)
     # Set on the module by hc.distribute(statistics="replica").
     replica = getattr(current_module(), STATISTICS, "global") == "replica"
     call = (input, running_mean, running_var, weight, bias, momentum, eps, replica)
@@ -92,27 +105,51 @@ def _batch_rule(
         def share(mean: Tensor, variance: Tensor) -> Tensor:
             """Of replicas, running statistics are those of the first on every rank, as DDP's are."""
             both = torch.stack((mean, variance * (count / max(1, count - 1))))
-            return both * float(batch.lo == 0 and batch.size > 0) if replica else both
+            both = both * float(batch.lo == 0 and batch.size > 0) if replica else both
+            return _of_all_channels(both, work, shape[1])
 
         work_here = Normalization(max(1, count), tuple(x.shape), x.shape[1], eps)
         return Reduced(work_here, (x, weight, bias), _tracking(mean, var, momentum, share))
 
     dims = {d for d in range(input.ndim) if d != 1}
-    parameters = (mean, var, weight, bias)
-    return _norm(input, parameters, local, dims - {0} if replica else dims, {0} if replica else set())
+    tracks = {0, 1} if replica else {1}
+    return _norm(input, (weight, bias), local, dims - {0} if replica else dims, tracks, whole_operands(mean, var))
 
 
-def _norm(input: Operand, parameters: tuple[Any, ...], local: Any, reduces: set[int], tracks: set[int]) -> Recipe:
-    """Channels are not cut. Nor does a cut move to the batch, whose axis tells replicas apart."""
+def _norm(
+    input: Operand,
+    parameters: tuple[Any, ...],
+    local: Any,
+    reduces: set[int],
+    tracks: set[int],
+    running: Sequence[Read] = (),
+    whole_channels: bool = False,
+    together: int = 1,
+) -> Recipe:
+    """Weights follow the channels, of which ``together`` make a group. A cut that must move never moves to the batch,
+    whose axis tells replicas apart.
+    """
+    uncut, channels = {1} if whole_channels else set(), Link(1, Blocks(together, together))
     return per_tile(
         input,
         local,
-        *whole_operands(*parameters),
-        uncut=frozenset({1} if 0 in input.cut_dims else {0, 1}),
+        *running,
+        *(Read(parameter, (channels,)) for parameter in parameters if isinstance(parameter, Operand)),
+        uncut=frozenset(uncut if 0 in input.cut_dims else {0, *uncut}) if uncut else frozenset(),
         reduces=frozenset(reduces),
         tracks=frozenset(tracks),
-        keeps_cut=True,
+        keeps_cut=whole_channels,
     )
+
+
+def _of_all_channels(both: Tensor, work: Work, channels: int) -> Tensor:
+    """Statistics of this rank's channels, with zeros for those of other ranks: ranks that cut channels add them up."""
+    own = work.box[1]
+    if own.size == channels:
+        return both
+    every = both.new_zeros(2, channels)
+    every[:, own.lo : own.hi] = both
+    return every
 
 
 def _tracking(
@@ -145,7 +182,7 @@ def instance_norm(
     """Statistics of each channel of each sample; running ones are averaged over the global batch."""
     if not use_input_stats:
         return _given(input, running_mean, running_var, weight, bias, eps)
-    _check(F.instance_norm, input, running_mean, running_var)
+    _check(F.instance_norm, running_mean, running_var)
     call = (input, running_mean, running_var, weight, bias, momentum, eps)
     return run_rule(F.instance_norm, _instance_rule, call, {}, by_value=False)
 
@@ -162,13 +199,15 @@ def _instance_rule(input: Operand, mean: Any, var: Any, weight: Any, bias: Any, 
         def share(mean: Tensor, variance: Tensor) -> Tensor:
             """The average over the batch of each sample's statistics."""
             both = torch.stack((mean, variance * (count / (count - 1))))
-            return both.view(2, -1, shape[1]).sum(1) / shape[0]
+            own = both.view(2, x.shape[0], x.shape[1]).sum(1) / shape[0]
+            return _of_all_channels(own, work, shape[1])
 
         samples = x.shape[0] * x.shape[1]
         work_here = Normalization(count, (1, samples, prod(x.shape[2:])), samples, eps)
         return Reduced(work_here, (x, *_repeated(x, weight, bias)), _tracking(mean, var, momentum, share))
 
-    return _norm(input, (mean, var, weight, bias), local, set(range(2, input.ndim)), {0})
+    reduces, running = set(range(2, input.ndim)), whole_operands(mean, var)
+    return _norm(input, (weight, bias), local, reduces, {0, 1}, running)
 
 
 def _repeated(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
@@ -186,23 +225,32 @@ def group_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    """Statistics of each group of channels of each sample. Channels are brought together where they are cut."""
-    _check(F.group_norm, input)
-    return run_rule(F.group_norm, _group_rule, (input, num_groups, weight, bias, eps), {})
+    """Statistics of each group of channels of each sample. Groups across a cut are brought together."""
+    points = input.sharding.cuts[1].partition.points if 1 in _cut_dims(input) else ()  # type: ignore[attr-defined]
+    members = max(1, input.shape[1] // num_groups)
+    across = num_groups > 1 and any(point % members for point in points)
+    return run_rule(F.group_norm, _group_rule, (input, num_groups, weight, bias, eps, across), {})
 
 
-def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float) -> Recipe:
-    """Statistics of each group of channels of each sample over space."""
+def _cut_dims(input: Tensor) -> Collection[int]:
+    """The dims along which a tensor is cut; of a plain one none."""
+    return input.sharding.dims_by_axis() if isinstance(input, ShardedTensor) else ()
+
+
+def _group_rule(input: Operand, groups: int, weight: Any, bias: Any, eps: float, across: bool) -> Recipe:
+    """Statistics of each group of channels of each sample over space, and over channels if they are one group."""
     channels = input.shape[1]
     if channels % groups:
         raise RuntimeError(f"Expected number of channels {channels} to be divisible by {groups} groups")
     count = prod(input.shape[1:]) // groups
 
-    def local(work: Work, x: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Reduced:
-        batch, view = x.shape[0], (1, x.shape[0] * channels, prod(x.shape[2:]))
-        return Reduced(Normalization(count, view, batch * groups, eps, True), (x, *_repeated(x, weight, bias)))
+    def local(work: Work, x: Tensor, groups: int, weight: Any, bias: Any, eps: float, *_: Any) -> Reduced:
+        batch, view = x.shape[0], (1, x.shape[0] * x.shape[1], prod(x.shape[2:]))
+        own = 1 if groups == 1 else x.shape[1] * groups // channels
+        return Reduced(Normalization(count, view, batch * own, eps, True), (x, *_repeated(x, weight, bias)))
 
-    return _norm(input, (weight, bias), local, set(range(2, input.ndim)), set())
+    reduces, together = set(range(1 if groups == 1 else 2, input.ndim)), 1 if groups == 1 else channels // groups
+    return _norm(input, (weight, bias), local, reduces, set(), whole_channels=across, together=together)
 
 
 def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Recipe:
@@ -217,6 +265,11 @@ def _layer_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, 
     )
 
 
+def _rms_rule(input: Operand, normalized_shape: tuple[int, ...], weight: Any, eps: float | None) -> Recipe:
+    """torch's own kernel on whole normalised dims, as for layer norm."""
+    return replace(_layer_rule(input, normalized_shape, weight, None, 0.0), local=as_called(F.rms_norm))
+
+
 def _cut_layer_rule(input: Operand, normalized_shape: tuple[int, ...], eps: float) -> Recipe:
     """Statistics of each row, where a normalised dim is cut and may stay so."""
     first = input.ndim - len(normalized_shape)
@@ -229,7 +282,7 @@ def _cut_layer_rule(input: Operand, normalized_shape: tuple[int, ...], eps: floa
         view = (1, rows, prod(x.shape[first:]))
         return Reduced(Normalization(prod(normalized_shape), view, rows, eps), (x, None, None))
 
-    return replace(_norm(input, (), local, set(range(first, input.ndim)), set()), uncut=frozenset())
+    return _norm(input, (), local, set(range(first, input.ndim)), set())
 
 
 @composite(F.layer_norm, torch.layer_norm)
@@ -243,8 +296,7 @@ def layer_norm(
 ) -> Tensor:
     """Local where the normalised dims are whole; else statistics over the axes that cut them."""
     shape = tuple(normalized_shape)
-    _check(F.layer_norm, input)
-    if all(cut is None for cut in input.sharding.cuts[input.ndim - len(shape) :]):  # type: ignore[attr-defined]
+    if len(shape) > input.ndim or all(dim < input.ndim - len(shape) for dim in _cut_dims(input)):
         return run_rule(F.layer_norm, _layer_rule, (input, shape, weight, bias, eps), {})
     wide = input.float() if input.dtype in NARROW else input  # as in torch's kernel, rounded once
     y: Tensor = run_rule(F.layer_norm, _cut_layer_rule, (wide, shape, eps), {})
@@ -257,11 +309,13 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """A mean of squares, written with torch functions."""
+    """torch's own where the normalised dims are whole; else a mean of squares, written with torch functions."""
     shape = tuple(normalized_shape)
     dims = tuple(range(input.ndim - len(shape), input.ndim))
     if tuple(input.shape[-len(shape) :]) != shape or (weight is not None and tuple(weight.shape) != shape):
         raise RuntimeError(f"Given normalized_shape={list(shape)}, got input {list(input.shape)}; weight must match")
+    if all(dim < dims[0] for dim in _cut_dims(input)):  # cut weights are gathered, and features stay whole
+        return run_rule(F.rms_norm, _rms_rule, (input, shape, weight, eps), {})
     wide = input.float() if input.dtype in NARROW else input
     small = torch.finfo(wide.dtype).eps if eps is None else eps
     y = wide * (wide.square().mean(dims, True) + small).rsqrt()

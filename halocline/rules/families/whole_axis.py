@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recipe import Operand, Output, Read, Recipe, follow, per_tile
+from ..recipe import Operand, Output, Read, Recipe, Work, follow, per_tile
 from ..table import refuse, rule, run_for
 from .view import as_called, each, made_of, made_of_each, normal, shapes, with_torch_names
 
@@ -104,15 +104,38 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Recipe:
-    """Rows of a whole table; its features may be cut."""
+    """Rows of a table: its features may be cut, and its rows, of which each rank looks up its own and all are added."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise refuse(
             F.embedding,
             "max_norm, scale_grad_by_freq and sparse depend on which rows the other ranks look up",
             "leave them at their defaults",
         )
-    reads = (follow(input), follow(weight, None, input.ndim))
-    return Recipe(space=(*input.shape, weight.shape[1]), reads=reads, local=as_called(F.embedding), runs_empty=True)
+    rows, made = weight.shape[0], (*input.shape, weight.shape[1])
+    skipped = None if padding_idx is None else padding_idx % rows
+
+    def local(work: Work, tokens: Tensor, table: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Tokens of other ranks' rows give zeros."""
+        own = work.box[-1]
+        if own.size == rows:
+            return F.embedding(tokens, table, skipped)
+        mine = (tokens >= own.lo) & (tokens < own.hi)
+        if own.empty:
+            return table.new_zeros(*tokens.shape, table.shape[1]) + table.sum()
+        here = skipped - own.lo if skipped is not None and own.lo <= skipped < own.hi else None
+        # A token that no rank has stays outside the table, so that torch raises its own error.
+        others = torch.where((tokens >= 0) & (tokens < rows), 0, rows)
+        found = F.embedding(torch.where(mine, tokens - own.lo, others), table, here)
+        return found.masked_fill(mine.logical_not().unsqueeze(-1), 0.0)
+
+    return Recipe(
+        space=(*made, rows),
+        reads=(follow(input), follow(weight, len(made), input.ndim)),
+        outputs=(Output(made, tuple(range(len(made)))),),
+        local=local,
+        combine="sum",
+        runs_empty=True,
+    )
 
 
 @rule(F.one_hot)

@@ -1,14 +1,16 @@
 """Convolutions and transposed convolutions: windows that reach past a tile's edge into its neighbours'.
 
 The rule says which window each output needs; the executor decides whether the halo is glued to the tile or, for large
-tiles, added by linearity (``convolve.py``). Along a dim that is not cut torch pads by itself, as on one rank. Channels
-are never cut: an input whose channels are is gathered there.
+tiles, added by linearity (``convolve.py``). Along a dim that is not cut torch pads by itself, as on one rank.
+
+Channels are those of a matrix product: cut output channels stay cut, cut input channels are summed over the ranks.
+Groups are cut between groups, and what lies across a cut moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ShardingError
-from ...geometry import Transposed, Window
+from ...geometry import Blocks, Transposed, Window
 from ...tensor import here
-from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair, whole_operands
+from ..recipe import WHOLE, Link, Local, Operand, Output, Read, Recipe, SingleNode, Work, pair
 from ..table import rule
 from .convolve import Convolve
 
@@ -60,7 +62,7 @@ def _convolution(
         for n, k, s, d, b, a in zip(sizes, kernel, strides, dilations, before, after, strict=True)
     )
     _check_sizes(name, input, out, 1)
-    space = (*input.shape[:lead], weight.shape[0], *out)
+    channels = _Channels(input, weight, bias, groups, lead, weight.shape[0])
     windows = [Link(lead + 1 + i, Window(kernel[i], strides[i], dilations[i], before[i]), 0.0) for i in range(spatial)]
 
     def inner(work: Work) -> list[int]:
@@ -72,9 +74,12 @@ def _convolution(
         home = [work.native(input, lead + 1 + i) for i in range(spatial)]
         outer = [a - b if native else 0 for a, b, native in zip(after, before, home, strict=True)]
         more, both = [side for amount in reversed(outer) for side in (0, amount)], inner(work)
+        own_groups, adds_bias = channels.groups_of(work), channels.adds_bias(work)
 
         def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-            return torch_function(input, weight, bias, strides, both, dilations, groups)
+            if bias is not None and not adds_bias:
+                weight, bias = _without_bias(weight, bias), None
+            return torch_function(input, weight, bias, strides, both, dilations, own_groups)
 
         def padded(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """'same' padding of an even kernel is not symmetric."""
@@ -88,27 +93,80 @@ def _convolution(
         return torch.ops.aten.convolution_backward(gradient, slope, weight.to(gradient.dtype), None, *call)[0]
 
     linear = Convolve(torch_function, kernel, strides, dilations, before, groups)
-    recipe = _recipe(input, space, windows, (weight, bias), Local(local), linear)
-    return replace(recipe, single_node=SingleNode(_NODE, again)) if lead else recipe
+    recipe = _recipe(channels, out, windows, Local(local), linear)
+    return replace(recipe, single_node=SingleNode(_NODE, again)) if recipe.linear_part is not None else recipe
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """How channels follow the space: output channels are dim ``lead``, input channels are its last dim.
+
+    With groups there is no dim of input channels: a block of them belongs to a block of output channels.
+    """
+
+    input: Operand
+    weight: Operand
+    bias: Operand | None
+    groups: int
+    lead: int
+    out: int
+    transposed: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """Are channels cut in any operand?"""
+        weights = self.weight.cut_dims | (self.bias.cut_dims if self.bias is not None else set())
+        return self.lead in self.input.cut_dims or bool(weights)
+
+    @property
+    def size(self) -> int:
+        """Input channels."""
+        return self.input.shape[self.lead]
+
+    def groups_of(self, work: Work) -> int:
+        """The groups of this rank's output channels."""
+        return 1 if self.groups == 1 else -(-work.box[self.lead].size // (self.out // self.groups))
+
+    def adds_bias(self, work: Work) -> bool:
+        """Does this rank add the bias? Of ranks that sum over input channels, the one with the first of them does."""
+        return self.groups > 1 or work.box[-1].size == self.size or (work.box[-1].lo == 0 and work.box[-1].size > 0)
+
+    def reads(self, windows: Sequence[Link]) -> tuple[Read, ...]:
+        """Input, weight and bias, as they follow the space."""
+        last, made = self.lead + 1 + len(windows), self.out // self.groups
+        of_input, of_weight, of_bias = Link(last), (Link(self.lead), Link(last)), Link(self.lead)
+        if self.groups > 1:
+            of_input, of_bias = (
+                Link(self.lead, Blocks(self.size // self.groups, made)),
+                Link(self.lead, Blocks(made, made)),
+            )
+            of_weight = (of_input if self.transposed else of_bias, WHOLE)
+        elif self.transposed:
+            of_weight = (of_weight[1], of_weight[0])
+        reads = [
+            Read(self.input, (*map(Link, range(self.lead)), of_input, *windows)),
+            Read(self.weight, (*of_weight, *(WHOLE for _ in windows))),
+        ]
+        return (*reads, *([] if self.bias is None else [Read(self.bias, (of_bias,))]))
+
+
+def _without_bias(weight: Tensor, bias: Tensor) -> Tensor:
+    """The weight, with a bias of which nothing is added but which takes part in backward."""
+    return weight + bias[:0].sum().to(weight.dtype)
 
 
 def _recipe(
-    input: Operand,
-    space: tuple[int, ...],
-    windows: Sequence[Link],
-    weights: tuple[Operand | None, ...],
-    local: Callable[..., Any],
-    linear: Convolve,
+    channels: _Channels, out: tuple[int, ...], windows: Sequence[Link], local: Callable[..., Any], linear: Convolve
 ) -> Recipe:
-    """Spatial dims are read in windows, channels and weights whole; without a batch the halo is always glued."""
-    lead = input.ndim - len(windows) - 1
-    channels = Read(input, (*map(Link, range(lead)), WHOLE, *windows))
+    """Spatial dims are read in windows; without a batch, or where channels are cut, the halo is always glued."""
+    shape = (*channels.input.shape[: channels.lead], channels.out, *out)
     return Recipe(
-        space=space,
-        reads=(channels, *whole_operands(*weights)),
-        outputs=(Output(space, (*range(lead), None, *range(lead + 1, input.ndim))),),
+        space=(*shape, channels.size) if channels.groups == 1 else shape,
+        reads=channels.reads(windows),
+        outputs=(Output(shape, tuple(range(len(shape)))),),
         local=local,
-        linear_part=linear.linear_part if lead else None,
+        combine="sum",
+        linear_part=linear.linear_part if channels.lead and not channels.cut else None,
     )
 
 
@@ -175,20 +233,22 @@ def _transposed(
         for n, s, p, d, k, e in zip(input.shape[lead + 1 :], strides, pads, dilations, kernel, extra, strict=True)
     )
     _check_sizes(name, input, out, 0)  # torch allows an empty result here
-    space = (*input.shape[:lead], weight.shape[1] * groups, *out)
+    channels = _Channels(input, weight, bias, groups, lead, weight.shape[1] * groups, transposed=True)
     accesses = [Transposed(kernel[i], strides[i], dilations[i], pads[i]) for i in range(spatial)]
     windows = [Link(lead + 1 + i, access) for i, access in enumerate(accesses)]
 
     def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
         """Under the names that torch's functions have for their arguments, which may be given by name."""
-        tile, w, b = input, weight, bias
+        tile, w, b, groups = input, weight, bias, channels.groups_of(work)
+        if b is not None and not channels.adds_bias(work):
+            w, b = _without_bias(w, b), None
         native = [work.native(operand, lead + 1 + i) for i in range(spatial)]
         inner = [pads[i] if native[i] else 0 for i in range(spatial)]
         more = [extra[i] if native[i] else 0 for i in range(spatial)]
         if all(native):
             return torch_function(tile, w, b, strides, inner, more, groups, dilations)
         if 0 in tile.shape:  # outputs that no input reaches
-            shape = [*tile.shape[:lead], space[lead], *(work.box[lead + 1 + i].size for i in range(spatial))]
+            shape = [*tile.shape[:lead], w.shape[1] * groups, *(work.box[lead + 1 + i].size for i in range(spatial))]
             probe = tile.new_zeros([*tile.shape[: lead + 1], *(max(1, n) for n in tile.shape[lead + 1 :])])
             dtype = torch_function(probe, w.detach(), None, strides, inner, more, groups, dilations).dtype
             full = (tile.new_zeros(shape) + tile.sum() * 0 + w.sum() * 0).to(dtype)
@@ -205,7 +265,7 @@ def _transposed(
         return wanted.lo - first, last - wanted.hi
 
     linear = Convolve(torch_function, kernel, strides, dilations, pads, groups, transposed=True)
-    return _recipe(input, space, windows, (weight, bias), local, linear)
+    return _recipe(channels, out, windows, local, linear)
 
 
 def _trim(tensor: Tensor, margins: list[tuple[int, int] | None]) -> Tensor:

@@ -137,7 +137,8 @@ class Folder:
                 f"{self.root} holds {self.path(later[-1]).name}, later than step {step}, which is to be saved: the "
                 "next start would resume from there; use another folder, or remove the later checkpoints"
             )
-        shutil.rmtree(self.part(step), ignore_errors=True)
+        if self.part(step).exists():  # of a killed run, where it could not be removed: the error says why
+            shutil.rmtree(self.part(step))
         self.part(step).mkdir()
 
     def publish(self, step: int) -> None:
@@ -159,14 +160,24 @@ class Folder:
         """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.part(step), ignore_errors=True)
 
-    def retain(self, step: int, keep: int, damaged: Collection[int]) -> None:
-        """Remove all checkpoints up to ``step`` but the ``keep`` newest good ones."""
-        earlier = [other for other in self.steps() if other <= step]
-        kept = [other for other in earlier if other not in damaged][-keep:]
-        for other in set(earlier) - {*kept, step}:
+    def retain(self, step: int, keep: int, damaged: Collection[int], every: int = 0) -> None:
+        """Remove the :meth:`surplus` among the checkpoints up to ``step``."""
+        self.remove([other for other in self.surplus(keep, damaged, every, step) if other != step])
+
+    def surplus(self, keep: int, damaged: Collection[int], every: int = 0, upto: int | None = None) -> list[int]:
+        """The steps up to ``upto`` whose checkpoints need not stay: all but the ``keep`` newest good ones, and good
+        ones at multiples of ``every`` steps."""
+        steps = [step for step in self.steps() if upto is None or step <= upto]
+        good = [step for step in steps if step not in damaged]
+        kept = {*good[-keep:], *(step for step in good if every and step % every == 0)}
+        return [step for step in steps if step not in kept]
+
+    def remove(self, steps: Collection[int]) -> None:
+        """Remove the checkpoints of these steps, as far as possible."""
+        for step in steps:
             with suppress(OSError):  # one checkpoint too many does no harm
-                gone = self._hidden(other, "gone")
-                self.path(other).rename(gone)  # first, so that a kill leaves no half checkpoint under its name
+                gone = self._hidden(step, "gone")
+                self.path(step).rename(gone)  # first, so that a kill leaves no half checkpoint under its name
                 shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...errors import HaloclineError, RankFailure
 from ...world import Mesh, World, new_group
+from .wire import from_bytes, to_bytes
 
 _STORAGE = 600.0  # seconds: the least default deadline, since a large checkpoint takes minutes
+_LONGEST = 1 << 31  # bytes of a message: plans of a million tensors
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -98,17 +102,43 @@ class Peers:
         """All ranks' answers on rank 0; None elsewhere."""
         if self._group is None:
             return [mine]
-        table: list[Any] | None = [None] * self.size if self.is_first else None
-        self._talk(lambda: dist.gather_object(mine, table, dst=0, group=self._group))
-        return table
+        data = _encoded(mine)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._talk(lambda: dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group))
+        longest = self._longest(lengths)
+        rooms = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)] if self.is_first else None
+        self._talk(lambda: dist.gather(_padded(data, longest), rooms, dst=0, group=self._group))
+        if rooms is None:
+            return None
+        return [self._decoded(room, length) for room, length in zip(rooms, lengths, strict=True)]
 
     def _scattered(self, answers: list[_Answer[R]] | None) -> _Answer[R]:
         """This rank's one of the answers that rank 0 has."""
         if self._group is None:
             return cast(list[_Answer[R]], answers)[0]
-        mine: list[Any] = [None]
-        self._talk(lambda: dist.scatter_object_list(mine, answers, src=0, group=self._group))
-        return cast(_Answer[R], mine[0])
+        data = None if answers is None else [_encoded(answer) for answer in answers]
+        lengths = torch.tensor([len(each) for each in data]) if data else torch.zeros(self.size, dtype=torch.int64)
+        self._talk(lambda: dist.broadcast(lengths, src=0, group=self._group))
+        longest = self._longest(list(lengths))
+        mine = torch.empty(longest, dtype=torch.uint8)
+        padded = [_padded(each, longest) for each in data] if data else None
+        self._talk(lambda: dist.scatter(mine, padded, src=0, group=self._group))
+        return self._decoded(mine, lengths[self.rank])
+
+    def _longest(self, lengths: Sequence[Tensor]) -> int:
+        """The longest of the messages that are announced, in bytes. RankFailure if no rank can have announced it."""
+        if not all(0 < int(length) <= _LONGEST for length in lengths):
+            raise RankFailure(f"rank {self.rank}, checkpoint: a message of impossible length came; start the run again")
+        return max(int(length) for length in lengths)
+
+    def _decoded(self, room: Tensor, length: Tensor) -> _Answer[Any]:
+        """An answer that came. RankFailure if it is none."""
+        try:
+            value, kind, words = from_bytes(room[: int(length)].numpy().tobytes())
+            return _Answer(value, None if kind is None else _KINDS[kind], str(words))
+        except (ValueError, KeyError) as error:
+            text = f"rank {self.rank}, checkpoint: what came is no message of a rank ({error}); start the run again"
+            raise RankFailure(text) from error
 
     def _talk(self, talk: Callable[[], object]) -> None:
         """Run a collective call; RankFailure if another rank died or the deadline passed."""
@@ -127,6 +157,20 @@ class Peers:
         group, self._group = self._group, None
         if group is not None:
             self._spare[self.deadline, self.size] = group
+
+
+#: The classes of errors that ranks tell each other, by name.
+_KINDS: dict[str, type[CheckpointError]] = {each.__name__: each for each in (CheckpointError, Mismatch)}
+
+
+def _encoded(answer: _Answer[Any]) -> bytes:
+    """An answer as it is sent."""
+    return to_bytes((answer.value, None if answer.kind is None else answer.kind.__name__, answer.reason))
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    """Bytes as a tensor of that size."""
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def _spare(world: World) -> dict[tuple[float, int], Any]:

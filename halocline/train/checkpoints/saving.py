@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...background import in_background
 from ...errors import HaloclineError, RankFailure
+from ...rules.dtensor import from_dtensor
 from ...world import Mesh, World, placement_of
 from ...world.placement import place_on
 from .files import FORMAT, STATE, Facts, Folder, problems, read_manifest, share, write, write_manifest
@@ -47,11 +48,12 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run in a folder that all ranks see. Every method is called by all ranks together.
 
-    Tensors are plain and whole on every rank, or DTensors; any number of ranks can load what any other number saved.
-    For a parameter that is not whole on an axis (``place_parameter``), the values of each place on that axis are saved,
-    and a mesh with as many places can load them.
+    Tensors are plain and whole on every rank, sharded tensors, or DTensors; any number of ranks can load what any other
+    number saved, in any other layout. For a parameter that is not whole on an axis (``place_parameter``), the values of
+    each place on that axis are saved, and a mesh with as many places can load them.
 
-    ``keep`` is the number of newest good checkpoints that stay. ``deadline`` is how many seconds a rank waits for the
+    ``keep`` is the number of newest good checkpoints that stay; those at multiples of ``keep_every`` steps stay, too.
+    ``deadline`` is how many seconds a rank waits for the
     others and for its own writing; by default 600, or the world's if that is longer. ``lock`` is for :class:`Folder`.
     """
 
@@ -61,12 +63,13 @@ class Checkpoints:
         world: World | Mesh | None,
         keep: int = 3,
         *,
+        keep_every: int = 0,
         deadline: float | None = None,
         lock: int | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"Checkpoints(keep={keep}): at least one has to be kept")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
         self.completed: int | None = None  # the last step that this object saved, or loaded
         self._mesh = world if isinstance(world, Mesh) else None
         self._peers = Peers(world, deadline)
@@ -199,7 +202,7 @@ class Checkpoints:
             origin = {"format": FORMAT, "step": step, "ranks": self._peers.size, "torch": str(torch.__version__)}
             write_manifest(folder, {**origin, "files": files})
             self._files.publish(step)
-            self._files.retain(step, self.keep, self._damaged - {step})
+            self._files.retain(step, self.keep, self._damaged - {step}, self.keep_every)
 
         try:
             write_tensors(folder, parts.tensors, self._peers, finish)
@@ -225,9 +228,9 @@ class Checkpoints:
     def load_latest(self, template: Mapping[str, Any] | None = None) -> Loaded | None:
         """The newest good checkpoint, or None where there is none at all; damaged ones are skipped with a warning.
 
-        Tensors are new, in host memory; where the template has a DTensor, they are sharded as it is. A tensor of the
-        template must be in the checkpoint, with its shape and dtype. Other tensors, such as the state of an optimizer
-        that has made no step, are loaded too.
+        Tensors are new, in host memory; where the template has a DTensor or a sharded tensor, so are they. A tensor of
+        the template must be in the checkpoint, with its shape and dtype. Other tensors, such as the state of an
+        optimizer that has made no step, are loaded too.
         """
         self.wait()
         skipped: list[str] = []
@@ -269,13 +272,16 @@ class Checkpoints:
         return Loaded(step, read[0]["tensors"], read[0]["state"], tuple(skipped))
 
     def _read(self, folder: Path, files: Mapping[str, Facts], template: Mapping[str, Any] | None) -> dict[str, Any]:
-        """This rank's state from verified files. Communicates with no other rank."""
+        """This rank's state from verified files. Sharded tensors are laid as those of the template are, by all ranks
+        together; reading itself communicates with no other rank."""
         tree = json.loads((folder / STATE).read_bytes())["tree"]
         tree = located(tree, {} if self._mesh is None else self._mesh.coordinates)
-        wanted = Parts({"tensors": template or {}}, as_it_is, self._place).tensors
+        wanted = Parts({"tensors": template or {}}, as_it_is, self._place)
         stored = Stored(folder, files)
-        targets = stored.targets(leaves(tree), wanted)
+        targets = stored.targets(leaves(tree), wanted.tensors)
         stored.read(targets, self._peers.is_first)
+        for name, sharding in wanted.cut.items():
+            targets[name] = from_dtensor(targets[name], sharding.mesh)  # type: ignore[arg-type]
         whole: dict[str, Any] = assembled(tree, targets)
         return whole
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...rules.dtensor import to_dtensor
+from ...tensor import ShardedTensor, Sharding
 from ...world import placement_of
 from .peers import CheckpointError, Mismatch
 
@@ -37,6 +39,7 @@ class Parts:
     ) -> None:
         """``take`` copies a tensor, or not. ``place(tensor, path)`` names the part that this rank holds; "": all."""
         self.tensors: dict[str, Tensor] = {}
+        self.cut: dict[str, Sharding] = {}  # of those that are cut: how they lie on the mesh
         self.alike: list[str] = []  # a line per tensor: facts that must be the same on every rank
         self._take, self._place = take, place
         self.tree = self._described(value, "")
@@ -68,11 +71,17 @@ class Parts:
         return tree
 
     def _tensor(self, tensor: Tensor, path: str) -> Tree:
-        """Take a tensor; its tree holds the name, the stride where it is not contiguous, and axes it is cut on."""
-        _check_kind(tensor, path)
+        """Take a tensor; its tree holds the name, the stride where it is not contiguous, and axes it is cut on.
+
+        A sharded tensor is taken as a DTensor, so that any other layout can load it. By all ranks together.
+        """
         name = path.lstrip("/")
         while name in self.tensors:  # keys 0 and "0", or a key with a slash
             name += "'"
+        if isinstance(tensor, ShardedTensor):
+            self.cut[name] = tensor.sharding
+            tensor = to_dtensor(tensor.detach())
+        _check_kind(tensor, path)
         place, axes = self._place(tensor, name), sorted(placement_of(tensor))
         taken = self.tensors[at(name, place)] = self._take(tensor)
         self.alike.append(f"{name} {taken.dtype} {axes if place else tuple(taken.shape)}")

@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
+from ...workloads.metrics import RocCurve
 from .charts import ChartScale, svg, ticks
 from .images import (
     BOTH_SIDES,
@@ -27,7 +29,7 @@ from .images import (
     thin,
 )
 from .run import Array
-from .svg import element, short, text, tooltip
+from .svg import element, path_of, short, text, tooltip
 
 EDGE, PAD = 230.0, 38.0  # of a small square chart: its edge, and the margin for labels
 NUMBERS = 12  # charts of numbers at most
@@ -65,6 +67,8 @@ def _numbers(y: Array, p: Array) -> str | None:
     """Scatter charts of a few numbers per sample, or a confusion table of classes."""
     if y.shape == p.shape or y.size == p.size:
         y, p = y.reshape(len(p), -1), p.reshape(len(p), -1)
+        if np.array_equal(np.unique(y), [0, 1]):
+            return roc(y, p)
         charts = [scatter(y[:, index], p[:, index], index) for index in range(min(NUMBERS, y.shape[1]))]
         more = f" The first {NUMBERS} of {y.shape[1]} numbers." if y.shape[1] > NUMBERS else ""
         words = f"{len(y)} validation samples: predicted against true; on the line the two are equal.{more}"
@@ -92,7 +96,7 @@ def scatter(y: Array, p: Array, index: int) -> str:
     across = ChartScale(low - margin, high + margin, PAD, EDGE - 8)
     up = ChartScale(low - margin, high + margin, EDGE - PAD, 8)
     ends = {"x1": across(across.low), "y1": up(up.low), "x2": across(across.high), "y2": up(up.high)}
-    parts = [_square(across, up), element("line", **ends, class_="diagonal")]
+    parts = [_square(across, up, ("true", "predicted")), element("line", **ends, class_="diagonal")]
     picked = np.unique(np.linspace(0, len(y) - 1, min(DOTS, len(y))).astype(int)).tolist()
     for true, predicted in ((float(y[i]), float(p[i])) for i in picked if math.isfinite(y[i] + p[i])):
         told = tooltip(f"true {short(true)}, predicted {short(predicted)}")
@@ -103,16 +107,33 @@ def scatter(y: Array, p: Array, index: int) -> str:
     return element("figure", element("figcaption", text(words)), drawing)
 
 
-def _square(across: ChartScale, up: ChartScale) -> str:
+def _square(across: ChartScale, up: ChartScale, labels: tuple[str, str]) -> str:
     """Frame, ticks and labels of a square chart."""
     parts = [element("rect", x=PAD, y=8, width=EDGE - 8 - PAD, height=EDGE - PAD - 8, class_="frame")]
     for value in ticks(across.low, across.high, 3):
         parts.append(element("text", text(short(value)), x=across(value), y=EDGE - PAD + 15, class_="tick mid"))
         parts.append(element("text", text(short(value)), x=PAD - 5, y=up(value) + 4, class_="tick end"))
-    parts.append(element("text", "true", x=(PAD + EDGE - 8) / 2, y=EDGE - 6, class_="label mid"))
+    parts.append(element("text", labels[0], x=(PAD + EDGE - 8) / 2, y=EDGE - 6, class_="label mid"))
     turned = f"translate(10 {(EDGE - PAD) / 2:.0f}) rotate(-90)"
-    parts.append(element("text", "predicted", transform=turned, class_="label mid"))
+    parts.append(element("text", labels[1], transform=turned, class_="label mid"))
     return "".join(parts)
+
+
+def roc(y: Array, p: Array) -> str:
+    """True over false alarms for every threshold; several numbers of a sample count by their largest."""
+    meter = RocCurve()
+    meter.add(torch.from_numpy(p.max(1)), torch.from_numpy(y.max(1)))
+    false, true = (part.tolist() for part in meter.curve())
+    across, up = ChartScale(0, 1, PAD, EDGE - 8), ChartScale(0, 1, EDGE - PAD, 8)
+    ends = {"x1": across(0), "y1": up(0), "x2": across(1), "y2": up(1)}
+    points = [(across(x), up(y)) for x, y in zip(false, true, strict=True)]
+    curve = element("path", d=path_of(points), class_="curve validation")
+    parts = [_square(across, up, ("false alarms", "true alarms")), element("line", **ends, class_="diagonal"), curve]
+    words = f"ROC curve: area {meter.result()['auc']:.4f}"
+    drawing = svg(words, *parts, width=EDGE, height=EDGE, class_="chart")
+    told = f"{len(y)} validation samples: the share of true over that of false alarms, for every threshold."
+    figure = element("figure", element("figcaption", text(words)), drawing)
+    return element("p", text(told)) + element("div", figure, class_="small")
 
 
 def confusion(y: Array, p: Array) -> str | None:
