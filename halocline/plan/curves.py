@@ -5,8 +5,8 @@ first a sum of terms that are known from the shapes: a call, bytes, multiplicati
 factors that are fitted to what was measured and never negative. What the terms leave over is interpolated between the
 nearest measured shapes, by the logarithms of their sizes. Where nothing of a kind was measured, there is no curve.
 
-Blocks of 32 MiB or more are mapped anew by the C library at each call, and touching them first takes longer than writing
-them. That time is taken off what was measured, and added to what is predicted, by the size of the block.
+Blocks of 32 MiB or more are mapped anew by the C library at each call, and touching them first takes longer than
+writing them. That time is taken off what was measured, and added to what is predicted, by the size of the block.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _BYTES, _FLOPS = 1e10, 5e10
 class Placed:
     """An operation among its kind: where it stands (logarithms of sizes), and the terms of its time.
 
-    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one. ``mapped`` is the bytes of
-    such volumes that are mapped anew.
+    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one. ``mapped`` is the bytes
+    of such volumes that are mapped anew.
     """
 
     kind: Kind

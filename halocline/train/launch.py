@@ -20,7 +20,6 @@ from typing import Any
 from ..errors import HaloclineError
 from ..world import DEFAULT_DEADLINE, LOOPBACK, SECRET, joined_world, new_secret, serve_store, this_rank_info
 from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_rank
-from .signals import PREEMPTED
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
 WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
