@@ -63,7 +63,7 @@ class HaloclineStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Distribute the module; it is not wrapped."""
-        distribute(self.lightning_module, self.mesh)
+        self.model: Any = distribute(self.model, self.mesh)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device and keep this rank's part."""

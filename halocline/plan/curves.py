@@ -43,8 +43,8 @@ _BYTES, _FLOPS = 1e10, 5e10
 class Placed:
     """An operation among its kind: where it stands (logarithms of sizes), and the terms of its time.
 
-    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one. ``mapped`` is the bytes
-    of such volumes that are mapped anew.
+    ``touched`` is its bytes, with those of an unfolded volume where torch's kernel makes one; ``mapped`` is those of
+    such volumes that are mapped anew.
     """
 
     kind: Kind
