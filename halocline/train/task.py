@@ -6,7 +6,6 @@ nothing is read but headers.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch import nn
 
 from ..arrangement import Arrangement
 from ..data import Crop, Field, Flip, Rotate90, Shift
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
 from ..world import Label
@@ -83,9 +82,7 @@ def _known(key: str, value: object, there: Iterable[str]) -> None:
     """Raise ConfigError unless ``value`` is one of those, with a hint at a similar one."""
     names = list(there)
     if value not in names:
-        near = difflib.get_close_matches(str(value), names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{key} = {value!r}: {hint}there are {', '.join(names)}")
+        raise ConfigError(f"{key} = {value!r}{did_you_mean(str(value), names)}; there are {', '.join(names)}")
 
 
 def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:

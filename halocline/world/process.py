@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,6 +33,7 @@ from .tcp import LARGEST, WIDE_POSSIBLE, TcpTransport
 from .tensor_bytes import in_host_memory, memory_of, sendable
 from .transport_errors import TransportError
 
+_log = logging.getLogger("halocline.world")
 _TAG_BITS = 31  # that gloo has for a tag
 _MESSAGES = "messages"
 _NOTHING = torch.empty(0)
@@ -242,6 +245,10 @@ class ProcessWorld(JoinedWorld):
 
     def _release(self) -> None:
         if self._sockets is not None:
+            strangers = Counter({why: count for why, count in self._sockets.refused.items() if why != "left"})
+            if strangers:  # those that left without a word may have been ranks that looked whether this one lives
+                told = ", ".join(f"{count} {why}" for why, count in strangers.items())
+                _log.warning("rank %d: callers at its ports that were no ranks of this job: %s", self.rank, told)
             self._sockets.close()
         self._gloo.clear()  # a group ends with its last reference
         if self._nccl is not None and not self._failed:

@@ -25,7 +25,7 @@ from halocline.train.checkpoints.wire import from_bytes, to_bytes
 from halocline.train.config import load_settings, read_settings
 from halocline.train.inputs import Input
 
-COUNT = int(os.environ.get("HALOCLINE_FUZZ", "60"))  # inputs a test; thousands by hand
+COUNT = int(os.environ.get("HALOCLINE_FUZZ", "40"))  # inputs a test; thousands by hand
 many = settings(
     max_examples=COUNT, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )

@@ -141,6 +141,14 @@ class Stored:
         self._reader = _Reader(folder)
         self._metadata = self._reader.read_metadata()
         self._tensors: dict[str, TensorStorageMetadata] = {}
+        try:
+            self._check_entries(files)
+        except (AttributeError, TypeError, ValueError) as error:  # pieces of the right classes, put together wrongly
+            raise CheckpointError(f"{folder}, {METADATA}: it is not the table of a checkpoint ({error})") from error
+
+    def _check_entries(self, files: Collection[str]) -> None:
+        """Raise CheckpointError for an entry that is no tensor, or is in none of these files."""
+        folder = self.folder
         for name, entry in self._metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):  # other objects would be unpickled without limits
                 raise CheckpointError(f"{folder}, {METADATA}: {name} is not a tensor")

@@ -89,10 +89,10 @@ def _made(tree: Any) -> Any:
         return [_made(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    content: Any
-    name, content = next(iter(tree.items()), ("", None))
-    if not name.startswith("$"):
+    if not any(key.startswith("$") for key in tree):
         return {key: _made(item) for key, item in tree.items()}
+    content: Any
+    ((name, content),) = tree.items()
     match name:
         case "$tuple":
             return tuple(_made(content))
