@@ -41,6 +41,7 @@ class Arrangement:
     ``points`` are by mesh axis; an axis without points is cut as evenly as can be, at multiples of ``multiple``. From
     the modules of ``gather`` on, samples are whole on every rank of the spatial axes. The modules of ``recompute`` keep
     no activations, but what they receive from other ranks. ``fingerprint`` is that of the network it is for.
+    ``layout`` names the parameters that are cut, as :func:`halocline.distribute` takes it.
     """
 
     sizes: Mapping[str, int]
@@ -50,6 +51,7 @@ class Arrangement:
     gather: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     fingerprint: str | None = None
+    layout: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def arrangement(self) -> Arrangement:

@@ -132,7 +132,7 @@ def distribute(
         if mesh is not None:
             raise MeshError("hc.distribute takes a mesh or a plan, which makes its own mesh; leave one of them out")
         plan.arrangement.check(model)
-        mesh = plan.arrangement.mesh()
+        mesh, layout = plan.arrangement.mesh(), plan.arrangement.layout if layout is None else layout
         plan.arrangement.apply(model)
     if mesh is None:
         _check_alone()

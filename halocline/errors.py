@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HaloclineError(Exception):
     """Base of every error the library raises on purpose."""
@@ -62,3 +65,13 @@ class ConfigError(HaloclineError, ValueError):
 
 class PlanError(HaloclineError, ValueError):
     """A plan that cannot be made, read or followed. Says why, and what would help."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that is spelt most like this one, for an error message; "" if none is.
+
+    >>> did_you_mean("sumit", ["summit", "lassen"]), did_you_mean("x", ["summit"])
+    (' (did you mean summit?)', '')
+    """
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -137,7 +137,7 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(parameter, fresh)
 
 
-def cut_share(model: nn.Module) -> tuple[int, int]:
-    """Bytes of all parameters, and of those that are cut: global, as one rank would hold them."""
+def cut_share(model: nn.Module) -> float:
+    """The share of the parameters' bytes that is cut, counted as one rank would hold them."""
     sizes = [(p.numel() * p.element_size(), isinstance(p, ShardedTensor)) for p in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, cut in sizes if cut)
+    return sum(size for size, cut in sizes if cut) / max(1, sum(size for size, _ in sizes))

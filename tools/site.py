@@ -21,8 +21,7 @@ from tutorials import notebook  # noqa: E402
 
 #: Files outside docs/ that have a page: where it lies.
 COPIES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-EXAMPLES = {"own": ("network.py", "make_data.py", "run.toml"),
-            "first_day": ("network.py", "make_volumes.py", "run.toml", "monai.toml", "first_day.py")}  # fmt: skip
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] not in "._")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -161,8 +160,10 @@ def _option(parameter: Any) -> str:
 def _example(name: str) -> str:
     """The page of an example: its README, then its files."""
     folder = ROOT / "examples" / name
-    parts = [(folder / "README.md").read_text()]
-    for file in EXAMPLES[name]:
-        kind = "python" if file.endswith(".py") else "toml"
-        parts.append(f'```{kind} title="{file}"\n{(folder / file).read_text()}```\n')
+    readme = folder / "README.md"
+    parts = [readme.read_text() if readme.exists() else f"# Example: {name.replace('_', ' ')}\n"]
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".py", ".toml"):
+            kind = "python" if path.suffix == ".py" else "toml"
+            parts.append(f'```{kind} title="{path.name}"\n{path.read_text()}```\n')
     return "\n".join(parts)

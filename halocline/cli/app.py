@@ -17,6 +17,7 @@ from .doctor import doctor
 from .export import export
 from .launch import launch
 from .output import add_command, new_app
+from .pigan import pigan
 from .plan import plan
 from .predict import predict
 from .report import report
@@ -34,6 +35,7 @@ for _command in (
     train,
     run,
     sweep,
+    pigan,
     report,
     export,
     plan,

@@ -215,6 +215,8 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
     ratio = f" (ratio {report.activation_ratio:.2f})" if report.activation_ratio is not None else ""
     where = f" ({', '.join(report.gathers)})" if report.gathers else ""
     facts["peak activations"] = peaks + ratio
+    if report.cut_share is not None:
+        facts["parameters cut"] = f"{report.cut_share:.0%} of their bytes"
     facts["moved"] = f"{size_text(report.moved_bytes or 0)} in {report.messages} messages a rank and step"
     facts["gathered"] = escape(f"{size_text(report.gathered_bytes or 0)} a rank and step{where}")
     facts["operations with no rule"] = "none"

@@ -13,7 +13,19 @@ from rich.progress import Progress
 from ..errors import ConfigError
 from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.checkpoints.inspect import CheckpointInfo, describe, verify_checkpoint
-from .output import Debug, Json, add_command, clear_errors, new_app, number_table, print_json, say, size_text, stderr
+from .output import (
+    Debug,
+    Json,
+    add_command,
+    clear_errors,
+    new_app,
+    number_table,
+    print_json,
+    progress_console,
+    say,
+    size_text,
+    stderr,
+)
 from .output import stdout as console
 
 DAMAGED = 1  # exit status of `verify` if a checkpoint is damaged
@@ -53,7 +65,7 @@ def verify(run: Run, step: Step = None, as_json: Json = False, debug: Debug = Fa
         steps = [each for each in folder.steps() if step in (None, each)]
         if not steps:
             raise ConfigError(f"{folder.root} has no checkpoint{'' if step is None else f' of step {step}'}")
-        with Progress(console=stderr(), disable=as_json) as bar:
+        with Progress(console=progress_console(), disable=as_json) as bar:
             found = [verify_checkpoint(folder, each) for each in bar.track(steps, description="checkpoints")]
     _show(folder, found, as_json)
     if any(each.problems for each in found):

@@ -140,7 +140,7 @@ def number_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[st
     """A table of numbers: the first column names the row, the others are aligned right."""
     table = Table(title=title, title_style="bold", title_justify="left")
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")  # never "12,3…"
     for row in rows:
         table.add_row(*row)
     return table

@@ -49,8 +49,8 @@ def show(report: ZooReport) -> None:
     console = stdout()
     title = f"{report.zoo}: {len(report.networks)} networks on {report.ranks} ranks ({cuts(report)})"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("network", "verdict"):
-        table.add_column(column, no_wrap=True)
+    table.add_column("network", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
     for column in ("output", "gradient", "memory", "gathered"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, one in report.networks.items():

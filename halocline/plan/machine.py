@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import HaloclineError
+from ..errors import HaloclineError, did_you_mean
 
 Source = Literal["measured", "published", "assumed"]
 
@@ -271,7 +271,8 @@ def load_machine(name: str) -> Machine:
     elif name in shipped():
         text, origin = (resources.files(__package__) / "machines" / f"{name}.json").read_bytes(), name
     else:
-        raise MachineError(f"no machine {name!r}; it is {', '.join(shipped())}, or a file such as here.json")
+        hint = did_you_mean(str(name), shipped())
+        raise MachineError(f"no machine {name!r}{hint}; it is {', '.join(shipped())}, or a file such as here.json")
     try:
         return Machine.model_validate(json.loads(text))
     except ValidationError as error:  # a ValueError, too

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import NoRule, Refused
+from ..layout import cut_share
 from ..rules.table import entries, name_of
 from ..world import Mesh, Traffic, init
 from .compare import EXACT, relative_error
@@ -78,6 +79,7 @@ class NetworkReport:
     one_rank_peak_bytes: int | None = None
     messages: int | None = None
     gathers: dict[str, int] = field(default_factory=dict)  # operation and place: how often
+    cut_share: float | None = None  # of the bytes of all parameters: those that the layout cuts
     without_rule: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -157,11 +159,13 @@ def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: flo
 
 @dataclass
 class RankResult:
-    """What one rank reports: its errors against one rank, the peak of its memory, and its traffic in one step."""
+    """What one rank reports: its errors against one rank, the peak of its memory, its traffic in one step, and the
+    share of parameters that is cut."""
 
     errors: Errors
     peak: int
     traffic: Traffic
+    cut_share: float
 
 
 def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
@@ -169,8 +173,10 @@ def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
     count_every_thread()  # first: tensors made before it are not counted when they are freed
     init(deadline)
     with _quiet():
-        answer = observe(CutSide(task, Mesh(**task.cut)), task.steps)
-    return RankResult(_errors(answer.tensors, torch.load(path, mmap=True)), answer.peak, answer.traffic)
+        side = CutSide(task, Mesh(**task.cut))
+        answer = observe(side, task.steps)
+    errors = _errors(answer.tensors, torch.load(path, mmap=True))
+    return RankResult(errors, answer.peak, answer.traffic, cut_share(side.model))
 
 
 @contextmanager
@@ -249,6 +255,7 @@ def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> 
         one_rank_peak_bytes=true.peak,
         messages=max(one.traffic.messages for one in results),
         gathers=dict(results[0].traffic.gathers),
+        cut_share=results[0].cut_share if task.layout else None,
     )
 
 

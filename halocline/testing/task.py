@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HaloclineError
+from ..errors import HaloclineError, did_you_mean
 from ..workloads import WORKLOADS
 from ..zoo import draw, entry_of, find_zoo, load, split
 
@@ -107,7 +107,9 @@ def _shapes(target: str, shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[
     known = WORKLOADS.get(target)
     if known is None and ":" not in target:
         known_names = ", ".join(WORKLOADS)
-        raise BadUsage(f"no network {target!r}; it is {known_names}, or package.module:factory, or such as monai/UNet")
+        hint = did_you_mean(target, WORKLOADS)
+        words = f"no network {target!r}{hint}; it is {known_names}, or package.module:factory, or such as monai/UNet"
+        raise BadUsage(words)
     if known is None and not shapes:
         raise BadUsage(f"what goes into {target}? Give a shape for each input, such as --shape 1,1,32,32,32")
     sizes = tuple(tuple(shape) for shape in shapes or known.shapes)  # type: ignore[union-attr]

@@ -22,7 +22,18 @@ UNPROVEN = ("vacuous", "broken")
 SHOWN = (
     *("verdict", "why", "output_error", "gradient_error", "worst_parameter", "noise", "activation_ratio"),
     "gathered_bytes",
-    *("gathers", "moved_bytes", "messages", "seconds", "refusals", "without_rule", "gradient_zero", "dtype", "shapes"),
+    *(
+        "gathers",
+        "cut_share",
+        "moved_bytes",
+        "messages",
+        "seconds",
+        "refusals",
+        "without_rule",
+        "gradient_zero",
+        "dtype",
+        "shapes",
+    ),
 )
 
 

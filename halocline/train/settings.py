@@ -197,6 +197,8 @@ class Settings:
     callbacks: list[str] = field(default_factory=list)  # "package.module:Class", told of steps; see training.md
     data: DataSettings = DataSettings()
     mesh: dict[Letter, Count] = field(default_factory=dict)  # parts by letter, such as {N = 2, D = 2}; default: D, H, W
+    model_parts: Count = 1  # ranks over which weights are cut, beside those of the mesh
+    layout: dict[str, dict[str, str]] = field(default_factory=dict)  # which weights are cut; see model-axes.md
     plan: str | None = None  # a file of `halocline plan --out`, or "auto"; in place of mesh
     machine: str | None = None  # that a plan is made or priced for: a shipped one, or a file; default: here.json
     steps: Count = 100  # optimizer steps
@@ -233,6 +235,10 @@ class Settings:
             raise ValueError("give workload = one of the known ones, or model = 'package.module:factory'; not both")
         if self.plan is not None and self.mesh:
             raise ValueError("plan and mesh: a plan makes its own mesh; leave one of them out")
+        if self.plan is not None and self.model_parts > 1:
+            raise ValueError("plan and model_parts: plans do not cut weights yet; give a mesh instead")
+        if self.model_parts > 1 and self.precision == "fp16":
+            raise ValueError("model_parts and precision = 'fp16': the loss's scaler knows whole weights; use bf16")
         has_data = self.data.path is not None or None not in (self.data.x.path, self.data.y.path)
         if self.model is not None and (self.loss is None or not has_data):
             raise ValueError(

@@ -6,7 +6,6 @@ nothing is read but headers.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch import nn
 
 from ..arrangement import Arrangement
 from ..data import Crop, Field, Flip, Rotate90, Shift
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
 from ..world import Label
@@ -83,9 +82,7 @@ def _known(key: str, value: object, there: Iterable[str]) -> None:
     """Raise ConfigError unless ``value`` is one of those, with a hint at a similar one."""
     names = list(there)
     if value not in names:
-        near = difflib.get_close_matches(str(value), names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{key} = {value!r}: {hint}there are {', '.join(names)}")
+        raise ConfigError(f"{key} = {value!r}{did_you_mean(str(value), names)}; there are {', '.join(names)}")
 
 
 def _of_workload(settings: Settings, dtype: torch.dtype) -> TrainingTask:
@@ -184,6 +181,9 @@ def augmentations(data: DataSettings) -> list[Any]:
     return moves
 
 
+MODEL = "model"  # the mesh axis over which weights are cut
+
+
 @dataclass(frozen=True)
 class MeshLayout:
     """How a run is arranged on its ranks, and which letters of the data's dims are cut along which mesh axes."""
@@ -204,13 +204,33 @@ def planned_layout(arrangement: Arrangement) -> MeshLayout:
 
 def make_layout(settings: Settings, letters: str, ranks: int) -> MeshLayout:
     """The layout of the settings: the mesh that they give, or one that cuts ``letters``. Raises ConfigError."""
-    parts = dict(settings.mesh) or spread(ranks, letters)
-    count = math.prod(parts.values())
+    parts = dict(settings.mesh) or spread(ranks // settings.model_parts, letters)
+    count = math.prod(parts.values()) * settings.model_parts
     if count != ranks:
         told = ", ".join(f"{letter} = {number}" for letter, number in parts.items())
+        told += f", model_parts = {settings.model_parts}" if settings.model_parts > 1 else ""
         raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; give sizes that multiply to that")
     sizes = {AXES[letter]: number for letter, number in (parts or {"N": 1}).items()}
-    return MeshLayout(Arrangement(sizes, multiple=settings.multiple), {letter: AXES[letter] for letter in parts})
+    sizes |= {MODEL: settings.model_parts} if settings.model_parts > 1 else {}
+    arrangement = Arrangement(sizes, multiple=settings.multiple, layout=_cut_weights(settings))
+    return MeshLayout(arrangement, {letter: AXES[letter] for letter in parts})
+
+
+def _cut_weights(settings: Settings) -> dict[str, dict[int, str]]:
+    """Which weights are cut over the axis model: those of the settings, or of the workload."""
+    if settings.model_parts == 1:
+        return {}
+    own = WORKLOADS[settings.workload].layout if settings.workload is not None else None
+    if not settings.layout and own is None:
+        raise ConfigError(
+            f"model_parts = {settings.model_parts}: name the weights to cut, such as layout.'*.fc1.weight' = "
+            "{0 = 'model'}; this network has no layout of its own"
+        )
+    try:
+        named = {name: {int(dim): axis for dim, axis in dims.items()} for name, dims in settings.layout.items()}
+    except ValueError as error:
+        raise ConfigError(f"layout: {error}; give the number of each dim that is cut") from error
+    return named or own(MODEL)  # type: ignore[misc]
 
 
 def spread(ranks: int, letters: str) -> dict[str, int]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HaloclineError
+from ..errors import HaloclineError, did_you_mean
 
 Input = tuple[int, ...] | Tensor
 ZOOS = {name: f"halocline.zoo.{name}:ZOO" for name in ("monai", "transformers", "neuralop", "losses")}
@@ -76,7 +76,8 @@ class Zoo:
         for entry in self.entries:
             if entry.name == name:
                 return entry
-        raise NoSuchNetwork(f"no network {name!r} in the zoo {self.name}; it has {', '.join(self.names)}")
+        hint = did_you_mean(name, self.names)
+        raise NoSuchNetwork(f"no network {name!r} in the zoo {self.name}{hint}; it has {', '.join(self.names)}")
 
     def package(self) -> ModuleType:
         """The imported package, or an error that says how to install it."""
@@ -105,7 +106,10 @@ def find_zoo(name: str) -> Zoo:
     try:
         zoo = load(ZOOS.get(name, name))
     except (ImportError, AttributeError, ValueError) as error:
-        raise NoSuchNetwork(f"no zoo {name!r}; it is {', '.join(ZOOS)}, or package.module:zoo ({error})") from error
+        hint = did_you_mean(name, ZOOS)
+        raise NoSuchNetwork(
+            f"no zoo {name!r}{hint}; it is {', '.join(ZOOS)}, or package.module:zoo ({error})"
+        ) from error
     if not isinstance(zoo, Zoo):
         raise NoSuchNetwork(f"{name} is a {type(zoo).__name__}; it must be a halocline.zoo.Zoo")
     return zoo

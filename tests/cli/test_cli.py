@@ -110,7 +110,7 @@ def test_a_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 BAD = [
     (
         ["unet"],
-        "no network 'unet'; it is unet3d, cosmoflow, mlperf_cosmoflow, tiramisu, deeplab, deepcam, stemdl, resnet50",
+        "no network 'unet' (did you mean unet3d?); it is unet3d, cosmoflow, mlperf_cosmoflow, tiramisu, deeplab",
     ),
     (["unet3d", "--args", "{width: 8}"], "this is no JSON"),
     (["unet3d", "--args", "[8]"], "a JSON object"),

@@ -11,6 +11,8 @@ import torch
 import halocline as hc
 from halocline.program import Record, dry, record
 from halocline.tensor import ShardedTensor
+from halocline.testing import shared_pool
+from halocline.testing.memory import count_every_thread, peak_bytes
 from halocline.workloads.transformer import Decoder, block_layout, layout
 
 WIDTH, LENGTH, BATCH = 512, 512, 8
@@ -44,6 +46,21 @@ def test_a_block_has_two_sums_in_each_direction(parts: int) -> None:
             assert of_blocks(found) == {(size, tuple(range(parts))): 2 * layers}
             assert not any("blocks" in each.label.place for each in found.exchanges if each.label.channel == "moves" and
                            "reduction" not in each.label.operation)  # fmt: skip
+
+
+def built() -> float:
+    """The peak of memory while a model on meta is cut and filled, in tiles."""
+    count_every_thread()
+    mesh = hc.Mesh(model=2)
+    with torch.device("meta"):
+        model = Decoder(vocabulary=8192, length=64, width=512, heads=8, layers=6)
+    peak = peak_bytes(lambda: hc.distribute(model, mesh, layout=layout())).peak
+    return peak / sum(hc.unwrap(p).numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.long
+def test_a_model_on_meta_never_has_more_than_its_tiles() -> None:
+    assert all(share <= 1.2 for share in shared_pool(2).run(built, deadline=60.0))
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -63,7 +63,7 @@ def test_slips_are_refused_by_name(tmp_path: Path) -> None:
     assert "device.efficiency: an assumed value needs low and high" in broken(tmp_path, without_range)
     assert "device.launch_us: 9e+06 is outside" in broken(tmp_path, range_in_units_of_its_own)
     assert "it joins all" in broken(tmp_path, inside_out)
-    with pytest.raises(MachineError, match="no machine 'sumit'; it is abci"):
+    with pytest.raises(MachineError, match=r"no machine 'sumit' \(did you mean summit\?\); it is abci"):
         load_machine("sumit")
     with pytest.raises(MachineError, match="halocline calibrate"):
         load_machine(str(tmp_path / "none.json"))

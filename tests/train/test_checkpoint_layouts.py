@@ -101,3 +101,22 @@ def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "there is no folder" in result.output
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "weights.pt")])
     assert result.exit_code == 2 and "has no checkpoint" in result.output
+
+
+@pytest.mark.long
+def test_a_run_with_cut_weights_has_the_curve_of_one_rank(tmp_path: Path) -> None:
+    curves = []
+    for name, options in (("one", []), ("two", ["--ranks", "2", "--set", "model_parts=2"])):
+        words = ["train", "transformer", *options, "--set", "steps=6", "--out", str(tmp_path / name), "--json"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
+        curves.append([line["loss"] for line in lines if "loss" in line and "step" in line])
+    assert len(curves[0]) >= 6
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_without_a_layout_are_asked_for(tmp_path: Path) -> None:
+    words = ["train", "unet3d", "--ranks", "1", "--set", "model_parts=2", "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "model_parts = 2" in result.output

@@ -167,12 +167,17 @@ def test_every_rank_makes_the_same_from_the_name_alone() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("monai/Unet", {}, NoSuchNetwork, "no network 'Unet' in the zoo monai; it has UNet, BasicUNet"),
+    (
+        "monai/Unet",
+        {},
+        NoSuchNetwork,
+        r"no network 'Unet' in the zoo monai \(did you mean UNet\?\); it has UNet, BasicUNet",
+    ),
     (
         "mona/UNet",
         {},
         NoSuchNetwork,
-        "no zoo 'mona'; it is monai, transformers, neuralop, losses, or package.module:zoo",
+        r"no zoo 'mona' \(did you mean monai\?\); it is monai, transformers, neuralop, losses, or package.module:zoo",
     ),
     ("test_zoo:NO_ZOO/x", {}, NoSuchNetwork, "must be a halocline.zoo.Zoo"),
     ("test_zoo:ZOO/exact", {"shapes": [[1, 1, 8, 8, 8]]}, BadUsage, "inputs of its own"),

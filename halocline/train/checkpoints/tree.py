@@ -35,13 +35,21 @@ class Parts:
     """
 
     def __init__(
-        self, value: Any, take: Callable[[Tensor], Tensor], place: Callable[[Tensor, str], str] = lambda *_: ""
+        self,
+        value: Any,
+        take: Callable[[Tensor], Tensor],
+        place: Callable[[Tensor, str], str] = lambda *_: "",
+        as_dtensors: bool = True,
     ) -> None:
-        """``take`` copies a tensor, or not. ``place(tensor, path)`` names the part that this rank holds; "": all."""
+        """``take`` copies a tensor, or not. ``place(tensor, path)`` names the part that this rank holds; "": all.
+
+        With ``as_dtensors`` sharded tensors become DTensors, so that any other layout can load them: by all ranks
+        together.
+        """
         self.tensors: dict[str, Tensor] = {}
         self.cut: dict[str, Sharding] = {}  # of those that are cut: how they lie on the mesh
         self.alike: list[str] = []  # a line per tensor: facts that must be the same on every rank
-        self._take, self._place = take, place
+        self._take, self._place, self._as_dtensors = take, place, as_dtensors
         self.tree = self._described(value, "")
 
     def _described(self, value: Any, path: str) -> Tree:
@@ -71,14 +79,11 @@ class Parts:
         return tree
 
     def _tensor(self, tensor: Tensor, path: str) -> Tree:
-        """Take a tensor; its tree holds the name, the stride where it is not contiguous, and axes it is cut on.
-
-        A sharded tensor is taken as a DTensor, so that any other layout can load it. By all ranks together.
-        """
+        """Take a tensor; its tree holds the name, the stride where it is not contiguous, and axes it is cut on."""
         name = path.lstrip("/")
         while name in self.tensors:  # keys 0 and "0", or a key with a slash
             name += "'"
-        if isinstance(tensor, ShardedTensor):
+        if isinstance(tensor, ShardedTensor) and self._as_dtensors:
             self.cut[name] = tensor.sharding
             tensor = to_dtensor(tensor.detach())
         _check_kind(tensor, path)
@@ -87,7 +92,7 @@ class Parts:
         self.alike.append(f"{name} {taken.dtype} {axes if place else tuple(taken.shape)}")
         usual = torch.empty(taken.shape, device="meta").stride()
         tree: Tree = {"$tensor": name}
-        if not isinstance(taken, DTensor) and taken.stride() != usual:
+        if not isinstance(taken, DTensor | ShardedTensor) and taken.stride() != usual:
             tree["stride"] = list(taken.stride())
         return {**tree, "axes": axes} if place else tree
 
@@ -127,7 +132,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 def named_tensors(value: Any) -> dict[str, Tensor]:
     """The tensors of a nested state by the names that a checkpoint gives them. They are not copied."""
-    return Parts(value, as_it_is).tensors
+    return Parts(value, as_it_is, as_dtensors=False).tensors
 
 
 def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
@@ -196,7 +201,7 @@ def _leaf(value: Any, path: str) -> Tree:
 def _check_kind(tensor: Tensor, path: str) -> None:
     """Raise CheckpointError for a tensor that cannot be saved: cut, sparse, quantized, or without values."""
     kind = type(tensor.detach()) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
-    known = kind is Tensor or issubclass(kind, DTensor)
+    known = kind is Tensor or issubclass(kind, DTensor | ShardedTensor)
     if not known or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise CheckpointError(
             f"{path.lstrip('/')} is a {kind.__name__} ({tensor.layout}, on {tensor.device}); a checkpoint holds dense "

@@ -32,14 +32,14 @@ class GameSettings:
 
     subdomains: int = 1
     two_levels: bool = False
-    snapshots: int = 1000  # realisations that sensors have seen
-    sensors: int = 6  # of a player along each dim
+    snapshots: int = 2000  # realisations that sensors have seen
+    sensors: int = 9  # of a player along each dim
     batch: int = 64  # snapshots of a replica and step
-    points: int = 64  # where the equation is asked for, in each step
+    points: int = 32  # where the equation is asked for, in each step
     noise: int = 8
     width: int = 64
     depth: int = 3
-    critic_steps: int = 3
+    critic_steps: int = 5
     penalty: float = 0.1
     equation: float = 1.0
     boundary: float = 10.0
