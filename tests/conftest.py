@@ -1,7 +1,9 @@
 """Shared by all tests: one thread a process, GPU tests only where there is one, the sweep's counts at the end."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,7 +26,9 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     RankPlace.forked = True  # 3 s less for each rank
     torch.set_num_threads(1)
-    os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="halocline-tests-"))  # not the home folder
+    if "XDG_STATE_HOME" not in os.environ:  # not the home folder; workers of xdist inherit it
+        os.environ["XDG_STATE_HOME"] = state = tempfile.mkdtemp(prefix="halocline-tests-")
+        atexit.register(shutil.rmtree, state, ignore_errors=True)
     gc.freeze()  # torch stays: full collections, of which every measurement of memory makes some, pass it over
 
 

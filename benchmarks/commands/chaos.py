@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from halocline.cli.output import Debug, Json, clear_errors, fact_table, number_table, print_json, say, stderr, stdout
+from halocline.cli.stopping import exit_on_sigterm
 
 Trials = Annotated[int, typer.Option("--trials", min=1, help="Number of faults.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the faults and their moments.")]
@@ -55,7 +56,7 @@ def chaos(
         text = f"{trial.trial}: {trial.case} ({trial.moment}): {trial.outcome} in {trial.seconds:.1f} s"
         say(progress, escape(text + (f"; {trial.detail}" if trial.detail else "")))
 
-    with clear_errors("bench chaos", debug):
+    with clear_errors("bench chaos", debug), exit_on_sigterm():
         if case is not None and case not in cases():
             raise typer.BadParameter(f"there are: {', '.join(cases())}", param_hint="--case")
         result = measure_chaos(trials, seed, limit, journal, tell, case)
