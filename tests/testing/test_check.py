@@ -241,7 +241,7 @@ def test_the_report_is_json() -> None:
 # ---- bad usage ----
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("unet", {}, "no network 'unet'; it is unet3d, cosmoflow, mlperf_cosmoflow, tiramisu, "),
+    ("unet", {}, r"no network 'unet' \(did you mean unet3d\?\); it is unet3d, cosmoflow, mlperf_cosmoflow, "),
     ("test_check:many", {}, "Give a shape for each input, such as --shape 1,1,32,32,32"),
     ("unet3d", {"shapes": [[1, 1, 32, 32]]}, "takes one input of 5 dims such as 1,1,32,32,32; got 1,1,32,32"),
     ("unet3d", {"shapes": [[1, 1, 0, 8, 8]]}, "a row of sizes from 1"),

@@ -76,7 +76,7 @@ def test_numbers_out_of_range_are_told(change, text):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (["workload=unet"], "workload = 'unet': did you mean unet3d"),
+        (["workload=unet"], r"workload = 'unet' \(did you mean unet3d\?\)"),
         (
             ["network.wdth=4"],
             "network = .*unexpected keyword argument 'wdth'; UNet3d takes width, channels_in, classes",
@@ -130,7 +130,7 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, monkeypatch):
     assert "scale = 'huge'" in told("train", "odd.toml")
     assert "neither a TOML file nor the folder of a run" in told("train", "folder")
     assert "is not a workload" in told("train", "own.toml", "--full")
-    assert "workload = 'unet': did you mean unet3d" in told("train", "cosmoflow", "--set", "workload=unet")
+    assert "workload = 'unet' (did you mean unet3d?)" in told("train", "cosmoflow", "--set", "workload=unet")
     monkeypatch.setenv("RANK", "0")
     assert "here a launcher did" in told("train", "cosmoflow", "--ranks", "2", "--out", "a")
     assert not (tmp_path / "runs").exists()

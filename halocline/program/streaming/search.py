@@ -56,7 +56,9 @@ def choose_layout(trace: Trace, limit: int, training: bool) -> Layout:
                 candidates.append(found)
     fitting = [layout for layout in candidates if layout.peak <= limit]
     if not fitting:
-        raise _too_small(search, limit, candidates)
+        fitting = [layout for layout in search.leanest(limit) if layout.peak <= limit]
+    if not fitting:
+        raise _too_small(search, limit, [*candidates, *search.leanest(limit)])
     best = min(fitting, key=lambda layout: layout.overhead)
     _log.info(
         "hc.stream: %d segments, up to %d tiles each; peak %s of %s, %.2f times the work of a plain step",
@@ -71,9 +73,7 @@ def choose_layout(trace: Trace, limit: int, training: bool) -> Layout:
 
 def _too_small(search: _Search, limit: int, candidates: list[Layout]) -> Refused:
     """Names the operation that takes most, and the limit that would do."""
-    sizes = [limit * 2**power // 8 for power in range(12)]
-    lean = [found for size, price in product(sizes, (0.5, 100.0)) if (found := search.solve(size, price))]
-    least = min((layout.peak for layout in [*candidates, *lean]), default=0)
+    least = min((layout.peak for layout in candidates), default=0)
     heaviest = max(
         search.trace.operations, key=lambda o: max((search.trace.values[v].bytes for v in o.results), default=0)
     )
@@ -124,6 +124,12 @@ class _Search:
                 return None
             segments += best[last][1]
         return self.layout(tuple(segments))
+
+    def leanest(self, limit: int) -> list[Layout]:
+        """Layouts that keep little, for tiles of many sizes, whatever they cost."""
+        largest = max(limit, max((value.bytes for value in self.trace.values), default=1))
+        sizes = [largest >> power for power in range(16)]
+        return [found for size, price in product(sizes, (0.5, 100.0)) if (found := self.solve(size, price))]
 
     def _smallest(self, first: int, last: int, tile_limit: int) -> TiledSegment | None:
         """The fewest tiles that stay within the limit."""
@@ -196,7 +202,8 @@ class _Search:
         dims, patch = len(kernel.shape) - 2, prod(kernel.shape[1:]) * volume.dtype.itemsize
         if "transpose" in operation.name:
             return patch * prod(brought[-dims:])
-        return patch * prod(shape_of(work.box)[-dims:]) if _unfolds(brought, kernel.shape, volume.dtype) else 0
+        voxels = prod(shape_of(made_boxes(self.trace.values, share)[0])[-dims:])
+        return patch * voxels if _unfolds(brought, kernel.shape, volume.dtype) else 0
 
     def _outputs_of(self, first: int, last: int) -> list[int]:
         """Values that operations of a range make and others, or the user, read."""
@@ -258,10 +265,10 @@ def _work(trace: Trace, share: Share) -> float:
     operation, work = share.operation, share.work
     if work is None:
         return float(sum(prod(trace.values[v].shape) for v in operation.operands))
-    size = float(prod(shape_of(work.box)))
     if _is_convolution(operation):
-        size *= prod(trace.values[operation.operands[1]].shape[1:])
-    return size
+        made = prod(shape_of(made_boxes(trace.values, share)[0]))
+        return float(made * prod(trace.values[operation.operands[1]].shape[1:]))
+    return float(prod(shape_of(work.box)))
 
 
 def units_of(trace: Trace) -> Iterator[tuple[int, int]]:
