@@ -21,6 +21,8 @@ from halocline.plan.api import make_subject
 from halocline.plan.machine import load_machine
 from halocline.plan.search import search
 
+from .machine import describe
+
 MACHINE = "perlmutter"
 BLOCKS = (10, 100)
 TARGETS = {"wall_s": 10.0, "depth_ratio": 2.0, "peak_bytes": 2_000_000_000}
@@ -68,7 +70,7 @@ def measure_plan_speed(trial: PlanSpeedTrial, tell: Callable[[str], None]) -> di
         tell(f"searching for {blocks} residual blocks")
         depths[str(blocks)] = search_seconds(ResidualNet, blocks, trial)
     few, many = (depths[str(blocks)]["search_s"] for blocks in BLOCKS)
-    return {**command, "depth": depths, "depth_ratio": many / few, "targets": TARGETS}
+    return {**command, "depth": depths, "depth_ratio": many / few, "targets": TARGETS, "machine": describe(None)}
 
 
 def time_command(trial: PlanSpeedTrial) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def measure_simulate(
     return {
         "median_error": median(errors),
         "worst_error": max(errors),
-        "target": TARGET,
+        "targets": {"median_error": TARGET},
         "cases": rows,
-        **describe_run(max((share for share in others if share is not None), default=None)),
+        "machine": describe_run(max((share for share in others if share is not None), default=None)),
     }
 
 

@@ -29,6 +29,7 @@ from .collectives import collectives
 from .foresight import foresight
 from .gpu import gpu
 from .gradients import gradients
+from .history import history
 from .io import io
 from .limit_line import limit_line
 from .plan_speed import plan_speed
@@ -52,6 +53,7 @@ add_command(bench, quality)
 add_command(bench, curves)
 add_command(bench, lag)
 add_command(bench, whole_vs_crops, "whole-vs-crops")
+bench.add_typer(history, name="history")
 
 Size = Annotated[int, typer.Option("--size", help="Side of the cube.")]
 Data = Annotated[int, typer.Option("--data", help="Samples side by side, one along each rank of the data axis.")]

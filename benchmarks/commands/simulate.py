@@ -55,7 +55,7 @@ def simulate(
         times = [f"{case[name] * 1e3:.0f}" for name in ("measured_s", "predicted_s")]
         table.add_row(case["case"], times[0], f"{case['spread']:.0%}", times[1], f"{case['error']:+.0%}")
     stdout().print(table)
-    say(stdout(), f"median error {result['median_error']:.2f} (aim: {result['target']:.2f})")
+    say(stdout(), f"median error {result['median_error']:.2f} (aim: {result['targets']['median_error']:.2f})")
 
 
 def _numbers(text: str) -> list[int]:
