@@ -7,6 +7,7 @@ moves, and :func:`_run_steady` does the local work only. Only this module knows 
 from __future__ import annotations
 
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ from .whole_target import becomes_cut
 
 _plans: dict[Any, CallPlan] = {}
 _MOST_PLANS = 4096
-#: Recorders of rule calls, the innermost last. Each is called in place of :func:`run_rule`, with the same arguments.
-recorders: list[Any] = []
+#: By thread: what is called in place of :func:`run_rule`, with the same arguments, while a program is recorded.
+recorders: dict[int, Any] = {}
 
 
 @dispatched_by
@@ -96,8 +97,8 @@ def run_rule(function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[s
 
     Rules that hand numbers straight on to torch need not be planned anew for each of them (``by_value`` False).
     """
-    if recorders:
-        return recorders[-1](function, describe, args, kwargs, by_value)
+    if recorders and (recorder := recorders.get(get_ident())) is not None:
+        return recorder(function, describe, args, kwargs, by_value)
     tensors: list[Tensor] = []
     picture = [_key(value, tensors, by_value) for value in args]
     if kwargs:

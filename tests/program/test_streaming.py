@@ -22,6 +22,7 @@ from halocline.testing.compare import relative_error
 from halocline.testing.memory import peak_bytes
 from halocline.tree import tensors_in
 from halocline.workloads import WORKLOADS
+from halocline.world import run_local
 
 EXACT = 1e-8
 PLENTY = 1 << 40
@@ -236,10 +237,29 @@ class Stale(nn.Module):
         return x + part
 
 
-@pytest.mark.parametrize(("model", "words"), [(Branch(), "values"), (Keeps(), "keeps"), (Stale(), "another view")])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(Branch(), "values"), (Keeps(), "keeps"), (Stale(), "another view"), (nn.ReLU(inplace=True), "was given")],
+)
 def test_what_cannot_be_streamed_is_refused_by_name(model: nn.Module, words: str) -> None:
     with pytest.raises(Refused, match=words):
-        hc.stream(model, PLENTY)(torch.randn(1, 2, 6, 6, dtype=torch.float64, requires_grad=True))
+        hc.stream(model, PLENTY)(torch.randn(1, 2, 6, 6, dtype=torch.float64))
+
+
+def test_inputs_without_space_run_whole() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+    plain = copy.deepcopy(model)
+    error, where = differences(hc.stream(model, PLENTY), plain, x)
+    assert error <= EXACT, (error, where)
+
+
+def test_cut_inputs_are_refused() -> None:
+    def body() -> None:
+        x = hc.shard(torch.ones(1, 2, 6, 6), hc.Mesh(rows=2), {2: "rows"})
+        with pytest.raises(hc.MeshError, match="one device"):
+            hc.stream(nn.Conv2d(2, 2, 3), PLENTY)(x)
+
+    run_local(2, body)
 
 
 def test_too_small_a_limit_names_one_that_works(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...errors import MeshError, Refused
 from ...random.state import current
 from ...sizes import bytes_from
+from ...tensor import ShardedTensor
 from ...tree import map_tensors, tensors_in
 from .search import Layout, choose_layout
 from .segments import Streamed
@@ -53,6 +54,8 @@ class StreamedForward:
         """Record the forward on shapes, choose segments and tiles, and run it in them."""
         if not tensors_in((args, kwargs)):
             return self._forward(*args, **kwargs)
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors_in((args, kwargs))):
+            raise MeshError("hc.stream is for one device: a streamed model takes whole tensors, not cut ones")
         recorded = trace(self._model, self._forward, args, kwargs)
         for _ in range(recorded.draws):  # the numbers that this forward draws are used up
             current().next_call()

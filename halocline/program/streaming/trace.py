@@ -8,9 +8,10 @@ as it is called. Weights stay the user's own tensors; work on them alone runs at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -178,15 +179,17 @@ class Recorder(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Inside, nothing is written down: the local work of a call that is."""
         before, self._paused = self._paused, True
-        observed, recorders[:] = recorders[:], []
+        recorder = recorders.pop(get_ident(), None)
         try:
             yield
         finally:
-            self._paused, recorders[:] = before, observed
+            self._paused = before
+            if recorder is not None:
+                recorders[get_ident()] = recorder
 
-    def enter(self, tensor: Tensor, requires_grad: bool) -> int:
-        """An input of the model."""
-        return self._number(tensor, requires_grad=requires_grad)
+    def enter(self, twin: Tensor, tensor: Tensor) -> int:
+        """An input of the model: the user's tensor, and what stands for it in the recording."""
+        return self._number(twin, tensor, tensor.requires_grad)
 
     def number_of(self, tensor: Tensor) -> int:
         """The value that a tensor is; one from outside is entered now."""
@@ -246,12 +249,7 @@ class Recorder(TorchFunctionMode):
         """Writes to memory outside the recorded values, or that show in no result, cannot be repeated tile by tile."""
         for tensor in written:
             if self.values[self._numbers[id(tensor)]].outside is not None or not any(tensor is one for one in made):
-                raise Refused(
-                    name_of(function),
-                    here(),
-                    "it writes values of the sample into a tensor that the model keeps, or into part of one",
-                    "compute a new tensor instead, or run this model without hc.stream",
-                )
+                raise _writes_outside(function)
 
     def _direct_answer(self, function: Any, args: Any, kwargs: Any, made: Tensor) -> None:
         """A cut tensor that no rule made: a conversion of dtype, or a new tensor of one number."""
@@ -287,6 +285,8 @@ class Recorder(TorchFunctionMode):
         grad = torch.is_grad_enabled() and not name_of(function).startswith("detach")
         flows = grad and any(self.values[operand].requires_grad for operand in operands)
         written = made and tensors and made[0] is tensors[0]
+        if written and self.values[operands[0]].outside is not None:
+            raise _writes_outside(function)
         results = tuple(self._number(t, requires_grad=flows and t.dtype.is_floating_point) for t in made)
         self._note_memory(function, operands, results, recipe, bool(written))
         call = (
@@ -330,6 +330,15 @@ def _autocast() -> tuple[str, torch.dtype] | None:
     return None if on is None else (on, torch.get_autocast_dtype(on))
 
 
+def _writes_outside(function: Any) -> Refused:
+    return Refused(
+        name_of(function),
+        here(),
+        "it writes values of the sample into a tensor that the model keeps or was given, or into part of one",
+        "compute a new tensor instead, or run this model without hc.stream",
+    )
+
+
 def _needs_values(function: Any) -> Refused:
     return Refused(
         name_of(function),
@@ -369,29 +378,27 @@ def trace(model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     watch(model)
     draws = current()
     recorder = Recorder(device)
-    ranks = 2 ** min(len(_AXES), max(0, largest - 2))
+    axes = dict.fromkeys(_AXES[: max(0, largest - 2)], 2) or {_AXES[0]: 1}
+    ranks = prod(axes.values())
     with dry(ranks - 1, ranks):  # the last rank, since the first tells the user what a real run would gather
-        mesh = Mesh(**dict.fromkeys(_AXES[: max(0, largest - 2)], 2))
-        start = State(draws.seed, draws.counter, asked=True)
-        swap(start)
-        inputs = []
+        mesh, inputs = Mesh(**axes), list[int]()
+        swap(State(draws.seed, draws.counter))
 
         def enter(tensor: Tensor) -> Tensor:
+            """An input of the model, on meta and cut along all spatial dims."""
             twin = tensor.detach().to("meta")
             cuts = _virtual_cuts(tensor) if tensor.ndim == largest else {}
             entered = shard(twin, mesh, cuts) if cuts else twin
-            inputs.append(recorder.enter(entered, tensor.requires_grad))
-            recorder.values[inputs[-1]].outside = tensor
+            inputs.append(recorder.enter(entered, tensor))
             return entered
 
-        with nullcontext() if torch.is_grad_enabled() else torch.no_grad():
-            given, named = map_tensors(enter, (args, kwargs))
-            recorders.append(recorder.rule_call)
-            try:
-                with recorder:
-                    answer = forward(*given, **named)
-            finally:
-                recorders.pop()
+        given, named = map_tensors(enter, (args, kwargs))
+        recorders[get_ident()] = recorder.rule_call
+        try:
+            with recorder:
+                answer = forward(*given, **named)
+        finally:
+            recorders.pop(get_ident(), None)
         drawn = current().counter - draws.counter
     with recorder.paused():
         outputs = [recorder.number_of(tensor) for tensor in tensors_in(answer)]
