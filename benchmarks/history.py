@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -30,10 +30,6 @@ class BenchRun:
     figures: Mapping[str, Number]
     targets: Mapping[str, Number]
 
-    def met(self) -> list[bool]:
-        """For each figure with a target: is the target met?"""
-        return [is_met(name, self.figures[name], target) for name, target in self.targets.items()]
-
 
 def at_least(figure: str) -> bool:
     """Whether larger is better. Targets of all other figures are upper limits."""
@@ -47,16 +43,12 @@ def is_met(figure: str, value: Number, target: Number) -> bool:
 def parse_result(text: str, source: str) -> dict[str, Any]:
     """The result in the last line of a bench's output with ``--json``; ``source`` names the text in errors."""
     try:
-        result = json.loads(([line for line in text.splitlines() if line.strip()] or [""])[-1], parse_constant=_no_json)
+        result = json.loads(text.rstrip().rpartition("\n")[2])
     except ValueError as error:
         raise HaloclineError(f"{source}: the last line is not JSON; give what a bench prints with --json") from error
     if not isinstance(result, dict) or not _numbers(result):
         raise HaloclineError(f"{source}: the JSON has no figure at its top level; give what a bench prints with --json")
     return result
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _numbers(entries: Any) -> dict[str, Number]:
@@ -104,12 +96,12 @@ def append_run(path: Path, run: BenchRun) -> None:
         file.write(json.dumps(asdict(run), allow_nan=False) + "\n")
 
 
-def runs_of(bench: str, runs: Sequence[BenchRun], path: Path) -> list[BenchRun]:
+def runs_of(bench: str, runs: Sequence[BenchRun]) -> list[BenchRun]:
     """The runs of one bench; raises where there is none."""
     chosen = [run for run in runs if run.bench == bench]
     if not chosen:
         hint = did_you_mean(bench, {run.bench for run in runs})
-        raise HaloclineError(f"{path} has no run of {bench!r}{hint}; `halocline bench history add` adds one")
+        raise HaloclineError(f"the history has no run of {bench!r}{hint}; `halocline bench history add` adds one")
     return chosen
 
 
@@ -141,13 +133,10 @@ def _row(name: str, before: Number | None, now: Number | None, target: Number | 
 def worsened(rows: Iterable[Mapping[str, Any]], factor: float) -> list[str]:
     """Figures with a target that are worse than before by more than ``factor``, or that the new run lacks."""
     judged = [row for row in rows if row["target"] is not None and row["before"] is not None]
-    return [row["figure"] for row in judged if row["now"] is None or _loss(row) > _allowed(row, factor)]
+    return [row["figure"] for row in judged if row["now"] is None or _is_worse(row, factor)]
 
 
-def _loss(row: Mapping[str, Any]) -> float:
-    """How much worse the figure is now, in its own unit."""
-    return float(row["before"] - row["now"] if at_least(row["figure"]) else row["now"] - row["before"])
-
-
-def _allowed(row: Mapping[str, Any], factor: float) -> float:
-    return abs(row["before"]) * (1 - 1 / factor if at_least(row["figure"]) else factor - 1)
+def _is_worse(row: Mapping[str, Any], factor: float) -> bool:
+    change = row["now"] - row["before"]
+    loss, share = (-change, 1 - 1 / factor) if at_least(row["figure"]) else (change, factor - 1)
+    return bool(loss > share * abs(row["before"]))  # by difference, so that figures may be 0 or negative

@@ -12,18 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halocline.cli.output import (
-    Debug,
-    Json,
-    add_command,
-    clear_errors,
-    new_app,
-    number_table,
-    print_json,
-    say,
-    size_text,
-    stdout,
-)
+from halocline.cli.output import Debug, Json, add_command, clear_errors, new_app, number_table, print_json, say, stdout
 from halocline.errors import HaloclineError, did_you_mean
 
 from .. import history as records
@@ -44,7 +33,9 @@ Commit = Annotated[
 FailAbove = Annotated[
     float | None, typer.Option("--fail-above", min=1.0, help="Exit with 1 if a figure with a target is worse by more.")
 ]
-File = Annotated[Path, typer.Option("--file", help="The history.", dir_okay=False, show_default=False)]
+File = Annotated[
+    Path | None, typer.Option("--file", help="The history. Default: benchmarks/history.jsonl.", dir_okay=False)
+]
 
 history = new_app(help="Keep figures of benchmarks in the repository, and compare a run with them.")
 
@@ -55,7 +46,7 @@ def add(
     command: Command,
     date: Date = None,
     commit: Commit = None,
-    file: File = HISTORY,
+    file: File = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -75,18 +66,18 @@ def add(
             raise HaloclineError("other programs disturbed this run; measure again on a quiet machine")
         day = (date or datetime.now()).date().isoformat()
         run = records.make_run(measured, name, command, day, commit or _checked_out())
-        records.append_run(file, run)
+        records.append_run(file or HISTORY, run)
     if as_json:
         print_json(asdict(run))
     else:
-        say(stdout(), f"added {len(run.figures)} figures of {name} ({_words(run.machine)}) to {file.name}")
+        say(stdout(), f"added {len(run.figures)} figures of {name} ({_words(run.machine)}) to {(file or HISTORY).name}")
 
 
-def show(name: MaybeBench = None, file: File = HISTORY, as_json: Json = False, debug: Debug = False) -> None:
+def show(name: MaybeBench = None, file: File = None, as_json: Json = False, debug: Debug = False) -> None:
     """Show the runs of the history, or the figures of one bench's newest runs side by side."""
     with clear_errors("bench history show", debug):
-        runs = records.read_history(file)
-        chosen = runs if name is None else records.runs_of(name, runs, file)[-SHOWN:]
+        runs = records.read_history(file or HISTORY)
+        chosen = runs if name is None else records.runs_of(name, runs)[-SHOWN:]
     if as_json:
         print_json({"runs": [asdict(run) for run in chosen]})
     elif name is None:
@@ -98,22 +89,22 @@ def show(name: MaybeBench = None, file: File = HISTORY, as_json: Json = False, d
 
 
 def _show_bench(name: str, runs: Sequence[BenchRun]) -> None:
-    newest = runs[-1]
+    targets = runs[-1].targets
     figures = dict.fromkeys(figure for run in reversed(runs) for figure in (*run.targets, *run.figures))
     rows = [
-        [_spaced(figure), *(_number(figure, run.figures.get(figure)) for run in runs), _target(figure, newest.targets)]
+        [_spaced(figure), *(_number(run.figures.get(figure)) for run in runs), _target(figure, targets.get(figure))]
         for figure in figures
     ]
     heads = ["\n".join([run.date, run.commit, f"{run.machine['cores']} cores", run.machine["torch"]]) for run in runs]
     stdout().print(number_table(f"Figures of {name}", ["figure", *heads, "target"], rows))
-    say(stdout(), f"newest run: {newest.command}")
+    say(stdout(), f"newest run: {runs[-1].command}")
 
 
 def compare(
     name: Bench,
     result: Result,
     fail_above: FailAbove = None,
-    file: File = HISTORY,
+    file: File = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -136,12 +127,10 @@ def compare(
         _check_bench(name)
         measured = _read(result)
         now = records.make_run(measured, name, "", "", "")
-        before = records.baseline(records.runs_of(name, records.read_history(file), file), now.machine)
+        before = records.baseline(records.runs_of(name, records.read_history(file or HISTORY)), now.machine)
         same = before.machine == now.machine
         if fail_above and not same:
-            raise HaloclineError(
-                f"{file} has no run of {name!r} on {_words(now.machine)}, so --fail-above cannot judge"
-            )
+            raise HaloclineError(f"--fail-above: the history has no run of {name!r} on {_words(now.machine)}")
         rows = records.compare_runs(before, now)
         worse = records.worsened(rows, fail_above) if fail_above else []
     if as_json:
@@ -158,9 +147,9 @@ def _show_comparison(rows: Sequence[Mapping[str, Any]], before: BenchRun) -> Non
     cells = [
         [
             _spaced(row["figure"]),
-            *(_number(row["figure"], row[when]) for when in ("before", "now")),
+            *(_number(row[when]) for when in ("before", "now")),
             "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
-            _target(row["figure"], {row["figure"]: row["target"]}),
+            _target(row["figure"], row["target"]),
             {None: "", True: "yes", False: "no"}[row["met"]],
         ]
         for row in rows
@@ -212,7 +201,7 @@ def _words(machine: Mapping[str, Any]) -> str:
 
 
 def _met(run: BenchRun) -> str:
-    met = run.met()
+    met = [records.is_met(figure, run.figures[figure], target) for figure, target in run.targets.items()]
     return f"{sum(met)} of {len(met)}" if met else "-"
 
 
@@ -220,15 +209,12 @@ def _spaced(figure: str) -> str:
     return figure.replace("_", " ")  # wraps between words
 
 
-def _number(figure: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return size_text(value) if figure.endswith("_bytes") else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _target(figure: str, targets: Mapping[str, float | None]) -> str:
-    target = targets.get(figure)
-    return "" if target is None else f"{'>=' if records.at_least(figure) else '<='} {_number(figure, target)}"
+def _target(figure: str, target: float | None) -> str:
+    return "" if target is None else f"{'>=' if records.at_least(figure) else '<='} {_number(target)}"
 
 
 for _command in (add, show, compare):

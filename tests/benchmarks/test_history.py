@@ -13,6 +13,7 @@ from benchmarks.commands.app import bench
 from benchmarks.commands.gradients import AIMS
 from benchmarks.history import HISTORY, at_least, compare_runs, make_run, parse_result, read_history, worsened
 from halocline.cli.app import app
+from halocline.errors import HaloclineError
 
 MACHINE = {"cores": 2, "torch": "2.13.0+cpu", "others_share": 0.0, "disturbed": False}
 RESULT: dict[str, Any] = {
@@ -41,7 +42,16 @@ def written(folder: Path, **changes: Any) -> str:
 
 def added(folder: Path, date: str = "2026-11-18", **changes: Any) -> list[str]:
     file = ["--file", str(folder / "history.jsonl")]
-    facts = ["--name", "overhead", "--command", "halocline bench overhead --json", "--date", date, "--commit", date[-2:]]
+    facts = [
+        "--name",
+        "overhead",
+        "--command",
+        "halocline bench overhead --json",
+        "--date",
+        date,
+        "--commit",
+        date[-2:],
+    ]
     status, _, error = run("add", written(folder, **changes), *facts, *file)
     assert status == 0, error
     return file
@@ -118,7 +128,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     for arguments, words in (
         (("compare", "overhed", result, *file), "did you mean overhead?"),
         (("add", result, "--name", "overhed", "--command", "x", *file), "did you mean overhead?"),
-        (("compare", "halo", result, *file), "has no run of 'halo'"),
+        (("compare", "halo", result, *file), "the history has no run of 'halo'"),
         (("show", "overhed", *file), "did you mean overhead?"),
         (("compare", "overhead", str(tmp_path / "none.json"), *file), "No such file"),
         (("compare", "overhead", "-", *file), "stdin: the last line is not JSON"),
@@ -126,8 +136,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     ):
         status, _, error = run(*arguments)
         assert status == 2 and words in error and len(error.splitlines()) == 1, error
-    for text, words in (("[1]", "no figure"), ('{"a": NaN}', "not JSON"), ('{"cases": []}', "no figure")):
-        with pytest.raises(Exception, match=words):
+    for text, words in (("[1]", "no figure"), ('{"a": NaN}', "no figure"), ('{"cases": []}', "no figure")):
+        with pytest.raises(HaloclineError, match=words):
             parse_result(text, "text")
     strange = written(tmp_path, halo_over_raw=None, speedup=None, rounds=None, width=1)
     assert "nothing to compare" in run("compare", "overhead", strange, *file)[2]
