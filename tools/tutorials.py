@@ -62,6 +62,10 @@ def available(needs: str) -> bool:
     return not needs or shutil.which(needs) is not None
 
 
+#: What torch's own threads do now and then when a process with gloo ends, in scripts without Halocline too.
+ABORT = "terminate called without an active exception"
+
+
 class Reader:
     """Follows a tutorial in a folder: writes its files, runs its commands, keeps its Python names between blocks."""
 
@@ -85,10 +89,12 @@ class Reader:
         self._program += block.text
         return told
 
-    def _run(self, command: list[str]) -> str:
+    def _run(self, command: list[str], again: bool = True) -> str:
         done = subprocess.run(
             command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=DEADLINE
         )
+        if done.returncode and again and ABORT in done.stderr:
+            return self._run(command, again=False)
         if done.returncode:
             raise RuntimeError(f"{command[-1]}\nended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
         return done.stdout

@@ -61,11 +61,14 @@ class Curves:
     """
 
     def __init__(self, measured: Iterable[tuple[Computed, float, int]], fresh: float | None = None) -> None:
-        self._fresh_s = 0.0 if fresh is None else 1.0 / fresh
+        measured = list(measured)
+        # No longer than most of any measured call that maps memory: a busy machine makes the rate look far too low.
+        bounds = [0.8 * seconds / mapped for event, seconds, _ in measured if (mapped := placed(event).mapped)]
+        self._fresh_s = 0.0 if fresh is None else min([1.0 / fresh, *bounds])
         rows: dict[Kind, list[tuple[Placed, float, float]]] = defaultdict(list)
         for event, seconds, workspace in measured:
             where = placed(event)
-            seconds = max(seconds - where.mapped * self._fresh_s, 0.1 * seconds)
+            seconds -= where.mapped * self._fresh_s
             for kind in dict.fromkeys((where.kind, where.kind[:COARSE])):
                 rows[kind].append((where, seconds, workspace / max(1, where.touched)))
         self._curves = {kind: _Curve(found) for kind, found in rows.items() if len(found) >= FEWEST}

@@ -12,7 +12,8 @@ import shutil
 import site
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,8 @@ def named(key: str, target: str) -> Callable[..., Any]:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        member = getattr(importlib.import_module(module), name)
+        with _no_bytecode():
+            member = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key} = {target!r} cannot be imported: {error}{_remedy(module, error)}") from error
     if not callable(member):
@@ -40,6 +42,17 @@ def named(key: str, target: str) -> Callable[..., Any]:
     if _is_standard(module) or _is_standard(getattr(member, "__module__", None) or ""):
         raise ConfigError(f"{key} = {target!r} is a part of Python itself, not of a network's code; it is not called")
     return member
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Inside, imports write no ``__pycache__``: compiled code in a run's folder would be code that its mark does not
+    cover (:mod:`halocline.train.trust`)."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def _is_standard(module: str) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import halocline as hc
 from halocline.errors import Refused
 from halocline.program.streaming import api
+from halocline.program.streaming.operations import Trace
 from halocline.program.streaming.search import Layout, units_of
 from halocline.program.streaming.segments import TiledSegment
-from halocline.program.streaming.trace import Trace
 from halocline.testing.compare import relative_error
 from halocline.testing.memory import peak_bytes
 from halocline.tree import tensors_in
@@ -127,7 +127,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def differences(model: nn.Module, plain: nn.Module, x: Tensor) -> tuple[float, str]:
     """The largest error of outputs, gradients and buffers, and whose it is."""
-    ours, true = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours, true = (x.clone().requires_grad_(x.is_floating_point()) for _ in range(2))
     outputs = zip(step(model, ours), step(plain, true), strict=True)
     errors = [(relative_error(a, b), "output") for a, b in outputs]
     pairs = [(n, a.grad, b.grad) for (n, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)]
@@ -297,6 +297,8 @@ def test_workloads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     torch.manual_seed(0)
     model = workload.factory(**workload.fit(workload.shapes)).double()
     plain, x = copy.deepcopy(model), torch.randn(workload.shapes[0], dtype=torch.float64)
+    if workload.tokens is not None:
+        x = torch.randint(workload.tokens, workload.shapes[0])
     in_tiles(monkeypatch, (2, 2, 1))
     error, where = differences(hc.stream(model, PLENTY), plain, x)
     assert error <= EXACT, (error, where)

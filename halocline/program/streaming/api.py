@@ -13,9 +13,10 @@ from ...random.state import current
 from ...sizes import bytes_from
 from ...tensor import ShardedTensor
 from ...tree import map_tensors, tensors_in
+from .operations import Ref, Trace
 from .search import Layout, choose_layout
 from .segments import Streamed
-from .trace import Ref, Trace, trace
+from .trace import trace
 
 Model = TypeVar("Model", bound=nn.Module)
 

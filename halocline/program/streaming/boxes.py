@@ -17,7 +17,7 @@ from ...rules import Recipe, Work
 from ...rules.plan import bound
 from ...rules.recipe import Read, Slot
 from ...tree import map_tensors, tensors_in
-from .trace import Operation, Ref, Trace, Value
+from .operations import Operation, Ref, Trace, Value
 
 
 @dataclass

@@ -12,7 +12,7 @@ from ...rules import Moments, Recipe, Reduced, Reduction
 from ...rules.plan import bound
 from ...rules.recipe import merged
 from .boxes import Part, arguments, shares_of
-from .trace import Operation, Trace
+from .operations import Operation, Trace
 
 
 def input_of(operation: Operation, recipe: Recipe) -> int:

@@ -16,8 +16,8 @@ from ...errors import Refused
 from ...geometry import Box, shape_of
 from ...sizes import size_text
 from .boxes import Share, made_boxes, shares_of
+from .operations import Operation, Trace
 from .segments import TiledSegment, boundaries, tile_boxes
-from .trace import Operation, Trace
 
 _log = logging.getLogger("halocline")
 _MOST_TILES = 512

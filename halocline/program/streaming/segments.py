@@ -18,7 +18,7 @@ from ...geometry import Box, Partition, slices
 from ...kernels.layout import memory_format_of
 from .boxes import Part, Parts, Share, compute, shares_of
 from .norms import Norm, input_of
-from .trace import Trace
+from .operations import Trace
 
 
 @dataclass(frozen=True)
