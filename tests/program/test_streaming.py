@@ -191,6 +191,18 @@ def test_inference_and_evaluation_keep_nothing(monkeypatch: pytest.MonkeyPatch) 
         assert relative_error(y, plain(x)) <= EXACT and not y.requires_grad
 
 
+def test_training_after_evaluation_has_segments_of_its_own() -> None:
+    """With gradients in both, a norm whose statistics are given needs no kept input, and one that takes them does."""
+    torch.manual_seed(0)
+    model = SmallUNet(nn.BatchNorm3d).double().eval()
+    plain, x = copy.deepcopy(model), torch.randn(1, 2, 8, 8, 4, dtype=torch.float64)
+    hc.stream(model, PLENTY)(x.clone().requires_grad_()).sum().backward()
+    for each in (model.train(), plain.train()):
+        each.zero_grad()
+    error, where = differences(model, plain, x)
+    assert error <= EXACT, (error, where)
+
+
 def test_autocast_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SmallUNet(nn.BatchNorm3d)
     plain, x = copy.deepcopy(model), torch.randn(1, 2, 8, 8, 4)

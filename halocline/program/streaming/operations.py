@@ -93,5 +93,5 @@ class Trace:
         """Equal for traces that can share a plan of segments and tiles."""
         return (
             tuple((v.shape, v.dtype, v.tiled, v.requires_grad) for v in self.values),
-            tuple((o.name, o.place, o.operands, o.results) for o in self.operations),
+            tuple((o.name, o.place, o.operands, o.results, o.reduces) for o in self.operations),
         )
