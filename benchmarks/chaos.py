@@ -17,25 +17,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halocline.errors import HaloclineError
 from halocline.train.checkpoints import CHECKPOINTS
 from halocline.train.checkpoints.inspect import verify_checkpoint
 from halocline.train.log import read_log
 from halocline.train.signals import PREEMPTED
+from halocline.train.template import RankTemplate
 
 from .chaos_faults import Strike
-from .chaos_run import OUTSIDE, STEPS, TRIAL, Run, at_random
+from .chaos_links import Links
+from .chaos_run import LINKS, OUTSIDE, STEPS, ChaosError, Run, at_random, raw_log
+from .chaos_template import serve
 
 DEFECTS = ("hung", "orphans", "lost", "different", "leftovers")
-
-
-class ChaosError(HaloclineError, RuntimeError):
-    """The trials could not be made."""
 
 
 @dataclass
@@ -63,13 +61,14 @@ INSIDE: dict[str, tuple[str, int, str]] = {
     "out of memory": ("step", STEPS - 2, "memory"),
     "full disk": ("step", STEPS - 2, "full"),
 }
+RANKS = (2, 2, 2, 2, 3, 3, 3, 4, 4, 8)  # of a trial, drawn from these; on nodes two to four
 MOUNTED = ("small disk", "read-only folder")
 _LOSES_ONE = ("flip a bit", "remove a file")  # faults that take the newest checkpoint itself
 
 
 def cases() -> list[str]:
     """The kinds of fault that this machine can make."""
-    return [*OUTSIDE, *INSIDE, *(MOUNTED if _can_mount() else ())]
+    return [*OUTSIDE, *INSIDE, *(MOUNTED if _can_mount() else ()), *(LINKS if Links.possible() else ())]
 
 
 def _can_mount() -> bool:
@@ -86,22 +85,73 @@ def _can_mount() -> bool:
 # ---- a trial ----
 
 
-def make_trial(number: int, seed: int, reference: list[float], limit: float, case: str | None = None) -> Trial:
+class Stage:
+    """What trials share: the process that commands are forked of, the nodes, and the curves of undisturbed runs."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.template = RankTemplate(serve, "benchmarks.chaos_template")
+        self._links: Links | None = None
+        self._curves: dict[tuple[int, bool], list[float]] = {}
+        self._usual: dict[tuple[int, bool], float] = {}  # seconds of undisturbed runs
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.template.__exit__()
+        if self._links is not None:
+            self._links.close()
+
+    def run(self, folder: Path, ranks: int, on_nodes: bool) -> Run:
+        """A run that is not started yet. On a busy machine its ranks wait as long as an undisturbed run takes."""
+        if on_nodes and self._links is None:
+            self._links = Links()
+        run = Run(folder, ranks, self.template, self._links if on_nodes else None)
+        if (ranks, on_nodes) in self._usual:
+            run.deadline = max(2.0 + 2.0 * ranks, self._usual[ranks, on_nodes])
+        return run
+
+    def reference(self, ranks: int, on_nodes: bool) -> list[float]:
+        """The losses of an undisturbed run. On a busy machine the limit becomes five times its seconds."""
+        if (ranks, on_nodes) not in self._curves:
+            with tempfile.TemporaryDirectory(prefix="halocline-chaos-") as name:
+                run, began = self.run(Path(name), ranks, on_nodes), time.monotonic()
+                run.start()
+                try:
+                    if run.wait(3 * self.limit) != 0:
+                        raise ChaosError(f"the undisturbed run fails: {_last_line(''.join(run.words()))}")
+                finally:
+                    run.end()
+                self._curves[ranks, on_nodes] = [entry["loss"] for entry in read_log(run.out, "step")]
+            self._usual[ranks, on_nodes] = usual = time.monotonic() - began
+            self.limit = max(self.limit, 5 * usual)
+        return self._curves[ranks, on_nodes]
+
+
+def make_trial(number: int, seed: int, stage: Stage, case: str | None = None) -> Trial:
     """One trial, by its number and the seed alone."""
     rng = random.Random(seed * 100_003 + number)
     there = cases()
-    trial = Trial(number, case or there[number % len(there)], 2)
+    trial = Trial(number, case or there[number % len(there)], rng.choice(RANKS))
+    on_nodes = trial.case in LINKS
+    trial.ranks = min(4, trial.ranks) if on_nodes else trial.ranks
+    reference = stage.reference(trial.ranks, on_nodes)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="halocline-chaos-") as name:
-        run = Run(Path(name), trial.ranks, {TRIAL: f"{os.getpid()}-{number}-{rng.getrandbits(64):x}"})
+        run = stage.run(Path(name), trial.ranks, on_nodes)
+        if rng.random() < 0.5:  # half of the runs come back from memory where they can
+            run.more = ("copies.every=1",)
         mounted = run.out / CHECKPOINTS if trial.case in MOUNTED else None
         try:
             if mounted is not None:
                 mounted.mkdir(parents=True)
                 _mount(mounted, "size=400k" if trial.case == "small disk" else "size=64m")
-            _carry_out(trial, run, rng, reference, limit, mounted)
+            _carry_out(trial, run, rng, reference, stage.limit, mounted)
         finally:
             run.end()
+            if run.links is not None:
+                run.links.mend()
             if mounted is not None:
                 subprocess.run(["umount", "-l", str(mounted)], capture_output=True, check=False)
     trial.seconds = round(time.monotonic() - began, 2)
@@ -133,9 +183,9 @@ def _carry_out(
             run.struck = time.time()
             told = ["mount", "-o", "remount,ro", str(mounted)]
             subprocess.run(told, capture_output=True, check=False)
-        elif trial.case in OUTSIDE:
+        elif trial.case in (outside := {**OUTSIDE, **LINKS}):
             trial.moment = at_random(run, rng, limit)
-            OUTSIDE[trial.case](run, rng)
+            outside[trial.case](run, rng)
     status = run.wait(limit)
     if mark.exists():
         run.struck = mark.stat().st_mtime
@@ -146,8 +196,17 @@ def _carry_out(
         return _judged(trial, "orphans", f"processes {left} outlived the run")
     if status not in (0, PREEMPTED) and status > 0:
         trial.said = _last_line(run.texts[-1] if run.texts else "")
-        if not trial.said.startswith("halocline train: "):
-            return _judged(trial, "different", f"status {status} without a line that says why: {trial.said!r}")
+        silent = [
+            number
+            for number, (each, words) in enumerate(zip(run.started, run.words(), strict=True))
+            if (each.returncode or 0) > 0 and not _last_line(words).startswith("halocline train: ")
+        ]
+        if silent:
+            return _judged(
+                trial, "different", f"status {status} without a line that says why ({silent}): {trial.said!r}"
+            )
+    if run.links is not None:
+        run.links.mend()
     if mounted is not None:
         subprocess.run(["mount", "-o", "remount,rw,size=64m", str(mounted)], capture_output=True, check=False)
     _finish(trial, run, status, reference, limit, shared)
@@ -211,55 +270,30 @@ def _last_line(text: str) -> str:
 
 def _seconds_until_training(run: Run) -> float | None:
     """Seconds from the fault to the first step of the attempt after it; None if no attempt followed."""
-    starts = [each["time"] for each in _raw_log(run) if each.get("kind") == "data" and each["time"] > run.struck]
+    starts = [each["time"] for each in raw_log(run.out) if each.get("kind") == "data" and each["time"] > run.struck]
     if not run.struck or not starts:
         return None
-    steps = [each["time"] for each in _raw_log(run) if each.get("kind") == "step" and each["time"] >= starts[0]]
+    steps = [each["time"] for each in raw_log(run.out) if each.get("kind") == "step" and each["time"] >= starts[0]]
     return round(steps[0] - run.struck, 2) if steps else None
-
-
-def _raw_log(run: Run) -> list[dict[str, Any]]:
-    entries = []
-    for line in (run.out / "log.jsonl").read_bytes().splitlines():
-        with suppress(ValueError):
-            entries.append(json.loads(line))
-    return entries
 
 
 # ---- all trials ----
 
 
-def reference_curve(limit: float) -> tuple[list[float], float]:
-    """The losses of an undisturbed run, and its seconds."""
-    with tempfile.TemporaryDirectory(prefix="halocline-chaos-") as name:
-        run = Run(Path(name), 2, {TRIAL: f"{os.getpid()}-reference"})
-        began = time.monotonic()
-        run.start()
-        try:
-            if run.wait(3 * limit) != 0:
-                raise ChaosError(f"the undisturbed run fails: {_last_line((run.folder / 'stderr').read_text())}")
-        finally:
-            run.end()
-        return [entry["loss"] for entry in read_log(run.out, "step")], time.monotonic() - began
-
-
 def measure_chaos(
     trials: int, seed: int, limit: float, journal: Path | None, tell: Callable[[Trial], None], case: str | None = None
 ) -> dict[str, Any]:
-    """Make the trials that ``journal`` does not have yet, and count what came of all.
-
-    On a busy machine the limit is at least five times the seconds of an undisturbed run.
-    """
+    """Make the trials that ``journal`` does not have yet, and count what came of all."""
     done = _read_journal(journal, seed)
-    reference, usual = reference_curve(limit) if len(done) < trials else ([], 0.0)
-    limit = max(limit, 5 * usual)
-    for number in range(trials):
-        if number not in done:
-            done[number] = made = make_trial(number, seed, reference, limit, case)
-            if journal is not None:
-                with journal.open("a") as file:
-                    file.write(json.dumps({"seed": seed, **asdict(made)}) + "\n")
-            tell(made)
+    with ExitStack() as opened:
+        stage = opened.enter_context(Stage(limit)) if len(done) < trials else None
+        for number in range(trials):
+            if number not in done and stage is not None:
+                done[number] = made = make_trial(number, seed, stage, case)
+                if journal is not None:
+                    with journal.open("a") as file:
+                        file.write(json.dumps({"seed": seed, **asdict(made)}) + "\n")
+                tell(made)
     return summary([done[number] for number in range(trials)], seed)
 
 

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from halocline.errors import HaloclineError
 from halocline.train.checkpoints import CHECKPOINTS, Folder
+from halocline.train.heartbeat import COMM
 from halocline.train.log import read_log
+from halocline.train.template import ForkedRank, RankTemplate
+
+from .chaos_links import Links
+from .chaos_network import write_data
 
 STEPS, EVERY = 10, 2  # steps of a run, and between its checkpoints
-DEADLINE = 4.0  # seconds of the ranks' waits
+PAUSE = 1.3  # seconds at most of what ranks must wait out
 SETTINGS = (
-    "network.width=2", "data.arguments.size=16", "data.samples=4", "data.validation=0", f"steps={STEPS}",
-    f"checkpoint_every={EVERY}", "keep=3", f"deadline={DEADLINE}", "gradients.deterministic=true",
+    f"steps={STEPS}", "batch=2",
+    f"checkpoint_every={EVERY}", "keep=3", "gradients.deterministic=true",
     'callbacks=["benchmarks.chaos_faults:Fault"]',
 )  # fmt: skip
-TRIAL = "HALOCLINE_TRIAL"  # variable by which the processes of a trial are found
 _POLL = 0.02
+
+
+class ChaosError(HaloclineError, RuntimeError):
+    """The trials could not be made."""
 
 
 @dataclass
 class Run:
-    """A training under way, in a process group and with an environment of its own."""
+    """A training under way: a launcher with its ranks, or, with ``links``, ranks on nodes as torchrun starts them."""
 
     folder: Path
     ranks: int
-    variables: dict[str, str]
-    process: subprocess.Popen[bytes] | None = None
+    template: RankTemplate
+    links: Links | None = None
+    started: list[ForkedRank] = field(default_factory=list)
     struck: float = 0.0  # time of the fault, as the log's entries have it
-    texts: list[str] = field(default_factory=list)  # what each attempt wrote to stderr
+    more: tuple[str, ...] = ()  # settings of this run
+    deadline: float = 60.0  # seconds of the ranks' waits
+    texts: list[str] = field(default_factory=list)  # what each attempt wrote to stderr, all ranks' together
 
     @property
     def out(self) -> Path:
@@ -52,36 +64,59 @@ class Run:
 
     def start(self, **more: str) -> None:
         """Start the command, or start it again."""
-        told = [word for each in SETTINGS for word in ("--set", each)]
-        base = [sys.executable, "-m", "halocline.cli", "train", "unet3d", "--out", str(self.out), "--json", *told]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", TRIAL: self.variables[TRIAL], **more}
-        with (self.folder / "stderr").open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*base, "--ranks", str(self.ranks), "--restarts", "2"], stdout=subprocess.DEVNULL, stderr=errors,
-                env=environment, process_group=0, cwd=Path(__file__).parents[1],
-            )  # fmt: skip
+        if not (self.folder / "x.npy").exists():
+            self._data = write_data(self.folder)
+            (self.folder / "run.toml").write_text("")
+        settings = (*SETTINGS, *self._data, f"deadline={self.deadline}", *self.more)
+        told = [word for each in settings for word in ("--set", each)]
+        command = ["halocline", "train", str(self.folder / "run.toml"), "--out", str(self.out), "--json", *told]
+        places = [{}] if self.links is None else self.links.variables(self.ranks)
+        if self.links is None:
+            command += ["--ranks", str(self.ranks), "--restarts", "2"]
+        self.started = []
+        for number, place in enumerate(places):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **place, **more}
+            with Path(os.devnull).open("r+b") as nothing, self._errors(number).open("wb") as errors:
+                standard = (nothing.fileno(), nothing.fileno(), errors.fileno())
+                made = self.template.start(command, environment, standard, ())
+            if made is None:
+                raise ChaosError("the process of which commands are forked has died")
+            self.started.append(made)
+
+    def _errors(self, number: int) -> Path:
+        return self.folder / f"stderr-{number}"
+
+    @property
+    def launcher(self) -> int:
+        """The process that was started first."""
+        return self.started[0].pid
+
+    def over(self) -> bool:
+        """Have all processes that were started ended?"""
+        return all(each.poll() is not None for each in self.started)
 
     def processes(self) -> list[int]:
-        """All processes of this trial that are alive."""
-        wanted, found = f"{TRIAL}={self.variables[TRIAL]}".encode(), []
+        """All processes of this trial that are alive: those in the sessions of the ones that were started."""
+        return [pid for pid, state in self._of_sessions() if state != "Z"]
+
+    def _of_sessions(self) -> list[tuple[int, str]]:
+        sessions, found = {each.pid for each in self.started}, []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                ours = entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0")
-                if ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append(int(entry.name))
+                if entry.name.isdigit():
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[3]) in sessions or int(entry.name) in sessions:
+                        found.append((int(entry.name), fields[0]))
         return found
 
     def rank_processes(self) -> list[int]:
         """Those that are ranks, in the order of ranks."""
         found: dict[int, int] = {}
         for pid in self.processes():
-            with suppress(OSError, KeyError):
-                told = dict(
-                    each.split(b"=", 1)
-                    for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if b"=" in each
-                )
-                found[int(told[b"RANK"])] = pid
+            with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith(COMM):
+                    found[int(name.removeprefix(COMM))] = pid
         return [found[rank] for rank in sorted(found)]
 
     def steps(self) -> int:
@@ -92,20 +127,24 @@ class Run:
         """Wait for something to happen while the run goes on; False if it does not in time."""
         end = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > end or self.process is None or self.process.poll() is not None:
+            if time.monotonic() > end or self.over():
                 return condition()
             time.sleep(_POLL)
         return True
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status; None if the run has not ended by then."""
-        assert self.process is not None
-        try:
-            status = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        self.texts.append((self.folder / "stderr").read_text(errors="replace"))
-        return status
+        """The exit status, of ranks on nodes the first that is not 0; None if the run has not ended by then."""
+        end = time.monotonic() + seconds
+        while not self.over():
+            if time.monotonic() > end:
+                return None
+            time.sleep(_POLL)
+        self.texts.append("".join(self.words()))
+        return next((each.returncode for each in self.started if each.returncode), 0)
+
+    def words(self) -> list[str]:
+        """What each process that was started wrote to stderr."""
+        return [self._errors(number).read_text(errors="replace") for number in range(len(self.started))]
 
     def end(self) -> list[int]:
         """Kill whatever is left; returns the processes that should have been gone."""
@@ -115,9 +154,21 @@ class Run:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait()
+        for each in self.started:
+            each.wait()
+        for pid, _ in self._of_sessions():  # those of a launcher that was killed are handed to this process
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         return left
+
+
+def raw_log(out: Path) -> list[dict[str, Any]]:
+    """All entries of a run's log, those of steps that were made again included."""
+    entries = []
+    for line in (out / "log.jsonl").read_bytes().splitlines():
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
 
 
 def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
@@ -162,14 +213,13 @@ def _send(run: Run, pids: list[int], number: int) -> None:
 
 def _to_launcher(number: int) -> Callable[[Run, random.Random], None]:
     def strike(run: Run, _: random.Random) -> None:
-        assert run.process is not None
-        _send(run, [run.process.pid], number)
+        _send(run, [run.launcher], number)
 
     return strike
 
 
 def _kill_a_rank(run: Run, rng: random.Random) -> None:
-    _send(run, [rng.choice(run.rank_processes() or [run.process.pid])], signal.SIGKILL)  # type: ignore[union-attr]
+    _send(run, [rng.choice(run.rank_processes() or [run.launcher])], signal.SIGKILL)
 
 
 def _kill_all_ranks(run: Run, _: random.Random) -> None:
@@ -177,15 +227,14 @@ def _kill_all_ranks(run: Run, _: random.Random) -> None:
 
 
 def _stop_a_rank(run: Run, rng: random.Random) -> None:
-    _send(run, [rng.choice(run.rank_processes() or [run.process.pid])], signal.SIGSTOP)  # type: ignore[union-attr]
+    _send(run, [rng.choice(run.rank_processes() or [run.launcher])], signal.SIGSTOP)
 
 
 def _kill_and_damage(run: Run, rng: random.Random, remove: bool) -> None:
     """End everything, then change a bit of the newest checkpoint, or remove a file of it."""
     run.until(lambda: len(run.checkpoints.steps()) >= 2, 30.0)
     _send(run, run.processes(), signal.SIGKILL)
-    assert run.process is not None
-    run.process.wait()
+    run.started[0].wait()
     steps = run.checkpoints.steps()
     if not steps:
         return
@@ -196,6 +245,31 @@ def _kill_and_damage(run: Run, rng: random.Random, remove: bool) -> None:
     data = bytearray(file.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     file.write_bytes(data)
+
+
+def _pause(run: Run, rng: random.Random, everything: bool) -> None:
+    """Stop a rank, or launcher and ranks as a machine that sleeps, for less than the deadline."""
+    pids = run.processes() if everything else [rng.choice(run.rank_processes() or [run.launcher])]
+    _send(run, pids, signal.SIGSTOP)
+    time.sleep(rng.uniform(0.2, PAUSE))
+    _send(run, pids, signal.SIGCONT)
+
+
+def _kill_the_template(run: Run, _: random.Random) -> None:
+    """Kill the process that ranks are forked of, then a rank: the restart has to do without."""
+    ranks = run.rank_processes()
+    _send(run, [pid for pid in run.processes() if pid not in (run.launcher, *ranks)], signal.SIGKILL)
+    _send(run, ranks[-1:], signal.SIGKILL)
+
+
+def _cut(run: Run, rng: random.Random, seconds: float | None) -> None:
+    """Cut the link of a node, for good or for some seconds."""
+    assert run.links is not None
+    run.struck = time.time()
+    run.links.cut(rng.randrange(run.ranks))
+    if seconds is not None:
+        time.sleep(seconds)
+        run.links.mend()
 
 
 def _strangers(run: Run, rng: random.Random) -> None:
@@ -225,4 +299,13 @@ OUTSIDE: dict[str, Outside] = {
     "SIGTERM": _to_launcher(signal.SIGTERM),
     "SIGUSR1": _to_launcher(signal.SIGUSR1),
     "strangers": _strangers,
+    "pause a rank": lambda run, rng: _pause(run, rng, everything=False),
+    "pause everything": lambda run, rng: _pause(run, rng, everything=True),
+    "kill the template": _kill_the_template,
+}
+#: Faults of the links between nodes.
+LINKS: dict[str, Outside] = {
+    "cut link": lambda run, rng: _cut(run, rng, None),
+    "link comes back": lambda run, rng: _cut(run, rng, rng.uniform(0.1, PAUSE)),
+    "lose a node": _kill_a_rank,
 }

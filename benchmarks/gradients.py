@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
@@ -25,6 +26,7 @@ from halocline.errors import HaloclineError
 
 from . import gradients_ranks as ranks
 from .cluster import Cluster, check_possible
+from .core_share import CoreShare, enter
 from .gradients_case import GradientsCase, Round, bound, bound_ahead, slowest, spread, summary, typical, typical_cpu
 from .gradients_models import SUBJECTS, bytes_of, check_models, layers_of, tensors_of
 from .gradients_ranks import (
@@ -70,11 +72,14 @@ class GradientsPlan:
     rounds: int = 7
     placement: Placement = "block"
     quick: bool = False
+    cores: float | None = None  # of each rank; None: whatever it gets
 
     def check(self) -> None:
         check_models(self.models)
         if self.nodes < 2:
             raise ClusterError(f"{self.nodes} nodes average nothing over links; give two or more")
+        if self.cores is not None and not 0.1 <= self.cores <= 1:
+            raise HaloclineError(f"{self.cores:g} of a core a rank; give a share from 0.1 to 1, such as 0.33")
         if not self.ranks_per_node:
             raise HaloclineError("no number of ranks on a node; give some, such as 1,2")
         for count in self.ranks_per_node:
@@ -152,7 +157,7 @@ def measure_gradients(
         cases += found
         left_out += late
     others = max((case.others_share for case in cases if case.others_share is not None), default=None)
-    asked = {"rate": plan.rate, "placement": plan.placement, "rounds": plan.rounds, "quick": plan.quick}
+    asked = {name: getattr(plan, name) for name in ("rate", "placement", "rounds", "quick", "cores")}
     return {**summary(cases), **asked, "left_out": left_out, "machine": describe(others)}
 
 
@@ -163,14 +168,22 @@ def measure_cluster(
     shown = f"{plan.nodes} x {ranks_per_node} ranks"
     say(f"{shown}: starting")
     cases, late = [], []
-    with Cluster(
-        nodes=plan.nodes,
-        ranks_per_node=ranks_per_node,
-        rate=plan.rate,
-        placement=plan.placement,
-        collective_timeout=DEADLINE,
-    ) as cluster:
+    with ExitStack() as stack:
+        share = CoreShare(plan.cores, plan.nodes * ranks_per_node) if plan.cores is not None else None
+        if share is not None:  # its groups can be removed when the ranks have ended, so it is entered first
+            stack.enter_context(share)
+        cluster = stack.enter_context(
+            Cluster(
+                nodes=plan.nodes,
+                ranks_per_node=ranks_per_node,
+                rate=plan.rate,
+                placement=plan.placement,
+                collective_timeout=DEADLINE,
+            )
+        )
         cluster.run(ranks.drop, deadline=DEADLINE)  # when this is done, the ranks are there
+        if share is not None:
+            cluster.run(enter, per_rank=share.members, deadline=DEADLINE)
         for name in plan.models:
             if clock.begin():
                 cases.append(GradientsMeasurement(cluster, plan, name, clock, say).run(trace))

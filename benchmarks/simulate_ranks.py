@@ -50,16 +50,16 @@ def _pass(tag: Tensor, seconds: float) -> None:
 
 
 class SleepingNetwork(nn.Module):
-    """Layers one after another."""
+    """Layers one after another, the first of which is marked as number ``first``."""
 
-    def __init__(self, layers: tuple[SleepingLayer, ...]) -> None:
+    def __init__(self, layers: tuple[SleepingLayer, ...], first: int = 0) -> None:
         super().__init__()
         self.layers = layers
         self.weights = nn.ModuleList(
             nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in layer.shapes) for layer in layers
         )
         for number in range(len(layers)):
-            self.register_buffer(f"tag{number}", torch.zeros(TAG + number), persistent=False)
+            self.register_buffer(f"tag{number}", torch.zeros(TAG + first + number), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, after all layers' time."""

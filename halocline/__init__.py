@@ -11,9 +11,11 @@ from .distribute import average_gradients, distribute, flush, lagged_gradients, 
 from .errors import HaloclineError, MeshError, NoRule, RankFailure, Refused, ShardingError
 from .geometry import Partition
 from .kernels import chunked
+from .parts import PipelinedModel, pipeline, place
 from .program.streaming import stream
 from .reduction import all_reduce, register_comm_hook
 from .rules import (
+    PARTIAL,
     WHOLE,
     Link,
     Operand,
@@ -34,8 +36,8 @@ from .rules import (
 from .rules.annotate import annotate
 from .rules.checkpoint_halos import keep_halos
 from .rules.dtensor import from_dtensor, to_dtensor
-from .tensor import ShardedTensor, Sharding, trust, unwrap
-from .world import Mesh, init
+from .tensor import ShardedTensor, Sharding, move, trust, unwrap
+from .world import Mesh, init, place_parameter
 
 if TYPE_CHECKING:  # found on first use at run time: not every program needs them
     from . import data as data
@@ -49,7 +51,17 @@ __version__ = "0.1.0"
 
 _ON_FIRST_USE = ("data", "plan", "testing", "train")
 
-for _entrance in (ShardedTensor.__torch_function__, shard, shard_inputs, from_tile, gather, reshard, annotate, unwrap):
+for _entrance in (
+    ShardedTensor.__torch_function__,
+    shard,
+    shard_inputs,
+    from_tile,
+    gather,
+    move,
+    reshard,
+    annotate,
+    unwrap,
+):
     run_eagerly(_entrance)
 
 
@@ -67,6 +79,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "PARTIAL",
     "WHOLE",
     "Choices",
     "HaloclineError",
@@ -77,6 +90,7 @@ __all__ = [
     "Operand",
     "Output",
     "Partition",
+    "PipelinedModel",
     "RankFailure",
     "Read",
     "Recipe",
@@ -99,7 +113,11 @@ __all__ = [
     "keep_halos",
     "lagged_gradients",
     "load_lagged_gradients",
+    "move",
     "no_sync",
+    "pipeline",
+    "place",
+    "place_parameter",
     "random",
     "read_whole",
     "register_comm_hook",

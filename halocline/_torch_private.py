@@ -148,6 +148,11 @@ def foreach_functions() -> dict[str, Any]:
     return {name.removeprefix(prefix): getattr(torch, name) for name in dir(torch) if name.startswith(prefix)}
 
 
+def unscale_function() -> Any:
+    """What ``torch.amp.GradScaler`` calls: it divides gradients by the scale, and notes what is not finite."""
+    return torch._amp_foreach_non_finite_check_and_unscale_
+
+
 def backward_number() -> int:
     """Which backward pass is running; -1 where none is."""
     return torch._C._current_graph_task_id()

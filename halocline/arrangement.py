@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .choices import Choices
-from .errors import PlanError
+from .errors import MeshError, PlanError
 from .rules import cut_like, shard
+from .rules.annotate import annotate
 from .rules.checkpoint_halos import keep_halos
 from .tensor import ShardedTensor, Sharding
 from .tree import map_tensors
@@ -70,6 +71,7 @@ class Arrangement:
         words += [f"at multiples of {self.multiple}"] if self.multiple > 1 else []
         words += [f"gather {name}" for name in self.gather]
         words += [f"recompute {name}" for name in self.recompute]
+        words += [f"cut {name} {dict(dims)}" for name, dims in self.layout.items()]
         return " ".join(words)
 
     def mesh(self) -> Mesh:
@@ -122,8 +124,40 @@ class Arrangement:
         for path in self.gather:
             model.get_submodule(path).register_forward_pre_hook(_gather_sample, with_kwargs=True)
         for path in self.recompute:
-            module = model.get_submodule(path)
-            module.forward = _Recomputed(module, module.forward)
+            _recompute(model.get_submodule(path))
+
+
+def apply_choices(model: nn.Module, choices: Choices) -> None:
+    """Let the modules that ``choices.at`` names cut and recompute. Called once, by :func:`halocline.distribute`."""
+    if choices.cut is not None or choices.recompute:
+        raise MeshError("Choices of cut and recompute are for a module: hc.Choices(at={'encoder.3': hc.Choices(...)})")
+    for path, own in choices.at.items():
+        if own.cut is None and not own.recompute:
+            continue
+        module = dict(model.named_modules()).get(path)
+        if module is None:
+            raise MeshError(f"Choices name the module {path!r}, which {type(model).__name__} does not have")
+        if own.cut is not None:
+            module.register_forward_pre_hook(_EnteringCut(own.cut), with_kwargs=True)
+        if own.recompute:
+            _recompute(module)
+
+
+def _recompute(module: nn.Module) -> None:
+    module.forward = _Recomputed(module, module.forward)
+
+
+class _EnteringCut:
+    """A hook before forward: sharded tensors that enter a module take a cut of the module's own."""
+
+    def __init__(self, dims: Mapping[int, str]) -> None:
+        self.dims = dims
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(self._recut, (args, kwargs))
+
+    def _recut(self, tensor: Tensor) -> Tensor:
+        return annotate(tensor, self.dims) if isinstance(tensor, ShardedTensor) else tensor
 
 
 def fingerprint(model: nn.Module) -> str:

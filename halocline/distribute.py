@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._torch_private import BatchNormBase
-from .arrangement import Arranged
+from .arrangement import Arranged, apply_choices
 from .errors import MeshError, Refused
 from .kernels import SizeWatch
 from .layout import Layout, cut_parameters, fill_meta, layout_of
@@ -33,10 +34,11 @@ from .reduction import (
     settle_own,
     share_weights,
 )
+from .row_tables import row_tables, step_on_tiles
 from .rules.annotate import remember_mesh
 from .rules.families.norm import STATISTICS
 from .tensor import ShardedTensor, Sharding, watch
-from .world import Label, Mesh, placement_of, this_rank_info
+from .world import Label, Mesh, place_buffers, placement_of, this_rank_info
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -66,7 +68,8 @@ def distribute(
     rings: str | Sequence[int] = "usual",
     deterministic: bool | None = None,
     groups: Sequence[Sequence[str]] | None = None,
-    layout: Layout | None = None,
+    layout: Layout | str | None = None,
+    inputs: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> Model:
     """The same module with the same state_dict, made part of ``mesh``.
 
@@ -107,7 +110,10 @@ def distribute(
 
     ``layout`` cuts parameters too, by patterns of their names: ``{"encoder.*.weight": {0: "model"}}`` lets each rank of
     axis ``model`` hold its rows of these weights, of their gradients and of the optimizer's state; the last pattern
-    that matches decides. A model built on the meta device is filled tile by tile.
+    that matches decides. A model built on the meta device is filled tile by tile. ``layout="auto"`` chooses by
+    predicted cost which weights are cut over the axes that cut no input, at least half of their bytes;
+    ``"auto-memory"`` by the peak of memory. ``inputs`` are what the model will be called with, by position or by name,
+    cut as they will be.
 
     A model may come in DistributedDataParallel, or with ``fully_shard`` (FSDP2) on it, over all ranks: the gradients
     of their parameters are left to them. With ``averaging="external"`` so are all others, to whoever the caller has
@@ -139,14 +145,21 @@ def distribute(
         model.__dict__[ENGINE] = _Alone()
         _watch_sizes(model)
         return model
+    apply_choices(model, mesh.choices)
     _watch_sizes(model)
+    place_buffers(model)
+    if isinstance(layout, str):
+        layout = _chosen_layout(model, mesh, layout, inputs)
     shardings = layout_of(model, mesh, layout or {})
     _check_same_model(model, mesh, shardings)
     same_state(mesh.world)
     _share_and_cut(model, mesh, shardings)
     watch(model)
     remember_mesh(model, mesh)
-    cut_axes = frozenset(axis for sharding in shardings.values() for axis in sharding.axes)
+    by_rows = row_tables(model, shardings)  # their ranks may look up different samples
+    cut_axes = frozenset(axis for name, sharding in shardings.items() if name not in by_rows for axis in sharding.axes)
+    if by_rows:
+        step_on_tiles()
     if mesh.size > 1:
         watch_draws(model, mesh, cut_axes)
     if cut_axes:
@@ -294,6 +307,14 @@ def average_gradients(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     engine = GradientAverage([(f"leaf {index}", leaf) for index, leaf in enumerate(leaves)], mesh.world)
     for leaf in leaves:
         leaf._halocline_engine = engine  # type: ignore[attr-defined]
+
+
+def _chosen_layout(model: nn.Module, mesh: Mesh, kind: str, inputs: Sequence[Any] | Mapping[str, Any] | None) -> Layout:
+    # The planner stands above this module: it distributes the models that it records.
+    choose = import_module(".plan.auto_layout", __package__).choose_for
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs or ()), {})
+    chosen: Layout = choose(model, mesh, kind, args, kwargs).layout
+    return chosen
 
 
 def _share_and_cut(model: nn.Module, mesh: Mesh, shardings: Mapping[str, Sharding]) -> None:

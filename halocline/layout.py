@@ -23,6 +23,8 @@ from .world import Mesh, placement_of
 
 #: By pattern of parameter names (as fnmatch takes them): the mesh axis of each dim that is cut.
 Layout = Mapping[str, Mapping[int, str]]
+#: Layouts chosen by cost: of the least predicted time, and of the least memory.
+AUTO_LAYOUTS = ("auto", "auto-memory")
 
 
 def layout_of(model: nn.Module, mesh: Mesh, layout: Layout) -> dict[str, Sharding]:
@@ -58,7 +60,10 @@ def _nearest(pattern: str, names: list[str]) -> str:
 
 def _sharding(name: str, parameter: Tensor, mesh: Mesh, dims: Mapping[int, str]) -> Sharding:
     if is_dtensor(parameter) or placement_of(parameter):
-        raise MeshError(f"layout: {name} lies on the ranks already (a DTensor, or placed); leave it out of the layout")
+        raise MeshError(
+            f"layout: {name} lies on the ranks already (a DTensor, or placed); leave it out of the layout, "
+            "or hand it to fully_shard in ignored_params"
+        )
     try:
         return make_sharding(mesh, tuple(parameter.shape), dims)
     except (ShardingError, MeshError) as error:

@@ -9,11 +9,11 @@ from torch import nn
 
 from ._torch_private import all_parameters, running_modules, transforming
 from .errors import MeshError
-from .reduction import GradientAverage, is_averaged, is_dtensor, same_weights
+from .reduction import GradientAverage, is_averaged, is_dtensor, same_weights, share_weights
 from .rules.same_sample import check_same
 from .tensor import ShardedTensor, unwrap
 from .tree import tensors_in
-from .world import Mesh, placement_of
+from .world import Mesh, place_buffers, placement_of
 
 
 class NewParameters:
@@ -66,9 +66,8 @@ class SharedBuffers:
             return
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors_in((args, kwargs))):
             return  # cut inputs have the same statistics on every rank already
-        buffers = list(module.buffers())
-        if buffers:
-            same_weights(buffers, self.mesh.world)
+        place_buffers(module)
+        share_weights(module.buffers(), self.mesh)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copied model belongs to no mesh."""

@@ -47,8 +47,8 @@ def torch_names(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
                 for alias in aliases:
                     if alias.name.startswith("torch.") and any(is_private(part) for part in alias.name.split(".")):
                         yield node.lineno, f"import {alias.name}"
-            case ast.Attribute(value=ast.Name(id="sys")):
-                pass  # sys._getframe is Python's
+            case ast.Attribute(value=ast.Name(id="sys" | "atexit" | "threading")):
+                pass  # sys._getframe and others are Python's
             case ast.Attribute(attr=name) if is_private(name) and name not in known:
                 yield node.lineno, f".{name}"
             case ast.Call(

@@ -44,7 +44,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "halocline.reduction": ("Rings",),
     "halocline.plan.api": ("load_plan", "plan"),
-    "halocline.integrations": ("MLflow", "WandB"),
+    "halocline.integrations": ("MLflow", "WandB", "monai_bundle"),
 }  # fmt: skip
 
 

@@ -89,6 +89,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return markdown
 
 
+#: What Material fetches from elsewhere for pages opened from a file, and the script of ours in its place.
+SHIM, WORKER = "https://unpkg.com/iframe-worker/shim", "assets/file-worker.js"
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """The site fetches nothing from elsewhere."""
+    return output.replace(SHIM, "../" * (len(Path(page.url).parts) - 1) + WORKER)
+
+
 def _page_of(module: str) -> str:
     return f"reference/{module.replace('.', '-')}.md"
 

@@ -2,6 +2,7 @@
 
     python tools/tutorials.py docs/tutorials/refused.md            # run its blocks in a new folder
     python tools/tutorials.py docs/tutorials/*.md --notebooks OUT  # write OUT/NAME.ipynb, by jupytext
+    python tools/tutorials.py OUT/refused.ipynb                    # execute a notebook, by nbclient
 
 A block with a title is a file of that name. Blocks of ``bash`` are commands, those of ``python`` a program that goes on
 from block to block. All others (``text``, ``toml`` without a title) are for reading. A line ``<!-- needs: gpu -->``
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>[\w -]+) -->\n)?^```(?P<kind>\w+)(?P<rest>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S
@@ -59,11 +61,17 @@ def available(needs: str) -> bool:
         import torch
 
         return torch.cuda.is_available()
-    return not needs or shutil.which(needs) is not None
+    if needs and shutil.which(needs) is None:
+        return False
+    # Slurm's commands may be installed where no cluster answers them.
+    if needs not in ("srun", "sbatch"):
+        return True
+    return subprocess.run(["sinfo"], capture_output=True, timeout=60).returncode == 0
 
 
 #: What torch's own threads do now and then when a process with gloo ends, in scripts without Halocline too.
 ABORT = "terminate called without an active exception"
+AGAIN = 3  # times a command is run again for that
 
 
 class Reader:
@@ -72,7 +80,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder, self._program = folder, ""
         first = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        self._environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "80", **os.environ, "PATH": os.pathsep.join(first)}
+        self.environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "80", **os.environ, "PATH": os.pathsep.join(first)}
 
     def follow(self, block: Block) -> str:
         """Do what the block says. Returns what it printed; raises CalledProcessError if it fails."""
@@ -89,26 +97,34 @@ class Reader:
         self._program += block.text
         return told
 
-    def _run(self, command: list[str], again: bool = True) -> str:
+    def _run(self, command: list[str], again: int = AGAIN) -> str:
         done = subprocess.run(
-            command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=DEADLINE
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=DEADLINE
         )
         if done.returncode and again and ABORT in done.stderr:
-            return self._run(command, again=False)
+            return self._run(command, again - 1)
         if done.returncode:
             raise RuntimeError(f"{command[-1]}\nended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
         return done.stdout
 
 
 def notebook_source(page: str) -> str:
-    """A page as jupytext reads it: files are cells of ``%%writefile``, commands cells of ``%%bash``."""
+    """A page as jupytext reads it: files are cells of ``%%writefile``, commands cells of ``%%bash``.
+
+    The first command that fails ends a cell. What a cell needs stands in its metadata.
+    """
 
     def cell(match: re.Match[str]) -> str:
         (block,) = blocks(match[0])
         if not block.does:
             return match[0]
-        first = f"%%writefile {block.title}\n" if block.title else "%%bash\n" if block.kind == "bash" else ""
-        return f"```python\n{first}{block.text}```"
+        first = "%%bash -euo pipefail\n" if block.kind == "bash" else ""
+        if block.title:
+            folder = Path(block.title).parent
+            first = f"%%writefile {block.title}\n"
+            assert folder == Path(), "%%writefile makes no folder"
+        needs = f' needs="{block.needs}"' if block.needs else ""
+        return f"```python{needs}\n{first}{block.text}```"
 
     return BLOCK.sub(cell, page)
 
@@ -118,6 +134,40 @@ def notebook(page: str) -> str:
     import jupytext
 
     return jupytext.writes(jupytext.reads(notebook_source(page), fmt="md"), fmt="ipynb")
+
+
+def execute(text: str, folder: Path) -> Any:
+    """Run a notebook's cells in a folder as Jupyter does; returns the notebook with what the cells printed.
+
+    Cells that need what this machine has not are left out. Raises CellExecutionError where one fails. Needs nbclient.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    class Client(NotebookClient):  # type: ignore[misc]
+        """Runs a cell again where torch aborted at the end of a process."""
+
+        async def async_execute_cell(self, cell: Any, *args: Any, again: int = AGAIN, **kwargs: Any) -> Any:
+            try:
+                return await super().async_execute_cell(cell, *args, **kwargs)
+            except CellExecutionError:
+                said = "".join(output.get("text", "") for output in cell.outputs)
+                if not again or not (ABORT in said or "SIGABRT" in said):
+                    raise
+            return await self.async_execute_cell(cell, *args, again=again - 1, **kwargs)
+
+    book = nbformat.reads(text, as_version=4)
+    book.cells = [cell for cell in book.cells if available(cell.metadata.get("needs", ""))]
+    environment = {name: os.environ.get(name) for name in ("PATH", "OMP_NUM_THREADS", "COLUMNS")}
+    os.environ |= {**Reader(folder).environment}
+    try:
+        Client(book, timeout=DEADLINE, resources={"metadata": {"path": str(folder)}}).execute()
+    finally:
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
+    return book
 
 
 def main() -> None:
@@ -132,6 +182,10 @@ def main() -> None:
         return
     for path in map(Path, words):
         with tempfile.TemporaryDirectory() as name:
+            if path.suffix == ".ipynb":
+                book = execute(path.read_text(), Path(name))
+                print(f"{path}: {sum(cell.cell_type == 'code' for cell in book.cells)} cells ran")
+                continue
             reader = Reader(Path(name))
             for block in blocks(path.read_text()):
                 if not available(block.needs):

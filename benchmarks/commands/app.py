@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from halocline.cli.output import (
@@ -17,6 +16,7 @@ from halocline.cli.output import (
     fact_table,
     new_app,
     print_json,
+    progress_bar,
     progress_console,
     say,
     size_text,
@@ -26,28 +26,43 @@ from halocline.errors import HaloclineError
 
 from .chaos import chaos
 from .collectives import collectives
+from .copies import copies
 from .foresight import foresight
 from .gpu import gpu
 from .gradients import gradients
 from .history import history
 from .io import io
 from .limit_line import limit_line
+from .long_run import long_run
+from .model_axes import model_axes
+from .pigan import pigan, pigan_scaling
+from .pipeline import pipeline
 from .plan_speed import plan_speed
+from .reshard import reshard
 from .simulate import coordinator, simulate
+from .slurm import slurm
 from .stage import stage
 from .training import curves, lag, quality, whole_vs_crops
 
 bench = new_app(help="Measure what things cost on this machine.")
 add_command(bench, chaos)
 add_command(bench, collectives)
+add_command(bench, copies)
 add_command(bench, foresight)
 add_command(bench, gpu)
 add_command(bench, gradients)
 add_command(bench, io)
 add_command(bench, limit_line, "limit-line")
+add_command(bench, long_run, "long-run")
+add_command(bench, model_axes, "model-axes")
+add_command(bench, pigan)
+add_command(bench, pigan_scaling, "pigan-scaling")
+add_command(bench, pipeline)
 add_command(bench, plan_speed, "plan-speed")
+add_command(bench, reshard)
 add_command(bench, simulate)
 add_command(bench, coordinator)
+add_command(bench, slurm)
 add_command(bench, stage)
 add_command(bench, quality)
 add_command(bench, curves)
@@ -132,18 +147,13 @@ def overhead(repeat: Rounds = 30, as_json: Json = False, debug: Debug = False) -
     """
     from ..overhead import measure_overhead
 
-    with clear_errors("bench overhead", debug), rounds_bar("measuring") as bar:
-        task = bar.add_task("", total=repeat)
+    with clear_errors("bench overhead", debug), progress_bar() as bar:
+        task = bar.add_task("measuring", total=repeat)
         result = measure_overhead(repeat, lambda: bar.advance(task))
     if as_json:
         print_json(result)
     else:
         show_overhead(result)
-
-
-def rounds_bar(what: str) -> Progress:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=progress_console(), transient=True)
 
 
 NAMES = {

@@ -26,6 +26,9 @@ Rounds = Annotated[
 ]
 Placed = Annotated[str, typer.Option("--placement", help="Ranks on nodes: block (0 0 1 1) or cyclic (0 1 0 1).")]
 Quick = Annotated[bool, typer.Option("--quick", help="At most four minutes: few rounds, few settings of DDP.")]
+Cores = Annotated[
+    float | None, typer.Option("--cores", help="Confine each rank to such a share of a core, such as 0.33 (cgroups).")
+]
 Trace = Annotated[
     Path | None, typer.Option("--trace", help="Write a step of every rank here, for ui.perfetto.dev.", dir_okay=False)
 ]
@@ -40,6 +43,7 @@ def gradients(
     rounds: Rounds = None,
     placement: Placed = "block",
     quick: Quick = False,
+    cores: Cores = None,
     trace: Trace = None,
     install: Install = False,
     as_json: Json = False,
@@ -64,6 +68,8 @@ def gradients(
 
     - `sudo halocline bench gradients --models unet3d --ranks-per-node 2 --placement cyclic --rate 500mbit`: a bad
     network.
+
+    - `sudo halocline bench gradients --quick --models resnet24mb --ranks-per-node 1 --cores 0.33`: slow cores.
 
     - `sudo halocline bench gradients --quick --models unet3d --trace step.json`: when each bucket was ready and sent.
 
@@ -91,6 +97,7 @@ def gradients(
             rounds=rounds or (QUICK_ROUNDS if quick else GradientsPlan.rounds),
             placement=cast(Any, placement),  # checked with the rest
             quick=quick,
+            cores=cores,
         )
         plan.check()
         if install:

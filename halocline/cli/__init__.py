@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -12,6 +14,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run ``halocline``. A rank of a launcher ends at once if it fails, so that other ranks do not wait for it."""
+    # Else the interpreter looks for garbage in all of torch as it ends: most of a second, on a busy machine many.
+    atexit.register(gc.freeze)
     try:
         from .app import app
     except ModuleNotFoundError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import did_you_mean
 from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
 
 if TYPE_CHECKING:
@@ -56,13 +57,14 @@ def calibrate(
 
         ranks = ranks or torch.cuda.device_count() or max(2, os.cpu_count() or 2)
         names = [name.strip() for name in dtypes.split(",")]
-        unknown = [name for name in names if name not in ("float64", "float32", "bfloat16", "float16")]
-        if unknown:
-            raise BadUsage(f"--dtypes: no dtype {unknown[0]!r}; it is float64, float32, bfloat16 or float16")
+        known = ("float64", "float32", "bfloat16", "float16")
+        if unknown := [name for name in names if name not in known]:
+            near = did_you_mean(unknown[0], known)
+            raise BadUsage(f"--dtypes: no dtype {unknown[0]!r}{near}; it is float64, float32, bfloat16 or float16")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(1)
-        with progress_bar() as bar:
+        with progress_bar(counted=False) as bar:
             task = bar.add_task("starting", total=1.0)
 
             def tell(what: str, share: float) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from ..layout import AUTO_LAYOUTS
 from ..testing.check import BadUsage, NetworkReport, check_network
-from .output import Debug, Json, clear_errors, fact_table, print_json, progress_console, say, size_text, stdout
+from .output import Debug, Json, activity, clear_errors, fact_table, print_json, say, size_text, stdout
 from .zoo import check_all, list_names
 
+MOST_NAMES = 24  # of cut parameters that are shown
 STATUS = {"exact": 0, "gathered": 0, "wrong": 1, "refused": 3}  # exit status by verdict
 MEANING = {
     "exact": "[green]exact[/green]: the cut run gives the answer of one rank, to rounding",
@@ -56,8 +60,9 @@ Layout = Annotated[
     str | None,
     typer.Option(
         "--layout",
-        metavar="JSON",
-        help='Parameters that are cut over a further axis of --cut: \'{"*.fc1.weight": {"0": "model"}}\'. '
+        metavar="JSON|auto",
+        help='Parameters that are cut over a further axis of --cut: \'{"*.fc1.weight": {"0": "model"}}\'; or auto: '
+        "chosen by predicted time, at least half of their bytes; auto-memory: by the peak of memory. "
         "Default: that of the workload, if the cut has an axis model.",
     ),
 ]
@@ -106,6 +111,8 @@ def check(
 
     - `halocline check vit3d --cut depth=2,model=2`: samples cut in depth, weights over the axis model.
 
+    - `halocline check transformer --cut data=2,model=2 --layout auto`: which weights are cut is chosen by cost.
+
     - `halocline check --zoo monai`: 49 networks of MONAI, one after another; `halocline check monai/UNet` is one of
       them. They need their package: `pip install -c constraints.txt -e '.[zoo-monai]'` (or `zoo-transformers`,
       `zoo-neuralop`). `--zoo losses`: losses and metrics, of MONAI among others.
@@ -125,8 +132,8 @@ def check(
             raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
         inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
         # Progress goes to stderr, so that stdout holds the result alone.
-        with progress_console().status("starting ranks") as status:
-            report = check_network(target, say=status.update, **inputs, **settings)  # type: ignore[arg-type]
+        with activity("starting ranks") as tell:
+            report = check_network(target, say=tell, **inputs, **settings)  # type: ignore[arg-type]
     if as_json:
         print_json(report.as_json())
     else:
@@ -164,14 +171,16 @@ def parse_shape(text: str) -> list[int]:
         raise BadUsage(f"--shape {text}: a shape is a row of sizes, such as 1,1,32,32,32") from error
 
 
-def parse_layout(text: str) -> dict[str, dict[int, str]]:
-    """The JSON of ``--layout``. Raises BadUsage."""
+def parse_layout(text: str) -> dict[str, dict[int, str]] | str:
+    """The JSON of ``--layout``, or its word. Raises BadUsage."""
+    if text in AUTO_LAYOUTS:
+        return text
     try:
         layout = {name: {int(dim): str(axis) for dim, axis in dims.items()} for name, dims in json.loads(text).items()}
     except (ValueError, AttributeError) as error:
         raise BadUsage(
             f"--layout {text}: it maps names of parameters to dims and axes, such as "
-            f'\'{{"*.weight": {{"0": "model"}}}}\' ({error})'
+            f'\'{{"*.weight": {{"0": "model"}}}}\' ({error}); or {" or ".join(AUTO_LAYOUTS)}'
         ) from error
     return layout
 
@@ -217,10 +226,17 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
     facts["peak activations"] = peaks + ratio
     if report.cut_share is not None:
         facts["parameters cut"] = f"{report.cut_share:.0%} of their bytes"
+        layout = (f"{name} {said_dims(dims)}" for name, dims in report.layout.items())
+        facts["layout"] = escape(", ".join(islice(layout, MOST_NAMES)))
     facts["moved"] = f"{size_text(report.moved_bytes or 0)} in {report.messages} messages a rank and step"
     facts["gathered"] = escape(f"{size_text(report.gathered_bytes or 0)} a rank and step{where}")
     facts["operations with no rule"] = "none"
     return facts
+
+
+def said_dims(dims: Mapping[int, str]) -> str:
+    """Such as "0: model"."""
+    return "{" + ", ".join(f"{dim}: {axis}" for dim, axis in dims.items()) + "}"
 
 
 def refused_facts(report: NetworkReport) -> dict[str, str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import Progress
 
 from ..errors import ConfigError
 from ..train.checkpoints import CHECKPOINTS, Folder
+from ..train.checkpoints.cloud import CloudFolder, is_url
+from ..train.checkpoints.files import surplus
 from ..train.checkpoints.inspect import CheckpointInfo, describe, verify_checkpoint
 from .output import (
     Debug,
@@ -21,7 +23,7 @@ from .output import (
     new_app,
     number_table,
     print_json,
-    progress_console,
+    progress_bar,
     say,
     size_text,
     stderr,
@@ -30,7 +32,7 @@ from .output import stdout as console
 
 DAMAGED = 1  # exit status of `verify` if a checkpoint is damaged
 
-Run = Annotated[Path, typer.Argument(help="Folder of a run, or of its checkpoints.")]
+Run = Annotated[str, typer.Argument(help="Folder of a run, or of its checkpoints; or a URL such as s3://bucket/run.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Only the checkpoint of this step.")]
 Keep = Annotated[int, typer.Option("--keep", min=1, help="Good checkpoints that stay, the newest ones.")]
 Every = Annotated[int, typer.Option("--keep-every", min=0, help="Also keep those at multiples of so many steps.")]
@@ -51,7 +53,7 @@ def ls(run: Run, as_json: Json = False, debug: Debug = False) -> None:
     """
     with clear_errors("checkpoint ls", debug):
         folder = _folder(run)
-        found = [describe(folder, step) for step in folder.steps()]
+        found = [_described(folder, step) for step in folder.steps()]
     _show(folder, found, as_json)
 
 
@@ -64,9 +66,9 @@ def verify(run: Run, step: Step = None, as_json: Json = False, debug: Debug = Fa
         folder = _folder(run)
         steps = [each for each in folder.steps() if step in (None, each)]
         if not steps:
-            raise ConfigError(f"{folder.root} has no checkpoint{'' if step is None else f' of step {step}'}")
-        with Progress(console=progress_console(), disable=as_json) as bar:
-            found = [verify_checkpoint(folder, each) for each in bar.track(steps, description="checkpoints")]
+            raise ConfigError(f"{_place(folder)} has no checkpoint{'' if step is None else f' of step {step}'}")
+        with progress_bar(shown=not as_json) as bar:
+            found = [_verified(folder, each) for each in bar.track(steps, description="checkpoints")]
     _show(folder, found, as_json)
     if any(each.problems for each in found):
         raise typer.Exit(DAMAGED)
@@ -88,17 +90,19 @@ def prune(
     """
     with clear_errors("checkpoint prune", debug):
         folder = _folder(run)
-        folder.claim()
-        try:
-            found = [verify_checkpoint(folder, step) for step in folder.steps()]
+        with ExitStack() as opened:
+            if isinstance(folder, Folder):
+                folder.claim()
+                opened.callback(folder.release)
+            found = [_verified(folder, step) for step in folder.steps()]
             damaged = [each.step for each in found if each.problems]
             if damaged and len(damaged) == len(found):
-                raise ConfigError(f"{folder.root}: no checkpoint is whole, so none is removed; see `checkpoint verify`")
-            gone = folder.surplus(keep, damaged, every)
+                raise ConfigError(
+                    f"{_place(folder)}: no checkpoint is whole, so none is removed; see `checkpoint verify`"
+                )
+            gone = surplus([each.step for each in found], keep, damaged, every)
             if not dry_run:
                 folder.remove(gone)
-        finally:
-            folder.release()
     result = {"removed": gone, "kept": [each.step for each in found if each.step not in gone], "dry_run": dry_run}
     if as_json:
         print_json(result)
@@ -112,8 +116,23 @@ for _command in (ls, verify, prune):  # as help lists them
     add_command(checkpoint, _command)
 
 
-def _folder(run: Path) -> Folder:
+def _described(folder: Folder | CloudFolder, step: int) -> CheckpointInfo:
+    return describe(folder, step) if isinstance(folder, Folder) else folder.describe(step)
+
+
+def _verified(folder: Folder | CloudFolder, step: int) -> CheckpointInfo:
+    return verify_checkpoint(folder, step) if isinstance(folder, Folder) else folder.verify(step)
+
+
+def _place(folder: Folder | CloudFolder) -> str:
+    return str(folder.root) if isinstance(folder, Folder) else folder.url
+
+
+def _folder(place: str) -> Folder | CloudFolder:
     """The folder of checkpoints of a run, or the one that was given itself."""
+    if is_url(place):
+        return CloudFolder(place)
+    run = Path(place)
     if not run.is_dir():
         raise ConfigError(f"{run} is no folder; give that of a run")
     inner = run / CHECKPOINTS
@@ -123,10 +142,10 @@ def _folder(run: Path) -> Folder:
     return folder
 
 
-def _show(folder: Folder, found: list[CheckpointInfo], as_json: bool) -> None:
+def _show(folder: Folder | CloudFolder, found: list[CheckpointInfo], as_json: bool) -> None:
     """Print what was found as JSON or as a table, with a line for each problem."""
     if as_json:
-        print_json({"folder": str(folder.root), "checkpoints": [each.as_dict() for each in found]})
+        print_json({"folder": _place(folder), "checkpoints": [each.as_dict() for each in found]})
         return
     rows = [_row(each) for each in found]
     console().print(number_table("checkpoints", ("step", "written", "size", "files", "ranks", "torch", "state"), rows))

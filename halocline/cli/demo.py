@@ -83,7 +83,8 @@ def _folder(ranks: int) -> str:
 
 def _train(out: Path, steps: int, precision: str, mark: str) -> dict[int, list[float]]:
     """Train on one rank and on several; returns the loss curves by number of ranks."""
-    from .train import on_this_machine
+    from ..train.elastic import RankCount
+    from .attempts import on_this_machine
 
     curves = {}
     for ranks in (1, RANKS):
@@ -91,7 +92,7 @@ def _train(out: Path, steps: int, precision: str, mark: str) -> dict[int, list[f
         how = "cut in two along depth" if ranks > 1 else "whole"
         words = f"{steps} steps in {precision} on {ranks} rank{'s' if ranks > 1 else ''}"
         say(progress_console(), f"[bold]{words}[/bold], every volume {how}")
-        on_this_machine(settings_of(out / DATA, steps, precision), folder, ranks, 0)
+        on_this_machine(settings_of(out / DATA, steps, precision), folder, RankCount(ranks, ranks), 0)
         curves[ranks] = [entry["loss"] for entry in read_log(folder, "step")]
     return curves
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..doctor import DoctorReport, examine
-from .output import Debug, Json, clear_errors, print_json, progress_console, say, stderr, stdout
+from .output import Debug, Json, activity, clear_errors, print_json, say, stderr, stdout
 
 #: How a status is shown.
 MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
@@ -55,8 +55,8 @@ def doctor(
 
     **Exit status**: 0 no problems (warnings are allowed); 1 problems; 2 the doctor cannot run as asked.
     """
-    with clear_errors("doctor", debug), progress_console().status("") as status:
-        report = examine(ranks, not no_ranks, deadline, say=status.update)
+    with clear_errors("doctor", debug), activity("looking") as tell:
+        report = examine(ranks, not no_ranks, deadline, say=tell)
     if report.voice == "all" and as_json:
         print_json(report.as_json())
     elif report.voice == "all":

@@ -13,13 +13,25 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import typer.core
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import HaloclineError
 from ..sizes import size_text as size_text  # commands import it from here
 from ..testing.pool import RankError
 from ..train.explain import explain
+from .whole_tables import TableConsole
 
 USAGE = 2  # exit status of a command that cannot run as asked
 
@@ -87,12 +99,12 @@ def add_command(app: typer.Typer, function: Callable[..., None], name: str | Non
 
 def stdout() -> Console:
     """The console for results."""
-    return Console(highlight=False)
+    return TableConsole(highlight=False)
 
 
 def stderr() -> Console:
     """The console for errors and remarks."""
-    return Console(stderr=True, highlight=False)
+    return TableConsole(stderr=True, highlight=False)
 
 
 def progress_console() -> Console:
@@ -100,12 +112,53 @@ def progress_console() -> Console:
     return Console(stderr=True, highlight=False, quiet=is_quiet())
 
 
-def progress_bar(*columns: ProgressColumn, transient: bool = True) -> Progress:
-    """A bar with how much is done and the time that is left; ``columns`` come between."""
-    left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+class RateColumn(ProgressColumn):
+    """How much is done in a second, or the seconds that one takes: ``4.2/s``, ``12 s each``."""
+
+    def render(self, task: Task) -> Text:
+        """The text of a task."""
+        return Text(rate_text(task.finished_speed or task.speed))
+
+
+def number_text(value: float) -> str:
+    """Three digits for people, and whole numbers from 1,000 on.
+
+    >>> number_text(0.01234), number_text(41.47), number_text(2512.6)
+    ('0.0123', '41.5', '2,513')
+    """
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def rate_text(speed: float | None) -> str:
+    """A rate for people; "" where it is not known yet.
+
+    >>> rate_text(4.23), rate_text(0.08), rate_text(None)
+    ('4.2/s', '12 s each', '')
+    """
+    if not speed:
+        return ""
+    return f"{number_text(speed)}/s" if speed >= 10 else f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.3g} s each"
+
+
+def progress_bar(*, counted: bool = True, transient: bool = True, shown: bool = True) -> Progress:
+    """A bar with the time that has passed and that is left; ``counted`` adds how many are done, and the rate."""
+    counts, console = (MofNCompleteColumn(), RateColumn()) if counted else (), progress_console()
+    # Where it cannot be taken away again, in a file, it would leave an empty line.
+    shown = shown and (console.is_terminal or not transient)
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), *columns, *left, console=progress_console(), transient=transient
-    )
+        TextColumn("{task.description}"), BarColumn(20), *counts, TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), console=console, transient=transient, disable=not shown,
+    )  # fmt: skip
+
+
+@contextmanager
+def activity(words: str) -> Iterator[Callable[[str], None]]:
+    """For work of unknown size: a spinner, what is being done, the time that has passed. Call it with new words."""
+    columns, console = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()), progress_console()
+    # Where it cannot be taken away again, in a file, it would leave an empty line.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(words)
+        yield lambda new: bar.update(task, description=new)
 
 
 def say(console: Console, text: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import ConfigError
 from ..train.launch import LaunchError, LocalRanks, launched, this_rank
-from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
+from .output import Debug, Json, clear_errors, fact_table, is_quiet, print_json, stdout
 from .pigan_rank import REQUEST, RESULT, play
 from .stopping import Stop
 
@@ -21,6 +21,7 @@ Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes: a multipl
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps of the generators.")]
 Dims = Annotated[int, typer.Option("--dims", min=1, max=2, help="1: flow on an interval; 2: on a square.")]
 Lengths = Annotated[str, typer.Option("--lengths", metavar="L,...", help="Correlation lengths of log K.")]
+Noise = Annotated[int, typer.Option("--noise", min=1, help="Random numbers of a realisation; short lengths take more.")]
 DataOnly = Annotated[bool, typer.Option("--data-only", help="A GAN that does not know the equation, to compare with.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of weights, noise and truth.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for weights, figures and the report.")]
@@ -33,6 +34,7 @@ def pigan(
     steps: Steps = 2000,
     dims: Dims = 1,
     lengths: Lengths = "0.3",
+    noise: Noise = 8,
     data_only: DataOnly = False,
     seed: Seed = 0,
     out: Out = Path("runs/pigan"),
@@ -50,16 +52,21 @@ def pigan(
 
     - `halocline pigan --steps 2000`: the whole domain, one rank; minutes on a CPU.
 
-    - `halocline pigan --subdomains 2 --two-levels --ranks 3 --lengths 0.4,0.08`: three groups of one rank.
+    - `halocline pigan --subdomains 2 --two-levels --ranks 3 --lengths 0.4,0.1 --noise 20`: three groups of one rank.
 
     - `halocline pigan --data-only`: the same without the equation.
     """
     with clear_errors("pigan", debug):
         request = {
-            "game": {"subdomains": subdomains, "two_levels": two_levels, "seed": seed},
+            "game": {
+                "subdomains": subdomains,
+                "two_levels": two_levels,
+                "seed": seed,
+                "steps": steps,
+                "noise": noise,
+            },
             "flow": _flow(dims, lengths),
             "data_only": data_only,
-            "steps": steps,
             "out": str(out),
         }
         players = subdomains + two_levels
@@ -92,7 +99,7 @@ def _flow(dims: int, lengths: str) -> dict[str, Any]:
 def _on_this_machine(request: dict[str, Any], ranks: int, out: Path) -> dict[str, Any]:
     """Play in processes that are started here."""
     (out / REQUEST).write_text(json.dumps(request))
-    command = [sys.executable, "-m", "halocline.cli.pigan_rank", str(out)]
+    command = [sys.executable, "-m", "halocline.cli.pigan_rank", str(out), *(["--quiet"] if is_quiet() else [])]
     with Stop() as stop:
         ending = stop.follow(lambda: LocalRanks(command, ranks, out))
     if ending is not None:

@@ -13,7 +13,7 @@ import torch
 from ..train.heartbeat import follow_launcher
 from ..train.launch import say_last_words, this_rank
 from . import end_at_once_on_failure
-from .output import say, stderr
+from .output import progress_bar, say, set_quiet
 from .train_rank import last_words
 
 REQUEST, RESULT = "request.json", "result.json"
@@ -26,24 +26,27 @@ def play(request: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["flow"].items()}
     weights: dict[str, Any] = {"equation": 0.0, "boundary": 0.0} if request["data_only"] else {}
     game = Game(GameSettings(**request["game"], **weights, flow=FlowSettings(**told)))
-    generators, seconds = _trained(game, request["steps"])
+    generators, seconds = _trained(game)
     if this_rank() != 0:
         return {}
     return _reported(game, generators, seconds, request)
 
 
-def _trained(game: Any, steps: int) -> tuple[Any, float]:
+def _trained(game: Any) -> tuple[Any, float]:
     """The generators after all steps, and the seconds that they took."""
     from ..workloads.pigan.game import PiganRank, SoloGame, make_mesh
     from ..world import this_world
 
     alone = this_world().size == 1
     part: Any = SoloGame(game, 1) if alone else PiganRank(game, make_mesh(game))
-    began = time.monotonic()
-    for step in range(steps):
-        part.step()
-        if this_rank() == 0 and (step + 1) % max(1, steps // 10) == 0:
-            say(stderr(), f"step {step + 1} of {steps}, {time.monotonic() - began:.0f} s")
+    began, steps = time.monotonic(), game.settings.steps
+    with progress_bar(shown=this_rank() == 0) as bar:
+        task = bar.add_task("steps", total=steps)
+        for step in range(steps):
+            part.step()
+            bar.advance(task)
+            if this_rank() == 0 and not bar.console.is_terminal and (step + 1) % max(1, steps // 10) == 0:
+                say(bar.console, f"step {step + 1} of {steps}, {time.monotonic() - began:.0f} s")
     return part.generators, time.monotonic() - began
 
 
@@ -61,7 +64,7 @@ def _reported(game: Any, generators: Any, seconds: float, request: dict[str, Any
     title = f"Darcy flow, {players} discriminator{'s'[: players > 1]}" + (", data only" if request["data_only"] else "")
     (out / "report.html").write_text(pigan_page(title, truth, found, errors, game.settings.flow.points))
     torch.save(generators.state_dict(), out / "generators.pt")
-    result = {"steps": request["steps"], "seconds": seconds, "errors": errors, "report": str(out / "report.html")}
+    result = {"steps": game.settings.steps, "seconds": seconds, "errors": errors, "report": str(out / "report.html")}
     (out / RESULT).write_text(json.dumps(result))
     return result
 
@@ -69,6 +72,7 @@ def _reported(game: Any, generators: Any, seconds: float, request: dict[str, Any
 def main() -> None:
     """``python -m halocline.cli.pigan_rank FOLDER``, for the processes that ``halocline pigan`` starts."""
     folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
+    set_quiet("--quiet" in sys.argv)
     try:
         play(json.loads((folder / REQUEST).read_text()))
     except Exception as error:  # noqa: BLE001 - the error goes to the launcher

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import MofNCompleteColumn
+from rich.markup import escape
 
+from ..errors import did_you_mean
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
 from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
-from .plan_table import show_candidates, show_difference
+from .plan_table import show_candidates, show_difference, show_pipelines
 
 if TYPE_CHECKING:
     from ..arrangement import Arrangement
@@ -41,6 +42,18 @@ InputBytes = Annotated[
     int | None,
     typer.Option("--input-bytes", min=0, help="Bytes of one sample on disk; by default those of its tensors."),
 ]
+LayoutKind = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="auto",
+        help="Also search meshes with an axis model, and which weights it cuts; auto-memory: take the least memory.",
+    ),
+]
+StagesKind = Annotated[
+    str | None,
+    typer.Option("--stages", metavar="auto", help="Also price pipelines: meshes of stages and data. Takes --batch."),
+]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")]
 Compare = Annotated[
     Path | None, typer.Option("--compare", metavar="FILE", help="Another plan: the difference, term by term.")
@@ -64,6 +77,8 @@ def plan(
     measure: Measure = False,
     speeds: Speeds = None,
     input_bytes: InputBytes = None,
+    layout: LayoutKind = None,
+    stages: StagesKind = None,
     out: Out = None,
     compare: Compare = None,
     picture: Picture = None,
@@ -81,6 +96,11 @@ def plan(
 
     - `halocline plan mypackage.models:make_net --shape 1,4,512,512,512 --machine summit --gpus 96 --batch 12`: your own
       network, with 12 samples a step.
+
+    - `halocline plan transformer --gpus 8 --batch 8 --layout auto`: weights may be cut too, over an axis `model`.
+
+    - `halocline plan resnet50 --shape 1,3,224,224 --gpus 8 --batch 64 --stages auto`: pipelines too, and where the
+      network is cut.
 
     - `halocline plan cosmoflow --gpus 32 --why-not depth=32`: what another cut would lose, and to what.
 
@@ -101,32 +121,36 @@ def plan(
     """
     with clear_errors("plan", debug):
         from ..errors import HaloclineError
-        from ..plan.api import check_devices
+        from ..plan.api import check_devices, check_layout, check_stages
         from ..plan.cost import Prices
         from ..plan.explain import as_plan, difference, lost_by, said_difference
         from ..plan.front import memory_curve, over_devices
         from ..plan.machine import load_machine
+        from ..plan.pipelines import explain_pipelines, pipelines
         from ..plan.plan_file import read_plan
         from ..plan.search import RefusedCut, chosen, price, search
         from ..train.reporting.plan_picture import draw_plan
 
         described, relative = load_machine(machine), parse_speeds(speeds)
         check_devices(described, gpus)
+        check_layout(layout)
+        check_stages(stages, batch)
         subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
         other = _rival(why_not, subject, gpus, batch) if why_not else None
         earlier = read_plan(compare) if compare else None
         prices, device = Prices(described.device), _device(described) if measure else None
         refused: list[RefusedCut] = []
-        with progress_bar(MofNCompleteColumn()) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("recording meshes", total=None)
 
             def tell(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)
 
             candidates = search(
-                subject, described, gpus, batch, prices, device, tell, relative, input_bytes, refused=refused
+                subject, described, gpus, batch, prices, device, tell, relative, input_bytes, refused, layout
             )
-        best = chosen(candidates, described)
+        staged = pipelines(subject, described, gpus, batch, prices) if stages else []
+        best = chosen(candidates, described, layout == "auto-memory", staged)
         answer = None
         if other:
             try:
@@ -134,7 +158,7 @@ def plan(
                 answer = lost_by(best, rival)
             except HaloclineError as error:
                 answer = f"{other} is refused: {error}"
-        made = as_plan(target, subject, described, best, candidates, refused, relative, input_bytes)
+        made = as_plan(target, subject, described, best, candidates, refused, relative, input_bytes, staged)
         if out is not None:
             made.save(out)
         if picture is not None:
@@ -146,6 +170,10 @@ def plan(
         print_json({**made.model_dump(mode="json"), "why_not": answer, "compared": compared})
         return
     show_candidates(target, described, best, candidates, refused)
+    if stages:
+        show_pipelines(staged)
+        for line in explain_pipelines(staged, best.seconds_per_sample, str(best)):
+            say(stdout(), escape(line))
     if answer:
         say(stdout(), answer)
     if earlier:
@@ -181,7 +209,7 @@ def subject_of(
     optimizers: dict[str, Any] = {"adam": torch.optim.Adam, "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
     for name, allowed, chosen in (("dtype", dtypes, dtype), ("optimizer", optimizers, optimizer)):
         if chosen not in allowed:
-            raise BadUsage(f"no {name} {chosen!r}; it is {' or '.join(allowed)}")
+            raise BadUsage(f"no {name} {chosen!r}{did_you_mean(chosen, allowed)}; it is {' or '.join(allowed)}")
     task = make_task(target, arguments, shapes or None, dtype="float32")
     if task.shapes[0][0] != 1:
         raise BadUsage(
@@ -231,7 +259,8 @@ def _whole_mesh(cut: Mapping[str, int], subject: Any, gpus: int) -> dict[str, in
     axes = ["data", *subject.volume]
     unknown = [axis for axis in cut if axis not in axes]
     if unknown:
-        raise NoPlan(f"--why-not: no axis {unknown[0]!r}; the axes of this network's input are {', '.join(axes)}")
+        near = did_you_mean(unknown[0], axes)
+        raise NoPlan(f"--why-not: no axis {unknown[0]!r}{near}; the axes of this network's input are {', '.join(axes)}")
     rest = math.prod(size for axis, size in cut.items() if axis != "data")
     if gpus % rest or cut.get("data", gpus // rest) * rest != gpus:
         raise NoPlan(f"--why-not: {cut} does not divide {gpus} devices; give sizes whose product is {gpus}")

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
-from .output import say, size_text, stdout
+from .output import number_text, say, size_text, stdout
 
 if TYPE_CHECKING:
     from ..plan.candidate import Candidate, RefusedCut
     from ..plan.explain import Difference
     from ..plan.machine import Machine
+    from ..plan.pipelines import PipelineCandidate
     from ..plan.plan_file import Plan
 
 SHOWN = 10  # candidates
@@ -49,7 +51,7 @@ def show_candidates(
             style=style,
         )
     stdout().print(table)
-    say(stdout(), f"Take {best}. {_made_of(best)}")
+    say(stdout(), f"Take {escape(str(best))}. {_made_of(best)}")
     if best.input_seconds > best.timeline.seconds:
         say(
             stdout(), "It is input-bound: faster storage, smaller files or nearer copies would help; other cuts do not."
@@ -63,6 +65,18 @@ def show_candidates(
         say(stdout(), f"Assumed, not measured: {assumed}.")
 
 
+def show_pipelines(candidates: Sequence[PipelineCandidate]) -> None:
+    """Meshes of stages and data, the best first."""
+    table = Table(title="Pipelines", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("mesh", "step", "a sample", "lanes wait", "gradients", "memory"):
+        left = name == "mesh"
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    for each in candidates[:SHOWN]:
+        seconds = each.seconds, each.seconds_per_sample, each.bubble, each.gradients
+        table.add_row(str(each), *map(time_text, seconds), size_text(each.memory), style="" if each.fits else "dim")
+    stdout().print(table)
+
+
 def short_name(candidate: Candidate) -> str:
     """An arrangement with few of its modules named."""
     arrangement = candidate.arrangement
@@ -73,6 +87,8 @@ def short_name(candidate: Candidate) -> str:
         if paths:
             more = f" and {len(paths) - LONGEST} more" if len(paths) > LONGEST else ""
             words.append(f"{what} {', '.join(paths[:LONGEST])}{more}")
+    if arrangement.layout:
+        words.append(f"layout of {len(arrangement.layout)} patterns")
     return " ".join(words)
 
 
@@ -103,13 +119,13 @@ def show_difference(first: Plan, second: Plan, differences: Sequence[Difference]
 def range_text(low: float, high: float) -> str:
     """Such as "150-260 ms"."""
     unit, size = _unit(high)
-    return f"{low / size:.3g}-{high / size:.3g} {unit}"
+    return f"{number_text(low / size)}-{number_text(high / size)} {unit}"
 
 
 def time_text(seconds: float) -> str:
     """Three digits with a unit."""
     unit, size = _unit(seconds)
-    return f"{seconds / size:.3g} {unit}" if seconds else "0 s"
+    return f"{number_text(seconds / size)} {unit}" if seconds else "0 s"
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.progress import MofNCompleteColumn
-
 from ..train.heartbeat import follow_launcher
 from ..train.launch import say_last_words, this_rank
 from . import end_at_once_on_failure
@@ -24,7 +22,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """This process's part in a prediction; the result is the same on every rank. Called by all ranks together."""
     from ..train.predict import predict
 
-    with exit_on_sigterm(), progress_bar(MofNCompleteColumn()) as bar:
+    with exit_on_sigterm(), progress_bar() as bar:
         task = bar.add_task("samples", total=None, visible=False)  # shown with the first sample, not before an error
         run, source, out = Path(request.pop("run")), request.pop("source"), Path(request.pop("out"))
 

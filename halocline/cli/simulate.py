@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import did_you_mean
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
 from .output import Debug, Json, clear_errors, print_json, progress_console, say
 from .plan import MachineName, subject_of
@@ -205,7 +206,9 @@ def _scenario(
     from ..workloads import WORKLOADS
 
     if precision not in ("float32", "mixed"):
-        raise ScenarioError(f"no precision {precision!r}; it is float32 or mixed")
+        raise ScenarioError(
+            f"no precision {precision!r}{did_you_mean(precision, ('float32', 'mixed'))}; it is float32 or mixed"
+        )
     if local is not None and batch is not None:
         raise ScenarioError("--local counts the samples of a rank and --batch those of all; give one of them")
     described = changed_machine(load_machine(machine), **changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .output import fact_table, number_table, say, size_text, stdout
+from .output import fact_table, number_table, number_text, say, size_text, stdout
 from .plan_table import range_text, time_text
 
 if TYPE_CHECKING:
@@ -70,18 +70,19 @@ def show_step(target: str, found: Simulation, run: LongRun, staged: StagingTime 
         "computing": time_text(found.slowest_class.timeline.compute),
         "exposed": waits,
         "efficiency": f"{found.efficiency:.3f} of {base:,} device{'s' if base > 1 else ''} ({low:.3f} to {high:.3f})",
-        "rate": f"{found.rate * scenario.devices:,.4g} samples/s, {found.rate:.3g} a device",
+        "rate": f"{number_text(found.rate * scenario.devices)} samples/s, {number_text(found.rate)} a device",
         "sustained": flops_text(found.sustained_flops),
         "peak": flops_text(found.peak_flops),
         "gradients": f"{found.gradient_messages} sums, the largest by {found.algorithm}",
         "memory of a device": size_text(found.slowest_class.recorded.memory),
-        "long run": f"{run.useful:.1%} useful: a failure every {run.mtbf_s / 3600:.3g} h, a checkpoint of "
-        f"{time_text(run.checkpoint_s)} every {run.interval_s / 60:.3g} min",
+        "long run": f"{run.useful:.1%} useful: a failure every {number_text(run.mtbf_s / 3600)} h, a checkpoint of "
+        f"{time_text(run.checkpoint_s)} every {number_text(run.interval_s / 60)} min",
     }
     if staged is not None:
         facts["staging"] = (
-            f"{staged.shared_s / 60:.3g} min if each byte is read once, {staged.naive_s / 60:.3g} min if every node "
-            f"reads its own; {size_text(int(staged.bytes_per_node))} a node"
+            f"{number_text(staged.shared_s / 60)} min if each byte is read once, "
+            f"{number_text(staged.naive_s / 60)} min if every node reads its own; "
+            f"{size_text(int(staged.bytes_per_node))} a node"
         )
     stdout().print(fact_table(f"{target} on {scenario.devices:,} devices of {scenario.machine.name}", facts))
     if len(found.classes) > 1:
@@ -141,7 +142,7 @@ def show_validation(result: Mapping[str, Any]) -> None:
         (
             case["case"],
             f"{case['published']:g}",
-            f"{case['simulated']:.3g}",
+            number_text(case["simulated"]),
             f"{case['error']:+.1%}",
             "within" if case["within"] else "MISSED",
         )

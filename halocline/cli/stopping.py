@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ..train.launch import Ending, LocalRanks
 from ..train.signals import SIGNALS, StopRequest
@@ -16,6 +17,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked, self._request, self._running = 0, StopRequest(), list[LocalRanks]()
+        self.recalled = False  # whether the ranks of the last call of follow were asked to end, by its ``until``
 
     @property
     def preempted(self) -> bool:
@@ -46,15 +48,24 @@ class Stop:
             # SIGTERM lets ranks write a checkpoint; a second signal means that this takes too long.
             each.signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
-    def follow(self, start: Callable[[], LocalRanks]) -> Ending | None:
-        """Start ranks and wait for their end. A signal that came while they started is forwarded then."""
-        self._running = [running := start()]
+    def follow(self, start: Callable[[], LocalRanks], until: Callable[[], bool] | None = None) -> Ending | None:
+        """Start ranks and wait for their end. A signal that came while they started is forwarded then.
+
+        When ``until`` becomes true, they are asked to end their step, save and leave.
+        """
+        self._running, self.recalled = [running := start()], False
         try:
             if self.asked:  # while the ranks were starting
                 self._hand_on()
-            return running.wait()
+            return running.wait() if until is None else running.wait(partial(self._recall, running, until))
         finally:
             self._running = []
+
+    def _recall(self, running: LocalRanks, until: Callable[[], bool]) -> None:
+        """Ask the ranks to end if it is time, once."""
+        if not self.recalled and not self.asked and until():
+            self.recalled = True
+            running.signal(signal.SIGTERM)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .output import Debug, Json, clear_errors, number_table, print_json, say, stderr, stdout
+from .output import Debug, Json, clear_errors, number_table, print_json, progress_console, say, stdout
 from .stopping import exit_on_sigterm
 
 Spec = Annotated[Path, typer.Argument(help="A TOML file that describes the sweep.", show_default=False)]
@@ -38,7 +38,7 @@ def sweep(
         target = "unet3d"                  # a workload, or the TOML file of a run
         trials = 8
         ranks = 2                          # of all trials together
-        mode = "experiment"                # each trial on one rank; "data": each on all ranks; "auto"
+        mode = "experiment"                # each trial on one rank; "data": each on all ranks; "auto": planned
         metric = "loss"                    # of the last validation
         pruner = "median"                  # ends bad trials early; needs validate_every
         settings = ["steps=100", "validate_every=20"]
@@ -49,7 +49,9 @@ def sweep(
 
     Optuna proposes the settings. Each trial trains in processes of its own, in a folder of its own, so a trial that
     fails does not end the others. The same command goes on with a sweep that was stopped or killed: finished trials
-    stay, others go on from their last checkpoint.
+    stay, others go on from their last checkpoint. Mode "auto" shares the ranks as the planner predicts it to be over
+    first, on `machine` (default: what `halocline calibrate` wrote here). With backend = "ray" (extra `ray`) trials run
+    on all machines of the cluster of RAY_ADDRESS, which share the folder.
 
     **Examples**
 
@@ -68,10 +70,11 @@ def sweep(
         folder = out or Path("sweeps") / spec.stem
         speedups: dict[str, float] = {}
         if compare:
-            records, speedups = _compared(told, folder)
+            runner, speedups = _compared(told, folder)
         else:
-            records, _ = _run(told, folder)
-        (folder / "report.html").write_text(sweep_page(told, records, speedups))
+            runner = _run(told, folder)
+        records = runner.records
+        (folder / "report.html").write_text(sweep_page(told, records, speedups, runner.mix_text))
     found = best(told, records)
     if as_json:
         result: dict[str, Any] = {"sweep": str(folder), "trials": [asdict(record) for record in records]}
@@ -87,19 +90,43 @@ def sweep(
     raise typer.Exit(0 if found is not None else 2)
 
 
-def _run(told: Any, folder: Path) -> tuple[list[Any], float]:
-    """The trials, and the seconds that they took."""
+def _run(told: Any, folder: Path) -> Any:
+    """The sweep, after all its trials."""
     from ..train.sweeps import SweepRunner
 
-    began = time.monotonic()
-    runner = SweepRunner(told, folder, COMMAND, lambda words: say(stderr(), escape(words)))
-    return runner.run(), time.monotonic() - began
+    runner = SweepRunner(told, folder, COMMAND, lambda words: say(progress_console(), escape(words)))
+    if runner.mix is not None:
+        say(progress_console(), escape(runner.mix_text))
+    runner.run()
+    return runner
 
 
-def _compared(told: Any, folder: Path) -> tuple[list[Any], dict[str, float]]:
-    """The same trials on one rank, side by side, and each on all ranks."""
+def _compared(told: Any, folder: Path) -> tuple[Any, dict[str, float]]:
+    """The same trials on one rank, side by side, and each on all ranks; with mode "auto" also in the planned mix.
+
+    Returns the sweep in its own mode, and the speed-ups over one rank.
+    """
     told = replace(told, sampler="random", pruner="none")
-    _, alone = _run(replace(told, ranks=1, mode="experiment"), folder / "one-rank")
-    records, beside = _run(replace(told, mode="experiment"), folder / "experiment")
-    _, data = _run(replace(told, mode="data"), folder / "data")
-    return records, {"experiment-parallel": alone / beside, "data-parallel": alone / data}
+    alone = _run(replace(told, ranks=1, mode="experiment"), folder / "one-rank")
+    modes = {"experiment": "experiment-parallel", "data": "data-parallel", "auto": "planned mix"}
+    runs = {
+        mode: _run(replace(told, mode=mode), folder / mode) for mode in modes if mode != "auto" or told.mode == "auto"
+    }
+    return runs[told.mode], speedups_of(alone, {modes[mode]: each for mode, each in runs.items()})
+
+
+def speedups_of(alone: Any, runs: Mapping[str, Any]) -> dict[str, float]:
+    """How much faster than on one rank each run was. A run in which a trial failed has none, and that is said."""
+    failed = {
+        name: sum(record.state != "complete" for record in each.records)
+        for name, each in {"on one rank": alone, **runs}.items()
+    }
+    for name, count in failed.items():
+        if count:
+            say(
+                progress_console(),
+                f"{name}: {count} trial{'s'[: count > 1]} failed, so that its time cannot be compared",
+            )
+    if failed["on one rank"]:
+        return {}
+    return {name: alone.seconds / each.seconds for name, each in runs.items() if not failed[name]}

@@ -94,7 +94,7 @@ def taskbench(
             rounds=repeat,
             fault=_fault(inject),
         )
-        with progress_bar() as bar:
+        with progress_bar(counted=False) as bar:
             task = bar.add_task("starting", total=1.0)
             result = measure(settings, lambda p, r, share: bar.update(task, description=f"{p}, {r}", completed=share))
         told = summary(settings, result)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import sys
-from collections.abc import Mapping
-from dataclasses import replace
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,19 +15,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError, HaloclineError
-from ..train.checkpoints import CHECKPOINTS, Folder
-from ..train.launch import LaunchError, LocalRanks, launched, this_rank
-from ..train.log import json_line, read_log, with_numbers
+from ..train.elastic import TAKE_BACK, RankCount, for_ranks
+from ..train.launch import launched, this_rank
+from ..train.log import json_line, read_log
 from ..train.signals import PREEMPTED
 from ..world import this_rank_info
-from .output import Debug, Json, clear_errors, fact_table, is_quiet, say, stderr, stdout
-from .stopping import Stop
-from .train_rank import RESULT, run_rank
+from ..world.launcher import rendezvous_of
+from .attempts import on_this_machine
+from .output import Debug, Json, clear_errors, fact_table, stdout
+from .train_rank import run_rank
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-Target = Annotated[str, typer.Argument(help="A workload's name, a TOML file, or the folder of a run to resume.")]
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TARGET...",
+        help="A workload's name, a TOML file, or the folder of a run to resume; several share the ranks in turns.",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as optimizer.lr=1e-3; may be repeated."),
@@ -44,7 +49,24 @@ Restarts = Annotated[
 Least = Annotated[
     int | None,
     typer.Option(
-        "--least-ranks", min=1, help="If a restart makes no progress, go on with one rank less, down to so many."
+        "--least-ranks",
+        min=1,
+        help="Go on with fewer ranks, down to so many, if some are lost; with more when they are back.",
+    ),
+]
+Slots = Annotated[
+    Path | None,
+    typer.Option(
+        "--slots",
+        help="For --least-ranks: a file with the number of ranks that there is room for now; read repeatedly.",
+    ),
+]
+TakeBack = Annotated[
+    float,
+    typer.Option(
+        "--take-back",
+        min=0,
+        help="For --least-ranks without --slots: seconds until ranks that were lost are tried again.",
     ),
 ]
 Full = Annotated[
@@ -66,21 +88,30 @@ Trust = Annotated[
         "--trust", help="To resume a folder: execute the code it names, though another user made or changed it."
     ),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", help="For several runs: what a rank may hold of all together, such as 8GiB."),
+]
+Turn = Annotated[int, typer.Option("--turn", min=1, help="For several runs: steps that each makes in its turn.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Write trace.json of a few steps, for ui.perfetto.dev.")]
 
 
 def train(
-    target: Target,
+    targets: Targets,
     changes: Set = None,
     ranks: Ranks = 1,
     out: Out = None,
     restarts: Restarts = 0,
     least: Least = None,
+    slots: Slots = None,
+    take_back: TakeBack = TAKE_BACK,
     full: Full = False,
     plan: PlanOption = None,
     machine: MachineOption = None,
     trace: Trace = False,
     trust: Trust = False,
+    memory: Memory = None,
+    turn: Turn = 10,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -101,6 +132,12 @@ def train(
 
     - `halocline train run.toml --set optimizer.lr=1e-3`: settings from a file, one of them changed.
 
+    - `halocline train run.toml --ranks 4 --restarts 20 --least-ranks 2 --slots room`: on two to four ranks, as many as
+      the file `room` says at the time.
+
+    - `halocline train a.toml b.toml --ranks 2 --memory 4GiB`: two runs on the same ranks, ten steps each in turn; what
+      does not fit goes to a file meanwhile. Each has its own folder, and the numbers that it has alone.
+
     - `torchrun --nproc-per-node 8 -m halocline.cli train run.toml --out runs/a`: torchrun starts the ranks; or srun.
 
     **A network of your own**, in run.toml: `model = "package.module:factory"`, `loss = "package.module:function"`, and
@@ -110,27 +147,77 @@ def train(
     **Exit status**: 0 trained, or stopped by Ctrl-C after a checkpoint; 75 asked to leave by SIGTERM or SIGUSR1, to go
     on when started again; 2 otherwise, with one line that says why.
     """
-    with clear_errors("train", debug):
+    with clear_errors("train", debug), ExitStack() as cleaning:
         if debug:  # for ranks that are started here
             os.environ["HALOCLINE_DEBUG"] = "1"
         told = [*(changes or []), *(["trace=true"] if trace else [])]
         told += [f"{key}={value}" for key, value in (("plan", plan), ("machine", machine)) if value is not None]
-        settings, folder = _settings(target, told, full, out, trust)
+        if len(targets) > 1:
+            chosen = [_settings(one, told, full, out and out / Path(one).stem, trust) for one in targets]
+            _train_shared(chosen, ranks, bool(restarts or least or slots), memory, turn, as_json)
+            return
+        if memory is not None:
+            raise ConfigError("--memory is what several runs share; for one run it is --set memory=SIZE")
+        settings, folder = _settings(targets[0], told, full, out, trust)
+        if out is None:
+            cleaning.enter_context(_no_empty_run(folder))
         if launched():
-            if ranks > 1 or restarts or least is not None:
+            if ranks > 1 or restarts or slots is not None:
                 raise ConfigError(
-                    "--ranks, --restarts and --least-ranks are for ranks that this command starts; here a launcher did"
+                    "--ranks, --restarts and --slots are for ranks that this command starts; here a launcher did"
                 )
+            if least is not None:
+                settings = _for_these_ranks(settings, least)
             result = run_rank(settings, folder)
             if this_rank() != 0:
                 _exit_if_preempted(result)
                 return
+        elif slots is not None and least is None:
+            raise ConfigError("--slots: give --least-ranks, too, down to which the run goes on")
+        elif least is not None and least > ranks:
+            raise ConfigError(f"--least-ranks {least}: more than --ranks {ranks}")
         elif ranks == 1 and not restarts:  # no other process is needed
             result = run_rank(settings, folder)
         else:
-            result = on_this_machine(settings, folder, ranks, restarts, least or ranks)
+            counts = RankCount(ranks, least or ranks, slots, take_back)
+            result = on_this_machine(settings, folder, counts, restarts)
     _show(result, folder, as_json)
     _exit_if_preempted(result)
+
+
+def _for_these_ranks(settings: Settings, least: int) -> Settings:
+    """The settings for the ranks that a launcher has started: torchrun's elastic agents start now more, now fewer."""
+    place = this_rank_info()
+    if place is not None and 0 < place.size < least:
+        raise ConfigError(f"--least-ranks {least}: the launcher has started {place.size}")
+    if rendezvous_of(os.environ).served and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            f"--least-ranks {least}: torchrun's agents keep one store for all rounds, and ranks of a new round meet "
+            "under the addresses of the last; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where you start torchrun"
+        )
+    return settings if place is None or not place.size else for_ranks(settings, place.size)
+
+
+def _train_shared(
+    runs: list[tuple[Settings, Path]],
+    ranks: int,
+    restarts: bool,
+    memory: str | None,
+    turn: int,
+    as_json: bool,
+) -> None:
+    """Train several runs on the same ranks."""
+    from .train_shared import run_shared, shared_on_this_machine, show_shared
+
+    if restarts:
+        raise ConfigError("--restarts, --least-ranks and --slots are for one run; start several again by their folders")
+    if launched() and ranks > 1:
+        raise ConfigError("--ranks is for ranks that this command starts; here a launcher did")
+    outcome = (run_shared if launched() or ranks == 1 else partial(shared_on_this_machine, ranks))(runs, memory, turn)
+    if this_rank() == 0:
+        show_shared(outcome, [folder for _, folder in runs], as_json)
+    for result in outcome["runs"]:
+        _exit_if_preempted(result)
 
 
 def _exit_if_preempted(result: Mapping[str, Any]) -> None:
@@ -179,6 +266,20 @@ def _settings(
     return make_settings(told, changes, defaults, where), out or _new_folder(path.stem)
 
 
+@contextmanager
+def _no_empty_run(folder: Path) -> Iterator[None]:
+    """A new run that fails before it has read any data leaves no folder, so that the next one has its name."""
+    from ..train.inputs import INPUT
+
+    new = not folder.exists() and not launched()
+    try:
+        yield
+    except HaloclineError:
+        if new and folder.exists() and not (folder / INPUT).exists() and not list(folder.rglob("*.traceback")):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def _new_folder(name: str) -> Path:
     """``runs/NAME-1``, or the next number that is free. ConfigError for ranks of a launcher, which need one folder."""
     place = this_rank_info()
@@ -188,70 +289,6 @@ def _new_folder(name: str) -> Path:
     while (Path("runs") / f"{name}-{number}").exists():
         number += 1
     return Path("runs") / f"{name}-{number}"
-
-
-def on_this_machine(
-    settings: Settings, folder: Path, ranks: int, restarts: int, least: int | None = None
-) -> dict[str, Any]:
-    """Train in processes that are started here, and restart them after a failure, at most ``restarts`` times.
-
-    If a restart makes no progress, the next one has a rank less, down to ``least``.
-    """
-    from ..train.config import CONFIG, write_settings
-    from ..train.trust import mark_run
-
-    checkpoints = Folder(folder / CHECKPOINTS)
-    checkpoints.claim()  # before any file of a run that may still be active in this folder is changed
-    try:
-        write_settings(settings, folder / CONFIG)
-        mark_run(folder, settings)
-        with Stop() as stop:
-            return _attempts(settings, folder, range(least or ranks, ranks + 1), restarts, stop, checkpoints)
-    finally:
-        checkpoints.release()
-
-
-def _attempts(
-    settings: Settings, folder: Path, allowed: range, restarts: int, stop: Stop, checkpoints: Folder
-) -> dict[str, Any]:
-    """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again.
-
-    ``allowed`` are the numbers of ranks that may be started, of which the largest is.
-    """
-    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder), *(["--quiet"] if is_quiet() else [])]
-    ranks = allowed[-1]
-    for attempt in range(restarts + 1):
-        before = checkpoints.steps()[-1:]
-        starting = partial(LocalRanks, command, ranks, folder, settings.deadline, checkpoints.lock)
-        ending = stop.follow(starting)
-        if ending is None:
-            result = with_numbers(json.loads((folder / RESULT).read_text()))
-            return {**result, "preempted": result["stopped"] and stop.preempted, "restarts": attempt}
-        words = f"rank {ending.rank}: {ending.words}"
-        if stop.preempted:
-            say(stderr(), f"stopped on request before the ranks could write a checkpoint ({escape(words)})")
-            raise typer.Exit(PREEMPTED)
-        if stop.asked:
-            raise LaunchError(f"stopped on request before the ranks could write a checkpoint ({words})")
-        if attempt == restarts or ending.is_final:  # wrong settings would fail again
-            raise LaunchError(words)
-        more = ""
-        if attempt and checkpoints.steps()[-1:] == before and ranks - 1 in allowed:
-            ranks -= 1
-            settings = _for_ranks(settings, folder, ranks)
-            more = f", on {ranks} rank{'s' if ranks > 1 else ''}, since a restart made no progress"
-        say(stderr(), f"{escape(words)}; starting again from the last checkpoint{more}")
-    raise HaloclineError("unreachable")  # for mypy: the last attempt returns or raises
-
-
-def _for_ranks(settings: Settings, folder: Path, ranks: int) -> Settings:
-    """The settings for another number of ranks: a mesh that does not fit is left to the default. Written for ranks."""
-    from ..train.config import CONFIG, write_settings
-
-    if settings.mesh and math.prod(settings.mesh.values()) != ranks:
-        settings = replace(settings, mesh={})
-    write_settings(settings, folder / CONFIG)
-    return settings
 
 
 def _show(result: dict[str, Any], folder: Path, as_json: bool) -> None:

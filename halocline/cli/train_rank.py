@@ -19,7 +19,7 @@ from ..train.heartbeat import follow_launcher
 from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
 from ..train.log import json_line, write_whole
 from . import end_at_once_on_failure
-from .output import progress_console, set_quiet
+from .output import number_text, progress_console, set_quiet
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
@@ -53,23 +53,28 @@ class Show:
         if kind == "step":
             self._step(values)
         elif self._plain is None:
-            self._bar.console.print(_line(kind, values), soft_wrap=True, markup=False)
+            self._bar.console.print(progress_line(kind, values), soft_wrap=True, markup=False)
         else:
-            self._plain.print(_line(kind, values), soft_wrap=True, markup=False)
+            self._plain.print(progress_line(kind, values), soft_wrap=True, markup=False)
 
     def _step(self, values: dict[str, Any]) -> None:
         """Update the bar, or print a line for one step in twenty."""
-        shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
-        data, ranks = f"{shown['data']:.0%}", f"{shown['halo'] + shown['gradients']:.0%}"
-        facts = f"loss {values['loss']:.4g}, {values['samples_per_second']:.3g} samples/s, "
-        facts += f"waits {data} data {ranks} ranks" if self._narrow else f"waiting for data {data}, for ranks {ranks}"
+        facts = step_facts(values, self._narrow)
         if self._plain is None:
             self._bar.update(self._task, completed=values["step"] + 1, facts=facts)
         elif values["step"] % self._every == 0:
             self._plain.print(f"step {values['step']}: {facts}", soft_wrap=True)
 
 
-def _line(kind: str, values: dict[str, Any]) -> str:
+def step_facts(values: dict[str, Any], narrow: bool = True) -> str:
+    """Loss, speed and waits of a step."""
+    shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
+    data, ranks = f"{shown['data']:.0%}", f"{shown['halo'] + shown['gradients']:.0%}"
+    facts = f"loss {values['loss']:.4g}, {number_text(values['samples_per_second'])} samples/s, "
+    return facts + (f"waits {data} data {ranks} ranks" if narrow else f"waiting for data {data}, for ranks {ranks}")
+
+
+def progress_line(kind: str, values: dict[str, Any]) -> str:
     """An event other than a step as a line of text."""
     if "text" in values:
         return str(values["text"])

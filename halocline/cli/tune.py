@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 
 from ..errors import HaloclineError
-from .output import Debug, Json, clear_errors, print_json, progress_console, say, stderr, stdout
+from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stderr, stdout
 
 
 def tune(as_json: Json = False, debug: Debug = False) -> None:
@@ -35,10 +35,11 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
         raise typer.Exit(2)
     with clear_errors("tune", debug):
         device, measured = torch.device("cuda", torch.cuda.current_device()), {}
-        with progress_console().status("measuring") as status:
+        with progress_bar() as bar:
+            task = bar.add_task("measuring", total=len(DEFAULTS))
             for family, sizes in measure(device, gpu_seconds):
                 measured[family] = sizes
-                status.update(f"measuring: {len(measured)} of {len(DEFAULTS)} done")
+                bar.advance(task)
         path, card = table_path(), describe(device)
         try:
             write_table(path, card, measured)

@@ -11,7 +11,7 @@ from rich.table import Table
 from ..testing.check import NetworkReport
 from ..testing.zoo import ZooReport, check_zoo
 from ..zoo import find_zoo
-from .output import print_json, progress_console, say, size_text, stderr, stdout
+from .output import print_json, progress_bar, say, size_text, stderr, stdout
 
 COLOURS = {"exact": "green", "wrong": "red"}  # of verdicts; yellow for others
 
@@ -25,14 +25,16 @@ def list_names(zoo: str) -> int:
 
 def check_all(zoo: str, only: Sequence[str], settings: Mapping[str, Any], as_json: bool, at_least: int = 0) -> int:
     """Check the networks of a zoo. The exit status is 1 if any is wrong, or fewer than ``at_least`` are right."""
-    console = progress_console()
 
     # A line for each network, so that progress shows where the output is a pipe.
     def done(count: str, name: str, result: NetworkReport) -> None:
         console.print(f"{count}, {name}: {result.verdict} ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
+        bar.advance(task)
 
-    with console.status("starting ranks") as status:
-        report = check_zoo(zoo, only=only, say=status.update, done=done, **settings)
+    names = only or find_zoo(zoo).names
+    with progress_bar() as bar:
+        console, task = bar.console, bar.add_task("starting ranks", total=len(names))
+        report = check_zoo(zoo, only=only, say=lambda words: bar.update(task, description=words), done=done, **settings)
     if as_json:
         print_json(report.as_json())
     else:
@@ -51,7 +53,8 @@ def show(report: ZooReport) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("network", overflow="fold")
     table.add_column("verdict", no_wrap=True)
-    for column in ("output", "gradient", "memory", "gathered"):
+    shares = [one.cut_share for one in report.networks.values() if one.cut_share is not None]
+    for column in ("output", "gradient", "memory", "gathered", *(["cut"] if shares else [])):
         table.add_column(column, justify="right", no_wrap=True)
     for name, one in report.networks.items():
         table.add_row(escape(name), coloured(one.verdict), *figures(one))
@@ -59,6 +62,9 @@ def show(report: ZooReport) -> None:
     for name, one in report.networks.items():
         for text in reasons(one):
             say(console, f"{escape(name)}: {coloured(one.verdict)}: {escape(text)}")
+    if shares:
+        mean = sum(shares) / len(shares)
+        say(console, f"at least {min(shares):.0%} of the parameters' bytes are cut, {mean:.0%} on average")
     say(console, ", ".join(f"{count} {coloured(verdict)}" for verdict, count in report.counts.items()))
 
 
@@ -76,12 +82,13 @@ def coloured(verdict: str) -> str:
 
 def figures(one: NetworkReport) -> list[str]:
     """The cells of a network: errors of output and worst gradient, a rank's peak of activations as a share of one
-    rank's, and bytes gathered."""
+    rank's, bytes gathered, and the share of parameters that is cut."""
     if one.output_error is None or one.gradient_error is None:
         return []
     ratio = "" if one.activation_ratio is None else f"{one.activation_ratio:.2f}"
     gathered = size_text(one.gathered_bytes) if one.gathered_bytes else ""
-    return [f"{one.output_error:.0e}", f"{one.gradient_error:.0e}", ratio, gathered]
+    share = [] if one.cut_share is None else [f"{one.cut_share:.0%}"]
+    return [f"{one.output_error:.0e}", f"{one.gradient_error:.0e}", ratio, gathered, *share]
 
 
 def reasons(one: NetworkReport) -> list[str]:

@@ -2,6 +2,7 @@
 
 from .access import Access, Adaptive, Blocks, Concatenated, Mirror, Packed, Same, Transposed, Window
 from .chunks import chunks_of, cut_at
+from .crossing import Crossing, Hop, plan_crossing
 from .interval import Box, Interval, shape_of, slices, whole
 from .partition import Partition
 from .slabs import Slabs, slabs_of
@@ -14,7 +15,9 @@ __all__ = [
     "Blocks",
     "Box",
     "Concatenated",
+    "Crossing",
     "DimMove",
+    "Hop",
     "Interval",
     "Mirror",
     "Packed",
@@ -30,6 +33,7 @@ __all__ = [
     "Window",
     "chunks_of",
     "cut_at",
+    "plan_crossing",
     "plan_transfer",
     "shape_of",
     "slabs_of",

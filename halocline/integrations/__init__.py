@@ -1,6 +1,7 @@
-"""Other tools: trackers that a run reports to, and PyTorch Lightning as the one that runs it.
+"""Other tools: trackers that a run reports to, networks of MONAI bundles, and PyTorch Lightning, which runs it.
 
-Each needs its own package, which is imported when it is used: the extras ``wandb``, ``mlflow``, ``lightning``.
+Each needs its own package, which is imported when it is used: the extras ``wandb``, ``mlflow``, ``zoo-monai``,
+``lightning``.
 """
 
 from importlib import import_module
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # found on first use at run time: each needs another package
     from .lightning import HaloclineStrategy as HaloclineStrategy
+    from .monai import monai_bundle as monai_bundle
     from .trackers import MLflow as MLflow
     from .trackers import WandB as WandB
 
-_HOMES = {"HaloclineStrategy": "lightning", "MLflow": "trackers", "WandB": "trackers"}
+_HOMES = {"HaloclineStrategy": "lightning", "MLflow": "trackers", "WandB": "trackers", "monai_bundle": "monai"}
 __all__ = list(_HOMES)
 
 

@@ -15,16 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distribute import distribute, no_sync
-from ..errors import HaloclineError, ShardingError
+from ..errors import HaloclineError, MeshError, ShardingError
 from ..rules import shard
 from ..world import Mesh
 
 try:
+    from lightning.fabric.plugins.environments import (
+        ClusterEnvironment,
+        LightningEnvironment,
+        LSFEnvironment,
+        SLURMEnvironment,
+        TorchElasticEnvironment,
+    )
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}; pip install 'halocline[lightning]'", name=error.name) from error
 
 Cut = Mapping[int, str]
+_MESH = "_halocline_lightning_mesh"  # in a module's __dict__: the mesh over which this strategy distributed it
 
 
 class HaloclineStrategy(DDPStrategy):
@@ -42,6 +50,8 @@ class HaloclineStrategy(DDPStrategy):
     def __init__(
         self, axes: Mapping[str, int] | None = None, cut: Mapping[str | int, Cut] | None = None, **processes: Any
     ) -> None:
+        if processes.get("cluster_environment") is None and not _mpi_loads():
+            processes["cluster_environment"] = _environment_without_mpi()
         super().__init__(**processes)
         self._axes, self._cut = dict(axes or {"data": -1}), cut
         self.mesh: Mesh | None = None  # once the processes have met
@@ -61,9 +71,26 @@ class HaloclineStrategy(DDPStrategy):
         super().setup_environment()
         self.mesh = Mesh(**self._axes)
 
+    def setup(self, trainer: Any) -> None:
+        """Prepare the module: for training, validation, test and prediction alike it is distributed."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit":  # fitting called configure_ddp
+            self.configure_ddp()
+
     def configure_ddp(self) -> None:
-        """Distribute the module; it is not wrapped."""
-        self.model: Any = distribute(self.model, self.mesh)
+        """Distribute the module; it is not wrapped. A module that an earlier call distributed keeps its mesh."""
+        assert self.mesh is not None, "Lightning sets up the processes first"
+        kept = self.model.__dict__.get(_MESH)
+        if kept is None:
+            self.model: Any = distribute(self.model, self.mesh)
+            self.model.__dict__[_MESH] = self.mesh
+        elif list(kept.sizes.items()) == list(self.mesh.sizes.items()):
+            self.mesh = kept
+        else:
+            raise MeshError(
+                f"this module was distributed over {dict(kept.sizes)}, and the strategy has {dict(self.mesh.sizes)}; "
+                "give the strategy the same axes, or make the module anew and load its checkpoint"
+            )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device and keep this rank's part."""
@@ -118,3 +145,22 @@ class HaloclineStrategy(DDPStrategy):
         """Gradients stay local inside, for accumulation."""
         with no_sync(self.model):
             yield
+
+
+def _mpi_loads() -> bool:
+    """Can Lightning ask MPI whether it started this process? It ends with an error where mpi4py has no library."""
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except ModuleNotFoundError:
+        return True  # without mpi4py Lightning does not ask
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+def _environment_without_mpi() -> ClusterEnvironment:
+    """What Lightning would choose, in its order, if mpi4py were not installed."""
+    for kind in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment):
+        if kind.detect():
+            return kind()
+    return LightningEnvironment()

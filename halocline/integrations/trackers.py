@@ -18,7 +18,8 @@ from uuid import uuid4
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..train.trainer import Result, Trainer
+    from ..train.result import Result
+    from ..train.trainer import Trainer
 
 
 def _package(name: str, extra: str) -> Any:

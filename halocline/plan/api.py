@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..layout import AUTO_LAYOUTS
 from ..tree import tensors_in
 from .cost import Prices
 from .explain import as_plan
 from .machine import Machine, MachineError, load_machine
+from .pipelines import pipelines
 from .plan_file import Plan, read_plan
 from .recording import LETTERS, Subject, TargetShape
 from .search import RefusedCut, chosen, price, search
@@ -34,6 +36,8 @@ def plan(
     dtype: torch.dtype | None = None,
     speeds: Sequence[float] = (),
     input_bytes: int | None = None,
+    layout: str | None = None,
+    stages: str | None = None,
 ) -> Plan:
     """Which cut of this network over ``devices`` devices of ``machine``, and what a step will take.
 
@@ -43,21 +47,26 @@ def plan(
     of one. ``machine`` is the name of a shipped machine, or a file. ``batch`` counts the samples of a step over all
     ranks; by default one on each rank of the data axis. ``loss(outputs, *targets)`` is by default the mean square of
     all outputs. ``speeds`` are the relative speeds of unequal devices, by rank. ``input_bytes`` are those of one sample
-    on disk, by default those of its tensors. Nothing is computed.
+    on disk, by default those of its tensors. ``layout="auto"`` also searches meshes with an axis ``model``, and which
+    weights it cuts, layer by layer; with ``"auto-memory"`` the plan is the one that takes least memory.
+    ``stages="auto"`` adds ``plan.pipelines``: meshes of stages and data, with where the network is cut. Nothing is
+    computed.
     """
     if batch is not None and batch < 1:
         raise PlanError(f"a step has one sample or more, not batch={batch}")
     subject = make_subject(model, shapes, loss, targets, optimizer, dtype)
     described = load_machine(machine) if isinstance(machine, str) else machine
     check_devices(described, devices)
+    check_layout(layout)
+    check_stages(stages, batch)
     prices = Prices(described.device)
     refused: list[RefusedCut] = []
-    candidates = search(
-        subject, described, devices, batch, prices, speeds=speeds, input_bytes=input_bytes, refused=refused
-    )
+    told = {"speeds": speeds, "input_bytes": input_bytes, "refused": refused, "layout": layout}
+    candidates = search(subject, described, devices, batch, prices, **told)  # type: ignore[arg-type]
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "network")
-    best = chosen(candidates, described)
-    return as_plan(name, subject, described, best, candidates, refused, speeds, input_bytes)
+    staged = pipelines(subject, described, devices, batch, prices) if stages else []
+    best = chosen(candidates, described, layout == "auto-memory", staged)
+    return as_plan(name, subject, described, best, candidates, refused, speeds, input_bytes, staged)
 
 
 def load_plan(path: Path | str, machine: str | Machine | None = None, model: Any = None, **training: Any) -> Plan:
@@ -116,6 +125,20 @@ def make_subject(
         optimizer,
         tuple(targets),
     )
+
+
+def check_layout(layout: str | None) -> None:
+    """Raise unless it is one that the search knows."""
+    if layout is not None and layout not in AUTO_LAYOUTS:
+        raise PlanError(f"layout {layout!r}: a plan chooses it by itself; it is {' or '.join(AUTO_LAYOUTS)}, or None")
+
+
+def check_stages(stages: str | None, batch: int | None) -> None:
+    """Raise unless pipelines can be searched as asked."""
+    if stages is not None and stages != "auto":
+        raise PlanError(f"stages {stages!r}: a plan cuts stages by itself; it is 'auto', or None")
+    if stages and batch is None:
+        raise PlanError("stages='auto': a pipeline divides the batch of a step into micro-batches; give batch")
 
 
 def check_devices(machine: Machine, devices: int) -> None:

@@ -77,7 +77,7 @@ class RefusedCut(NamedTuple):
 def is_plain(arrangement: Arrangement) -> bool:
     """Plain data parallel: no sample is cut, and nothing else is changed."""
     plain = all(size == 1 for axis, size in arrangement.sizes.items() if axis != DATA)
-    return plain and not (arrangement.recompute or arrangement.gather)
+    return plain and not (arrangement.recompute or arrangement.gather or arrangement.layout)
 
 
 def price(

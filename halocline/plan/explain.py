@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ..arrangement import fingerprint
 from .candidate import MARGIN, Candidate, RefusedCut
 from .machine import Machine
-from .plan_file import Alternative, Plan, Prediction, machine_fingerprint
+from .pipelines import PipelineCandidate
+from .plan_file import Alternative, Plan, PlannedPipeline, PlannedStage, Prediction, machine_fingerprint
 from .recording import Subject
 
 
@@ -44,8 +45,9 @@ def as_plan(
     refused: Sequence[RefusedCut] = (),
     speeds: Sequence[float] = (),
     input_bytes: int | None = None,
+    pipelines: Sequence[PipelineCandidate] = (),
 ) -> Plan:
-    """The plan that takes ``best``, with the others and why they lost, or were refused."""
+    """The plan that takes ``best``, with the others and why they lost, or were refused; ``pipelines`` beside it."""
     arrangement = best.arrangement
     return Plan(
         network=network,
@@ -59,6 +61,7 @@ def as_plan(
         choices=arrangement.choices,
         gather=arrangement.gather,
         recompute=arrangement.recompute,
+        layout={name: dict(dims) for name, dims in arrangement.layout.items()},
         machine=machine.name,
         machine_fingerprint=machine_fingerprint(machine),
         assumed={
@@ -74,8 +77,26 @@ def as_plan(
             if each is not best
         ),
         refused={str(each.arrangement): each.reason for each in refused},
+        pipelines=tuple(planned_pipeline(each) for each in pipelines),
         speeds=tuple(speeds),
         input_bytes=input_bytes,
+    )
+
+
+def planned_pipeline(candidate: PipelineCandidate) -> PlannedPipeline:
+    """A pipeline, as a plan holds it."""
+    cut = candidate.cut
+    return PlannedPipeline(
+        mesh_sizes={"stage": candidate.stages, "data": candidate.replicas},
+        schedule=candidate.schedule,
+        microbatches=candidate.microbatches,
+        begins=cut.begins,
+        cost=cut.cost,
+        stages=tuple(PlannedStage(**vars(stage)) for stage in cut.stages),
+        seconds=candidate.seconds,
+        seconds_per_sample=candidate.seconds_per_sample,
+        memory_bytes=candidate.memory,
+        fits=candidate.fits,
     )
 
 

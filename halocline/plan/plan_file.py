@@ -15,6 +15,8 @@ from torch import Tensor
 from ..arrangement import AXIS_OF_LETTER, DATA, Arrangement
 from ..choices import Choices
 from ..errors import PlanError
+from ..parts import StageCut
+from ..parts.cutting import StageForecast
 from ..world import Mesh
 from .machine import Machine, Strict, explain_validation
 from .recording import volume_of
@@ -52,6 +54,47 @@ class Alternative(Strict):
     lost_by: str
 
 
+class PlannedStage(Strict):
+    """One stage of a pipeline, with what is predicted of it for one micro-batch."""
+
+    first: str
+    last: str
+    calls: int
+    seconds: float
+    received: int  # bytes
+    parameters: int  # bytes
+    activations: int  # bytes of all micro-batches in flight
+    forward: float  # of the seconds
+
+
+class PlannedPipeline(Strict):
+    """A mesh of stages and data, as ``hc.pipeline`` takes it.
+
+    best = plan.pipelines[0]
+    pipe = hc.pipeline(Net(), hc.Mesh(**best.mesh_sizes), microbatches=best.microbatches, schedule=best.schedule,
+                       stages=best.cut, loss=criterion, example=(x, y), cuts=[{0: "data"}, {0: "data"}])
+    """
+
+    mesh_sizes: dict[str, int]
+    schedule: str
+    microbatches: int
+    begins: tuple[int, ...]
+    cost: float
+    stages: tuple[PlannedStage, ...]
+    seconds: float
+    seconds_per_sample: float
+    memory_bytes: int  # of the fullest device
+    fits: bool
+
+    @property
+    def cut(self) -> StageCut:
+        """Where the model is cut."""
+        return StageCut(self.begins, self.cost, tuple(StageForecast(**stage.model_dump()) for stage in self.stages))
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={size}" for axis, size in self.mesh_sizes.items())
+
+
 class Plan(Strict):
     """How to train one network on so many devices of one machine; made by ``hc.plan`` or ``halocline plan``.
 
@@ -72,18 +115,20 @@ class Plan(Strict):
     choices: Choices = Field(default_factory=Choices)
     gather: tuple[str, ...] = Field(default=(), description="modules from which on samples are whole on each rank")
     recompute: tuple[str, ...] = Field(default=(), description="modules that compute their activations again")
+    layout: dict[str, dict[int, str]] = Field(default_factory=dict, description="parameters that are cut, by pattern")
     machine: str
     machine_fingerprint: str
     assumed: dict[str, tuple[float, float]] = Field(description="constants that nobody measured, with their ranges")
     predicted: Prediction
     alternatives: tuple[Alternative, ...] = ()
     refused: dict[str, str] = Field(default_factory=dict, description="cuts that the library refuses, and why")
+    pipelines: tuple[PlannedPipeline, ...] = Field(default=(), description="meshes of stages and data, the best first")
     speeds: tuple[float, ...] = Field(default=(), description="relative speeds of unequal devices, by rank")
     input_bytes: int | None = Field(default=None, ge=0, description="of one sample on disk; null: of its tensors")
 
     @model_validator(mode="after")
     def _fits_its_mesh(self) -> Plan:
-        axes = list(AXIS_OF_LETTER.values())
+        axes = [*AXIS_OF_LETTER.values(), *(axis for dims in self.layout.values() for axis in dims.values())]
         unknown = [axis for axis in self.mesh_sizes if axis not in axes]
         if unknown or not self.mesh_sizes:
             raise ValueError(f"mesh_sizes: no axis {unknown[0] if unknown else ''!r}; axes are {', '.join(axes)}")
@@ -118,6 +163,7 @@ class Plan(Strict):
             self.gather,
             self.recompute,
             self.fingerprint,
+            self.layout,
         )
 
     def __str__(self) -> str:

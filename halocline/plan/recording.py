@@ -199,4 +199,5 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Of this rank: tiles of what is cut."""
+    return sum(unwrap(tensor).numel() * tensor.element_size() for tensor in tensors)

@@ -15,7 +15,9 @@ from .cost import Prices
 from .estimate import Estimator
 from .machine import Machine
 from .meshes import NoPlan, factorizations, least_surface, meshes
+from .model_cuts import model_cuts
 from .options import ROOM, Option, options
+from .pipelines import PipelineCandidate
 from .recording import Subject
 from .unrecordable import clear_recording_errors
 
@@ -40,11 +42,13 @@ def search(
     speeds: Sequence[float] = (),
     input_bytes: int | None = None,
     refused: list[RefusedCut] | None = None,
+    layout: str | None = None,
 ) -> list[Candidate]:
     """Candidates, the best first: those that fit by time for a sample, then the others by memory.
 
     ``input_bytes`` are those of one sample on disk, by default those of its tensors. A cut that the library refuses is
-    skipped, and added to ``refused``; if all are, the first refusal is raised.
+    skipped, and added to ``refused``; if all are, the first refusal is raised. With ``layout`` "auto" or "auto-memory"
+    meshes with an axis ``model`` are searched too, and which weights it cuts in each layer.
     """
     prices = prices or Prices(machine.device)
     wanted = least_surface(meshes(subject, devices, batch), subject.volume)
@@ -76,11 +80,19 @@ def search(
             every = options(estimator, wanted, batch, speeds, input_bytes)
             better = worthwhile(every, estimator) if left_out else every
             queue = [each for each in worth_recording(better, machine) if not found.has(each)]
+    for cut in model_cuts(subject, machine, devices, batch, prices, layout) if layout is not None else ():
+        try:
+            with clear_recording_errors():
+                found.candidates.append(
+                    price(subject, machine, cut.arrangement, batch, prices, device, speeds, input_bytes)
+                )
+        except HaloclineError as error:
+            found.refused.append((cut.arrangement, error))
     if refused is not None:
         refused += [RefusedCut(arrangement, str(error)) for arrangement, error in found.refused]
     if not found.candidates:
         raise found.refused[0][1]
-    return sorted(found.candidates, key=_rank)
+    return sorted(found.candidates, key=_by_memory if layout == "auto-memory" else _rank)
 
 
 class Findings:
@@ -176,11 +188,27 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     return not candidate.fits, candidate.seconds_per_sample if candidate.fits else candidate.recorded.memory
 
 
-def chosen(candidates: Sequence[Candidate], machine: Machine) -> Candidate:
-    """The best that fits; plain data parallel unless something is predicted to be clearly better."""
+def _by_memory(candidate: Candidate) -> tuple[float, float]:
+    return candidate.recorded.memory, candidate.seconds_per_sample
+
+
+def chosen(
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    least_memory: bool = False,
+    pipelines: Sequence[PipelineCandidate] = (),
+) -> Candidate:
+    """The best that fits; plain data parallel unless something is predicted to be clearly better.
+
+    With ``least_memory`` the one that takes least of it. Where none fits, NoPlan names a pipeline that does.
+    """
     fitting = [each for each in candidates if each.fits]
     if not fitting:
-        raise NoPlan(_what_would_fit(min(candidates, key=lambda each: each.recorded.memory), machine))
+        said = _what_would_fit(min(candidates, key=lambda each: each.recorded.memory), machine)
+        staged = next((each for each in pipelines if each.fits), None)
+        raise NoPlan(said + ("" if staged is None else f"; or a pipeline: {staged} fits, see hc.pipeline"))
+    if least_memory:
+        return min(fitting, key=_by_memory)
     plain = [each for each in fitting if each.is_plain]
     best = fitting[0]
     if plain and best.seconds_per_sample > (1 - MARGIN) * plain[0].seconds_per_sample:

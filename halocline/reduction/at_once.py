@@ -10,8 +10,9 @@ import torch
 
 from ..world import Label
 from .buckets.bucket import Bucket, by_kind
-from .buckets.plan import GradientFacts
+from .buckets.plan import BucketPlan, GradientFacts
 from .transport.sparse import sparse_mean
+from .transport.sum_queue import BucketSum
 
 if TYPE_CHECKING:
     from .average import GradientAverage
@@ -19,9 +20,17 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 25 << 20  # of one message: enough to fill any link
 
 
-def average_at_once(engine: GradientAverage, facts: GradientFacts, indices: Sequence[int]) -> None:
-    """Average these parameters' gradients, one message after another. By all ranks, which agreed on ``facts``."""
+def average_at_once(
+    engine: GradientAverage, facts: GradientFacts, indices: Sequence[int], plan: BucketPlan | None = None
+) -> None:
+    """Average these parameters' gradients, one message after another. By all ranks, which agreed on ``facts``.
+
+    With ``plan`` the messages are its buckets, summed as later passes sum them. On three ranks and more an element's
+    place in a message decides in which order it is added, so a pass gives the same bits with a plan and before it.
+    """
     dense = sorted(index for index in indices if not facts.sparse[index])
+    if plan is not None and not facts.graph:
+        dense = sorted(set(dense) - _average_as_planned(engine, plan, set(dense)))
     if facts.graph:
         _average_in_graph(engine, dense)
     else:
@@ -61,13 +70,44 @@ def _average_in_graph(engine: GradientAverage, indices: Sequence[int]) -> None:
         parameter.grad = engine.mean(mine if mine.requires_grad else mine + nothing.to(mine.dtype), name)
 
 
+def _average_as_planned(engine: GradientAverage, plan: BucketPlan, indices: set[int]) -> set[int]:
+    """Average those of the plan's buckets all of whose gradients are to be averaged; returns their parameters."""
+    averaged: set[int] = set()
+    for number, planned in enumerate(plan.buckets):
+        if not indices.issuperset(planned.indices):
+            continue
+        bucket = _filled(engine, planned.indices)
+        label = Label(engine.name, f"backward, bucket {number}", engine.channel, plan.urgency(number))
+        share, clock = 1.0 / len(engine.ranks), engine.world.events.clock
+        under_way = BucketSum(bucket, engine.transport, engine.compression, label, share, clock)
+        if engine.queue is None:
+            under_way.begin()
+        else:  # behind the sums of the pass before, which it may still hold
+            engine.queue.add(under_way)
+        under_way.wait()
+        _point_at(engine, bucket)
+        averaged |= set(planned.indices)
+    return averaged
+
+
 def _average_bucket(engine: GradientAverage, indices: list[int]) -> None:
+    bucket = _filled(engine, indices)
+    bucket.fill(1.0 / len(engine.ranks))
+    label = Label(engine.name, "backward", "gradients")
+    engine.world.begin_sum(bucket.seal(), engine.ranks, label).wait()
+    _point_at(engine, bucket)
+
+
+def _filled(engine: GradientAverage, indices: Sequence[int]) -> Bucket:
+    """A new bucket that is given this rank's gradients, not scaled yet."""
     bucket = Bucket(indices, engine.parameters)
     bucket.begin(engine.parameters)
     for index in indices:
         bucket.put(index, engine.parameters[index].grad)
-    bucket.fill(1.0 / len(engine.ranks))
-    label = Label(engine.name, "backward", "gradients")
-    engine.world.begin_sum(bucket.seal(), engine.ranks, label).wait()
-    for index in indices:
+    return bucket
+
+
+def _point_at(engine: GradientAverage, bucket: Bucket) -> None:
+    """Make the means in a bucket's memory the parameters' gradients."""
+    for index in bucket.indices:
         engine.parameters[index].grad = bucket.gradient(index)

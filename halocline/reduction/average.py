@@ -124,6 +124,12 @@ class GradientAverage:
         mark_averaged(parameter, AveragedMark(weakref.ref(self)))
         self._hooks.append(ParameterHooks(self, index, parameter))
 
+    def let_go(self) -> None:
+        """Give the memory of gradients back, between steps, once they are None."""
+        for engine in (self, *self.partners):
+            if engine.plan is not None:
+                engine.plan.let_go()
+
     def returns_gradients(self, index: int) -> bool:
         """A gradient was computed. Is its pass an ``autograd.grad``, which returns gradients and accumulates none?"""
         task = backward_number()
@@ -301,7 +307,8 @@ class GradientAverage:
         facts = self.facts(came).agreed(self.world, self.ranks, self.name)
         self._exchanged += self.world.traffic.messages - before
         plan = self._planned(facts)
-        average_at_once(self, facts, [index for index in facts.came if index in left])
+        came_now = [index for index in facts.came if index in left]
+        average_at_once(self, facts, came_now, plan if self._deterministic else None)
         if self._deferred:
             self._deferred -= 1
         elif not plan.dynamic or len(self.ranks) == self.world.size:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._torch_private import all_parameters
 from ..errors import MeshError
-from ..world import AVERAGED, Mesh, placement_of, ranks_with_same
+from ..world import AVERAGED, Mesh, place_buffers, placement_of, ranks_with_same
 from ..world.placement import mark_placement
 
 Named = list[tuple[str, Tensor]]
@@ -43,16 +43,17 @@ def parameters_to_average(model: nn.Module, mesh: Mesh, averaging: str) -> tuple
             (placed.setdefault(ranks, []) if placement else whole).append((name, leaf))
     if averaging == "external":
         mark(set(model.parameters()))
-    if any(placement_of(leaf_behind(parameter)) for parameter in model.parameters()):
+    if any(placement_of(leaf_behind(tensor)) for tensor in (*model.parameters(), *model.buffers())):
         model.register_state_dict_post_hook(_mark_placed)
     return whole, placed
 
 
 def _mark_placed(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook on ``state_dict``: its tensors get the parameters' placement, which checkpoints and guards read."""
-    for name, parameter in module.named_parameters():
-        if placement_of(leaf_behind(parameter)) and isinstance(state.get(prefix + name), Tensor):
-            mark_placement(state[prefix + name], placement_of(parameter))
+    place_buffers(module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if placement_of(leaf_behind(tensor)) and isinstance(state.get(prefix + name), Tensor):
+            mark_placement(state[prefix + name], placement_of(tensor))
 
 
 def leave_to_owners(model: nn.Module, ranks: int) -> set[Tensor]:

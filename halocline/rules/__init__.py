@@ -1,10 +1,11 @@
 """Rules: for each torch function, what it needs and how it computes a box. One table, one executor."""
 
 from ..tree import map_tensors, tensors_in
-from . import direct, families  # noqa: F401  each registers its rules when imported
+from . import direct, families, sparse_rows  # noqa: F401  each registers its rules when imported
 from .api import cut_like, from_tile, gather, reshard, shard, shard_inputs
 from .asking_torch import planning
 from .executor import dispatch
+from .partial import PARTIAL
 from .recipe import (
     WHOLE,
     Link,
@@ -27,6 +28,7 @@ from .remedy import remedy
 from .table import composite, entries, forget_rule, rule
 
 __all__ = [
+    "PARTIAL",
     "WHOLE",
     "Link",
     "Local",

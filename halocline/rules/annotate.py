@@ -12,6 +12,7 @@ from ..errors import ShardingError
 from ..tensor import Cut, ShardedTensor, Sharding, check_entering, here, make_sharding
 from ..world import Label, Mesh
 from .api import cut_like
+from .partial import PARTIAL, PartialMark, PartialTensor, complete, into_parts, scatter
 from .recipe import WHOLE, Link
 
 _MESH = "_halocline_mesh"
@@ -35,26 +36,43 @@ def remember_mesh(model: nn.Module, mesh: Mesh) -> None:
     model.__dict__[_MESH] = OwnMesh(mesh)
 
 
-def annotate(tensor: Tensor, dims: Mapping[int, str | Link] | Link, *, mesh: Mesh | None = None) -> Tensor:
+def annotate(
+    tensor: Tensor, dims: Mapping[int, str | Link] | Link | PartialMark, *, mesh: Mesh | None = None
+) -> Tensor:
     """Have a tensor lie otherwise from here on: dims that are named are cut along an axis or made whole.
 
         y = hc.annotate(y, {1: "model"})       # cut dim 1 over the ranks of axis model
         y = hc.annotate(y, {1: hc.WHOLE})      # every rank has all of dim 1
         y = hc.annotate(y, hc.WHOLE)           # all of it
+        y = hc.annotate(y, hc.PARTIAL)         # a sum of parts, one on each rank of the axes on which it is whole
 
     Other dims stay as they are; an axis that cut another dim moves here. What must move, moves, and its adjoint in
     backward. The mesh is that of the tensor or, for a plain one, of the distributed model that is running. Where there
     is none, the tensor is returned as it is: the same model runs on one device.
     """
+    if isinstance(tensor, PartialTensor):
+        return _of_parts(tensor, dims)
     mesh = tensor.sharding.mesh if isinstance(tensor, ShardedTensor) else mesh or _running_mesh()
     if mesh is None:
         return tensor
+    if dims is PARTIAL:
+        return into_parts(tensor, mesh)
     sharding = _wanted(tensor, dims, mesh)
     if not isinstance(tensor, ShardedTensor):
         if not sharding.axes:
             return tensor
         check_entering(tensor, mesh, sharding.axes, Label("annotate", here()))
     return tensor if getattr(tensor, "sharding", None) is sharding else cut_like(tensor, sharding)
+
+
+def _of_parts(tensor: PartialTensor, dims: Any) -> Tensor:
+    """A sum that waits: it goes on waiting, is received in tiles, or is completed first."""
+    if dims is PARTIAL:
+        return tensor
+    mesh, whole = tensor._sharding.mesh, dims == WHOLE
+    goal = tensor._sharding if whole else _wanted(tensor._part, dims, mesh)
+    scattered = None if whole else scatter(tensor, goal)
+    return annotate(complete(tensor), dims, mesh=mesh) if scattered is None else scattered
 
 
 def _running_mesh() -> Mesh | None:

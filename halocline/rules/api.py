@@ -28,6 +28,7 @@ from ..tensor import (
 )
 from ..tree import map_tensors, tensors_in
 from ..world import Label, Mesh, MovementFunction
+from .partial import complete
 from .same_sample import check_same
 
 Points = Mapping[int, Sequence[int]]
@@ -191,6 +192,7 @@ def gather(value: Any) -> Any:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
+    tensor = complete(tensor)
     if not isinstance(tensor, ShardedTensor):
         return tensor
     old, tile = tensor.sharding, unwrap(tensor)
@@ -211,12 +213,13 @@ def reshard(tensor: Tensor, dims: Mapping[int, str], *, points: Points | None = 
 
 def cut_like(tensor: Tensor, sharding: Sharding) -> Tensor:
     """``tensor`` (plain and whole, or sharded) brought to ``sharding``."""
+    tensor = complete(tensor)
     if isinstance(tensor, ShardedTensor):
         old, tile = tensor.sharding, unwrap(tensor)
     else:
         old, tile = Sharding(sharding.mesh, tuple(tensor.shape), (None,) * tensor.ndim), tensor
     if old.mesh != sharding.mesh:
-        raise MeshError(f"a tensor on {old.mesh} cannot be cut over {sharding.mesh}; use one mesh")
+        raise MeshError(f"a tensor on {old.mesh} cannot be cut over {sharding.mesh}; use one mesh, or hc.move")
     if old.shape != sharding.shape:
         raise ShardingError(f"a tensor of global shape {list(old.shape)} cannot take the cut of {list(sharding.shape)}")
     moved = recut(old, sharding)(tile, Label("reshard", here()))

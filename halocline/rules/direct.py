@@ -144,12 +144,16 @@ def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTe
 
 
 def _wrapped(gradient: Tensor | None, sharding: Sharding) -> Tensor | None:
-    return None if gradient is None else wrap(gradient, sharding)
+    if gradient is None or not gradient.is_sparse:
+        return None if gradient is None else wrap(gradient, sharding)
+    lows = torch.tensor([owned.lo for owned in sharding.box[: gradient.sparse_dim()]], device=gradient.device)
+    rows, values = gradient.coalesce().indices() + lows[:, None], gradient.coalesce().values()
+    return torch.sparse_coo_tensor(rows, values, sharding.shape, check_invariants=False, is_coalesced=True)
 
 
 @direct(getter("grad"))
 def grad(self: ShardedTensor) -> Tensor | None:
-    """The tile's gradient, cut as the tensor is."""
+    """The tile's gradient, cut as the tensor is. A sparse one is plain, of the global shape, with this rank's rows."""
     return _wrapped(self._tile.grad, self.sharding)
 
 

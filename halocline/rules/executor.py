@@ -34,14 +34,16 @@ from ..tensor import (
     whole_copy,
     wrap,
 )
-from ..world import AVERAGED, Label, Route, Sum
+from ..world import AVERAGED, Label, Route, Sum, SumToPlain
 from .aliasing import Settled, settled, worth_keeping
 from .asking_torch import planned
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
 from .operands import bring, check_whole_operands, enter, preloaded, put_back_results
+from .partial import PartialTensor, keep_part, on_parts
 from .plan import CallPlan, bound, make_plan, substitute
+from .product import TiledProduct, with_tiles
 from .recipe import Reduced
 from .remedy import forced, forcing
 from .ring import Ring, in_ring
@@ -63,6 +65,8 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str,
         raise _refuse_capture(function)
     if DeferredParameter in types:  # a weight whose step is still to be made; rules would look past that
         settle((args, kwargs))
+    if PartialTensor in types:
+        return on_parts(function, args, kwargs)
     entry = entry_for(function)
     if kwargs and kwargs.get("out") is not None:
         return _into(kwargs["out"], function, args, kwargs)
@@ -141,10 +145,10 @@ def _key(value: Any, tensors: list[Tensor], by_value: bool) -> Any:
     # This runs for every argument of every call: the most frequent kinds come first.
     if kind is ShardedTensor:
         tensors.append(value)
-        return value.sharding, value._tile.dtype
+        return value.sharding, value._tile.dtype, value._tile.is_meta
     if isinstance(value, Tensor):
         tensors.append(value)
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.is_meta
     if kind is int:
         return (int, value) if by_value else int
     if value is None or kind is bool:
@@ -213,7 +217,9 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
     if plan.overlapped is not None and not ready:
         results = [_overlapped(plan, plan.overlapped, tiles, label)]
     else:
-        results = _compute(plan, bring(plan, tiles, label, ready), args, kwargs, label)
+        brought = bring(plan, tiles, label, ready)
+        tiled = None if plan.product is None else _in_tiles(plan, plan.product, tiles, brought, label)
+        results = _compute(plan, brought, args, kwargs, label) if tiled is None else [tiled]
     if results is NotImplemented:
         return NotImplemented
     if plan.recipe.inplace:
@@ -222,7 +228,10 @@ def _run(plan: CallPlan, function: Any, tensors: list[Tensor], args: tuple[Any, 
         if target is not None:
             target.written() if target.unsure else target.write_back()
         return tensors[0]
-    if (route := plan.route(plan.sum_axes, label)) is not None:
+    summed = plan.product is not None and plan.product.sums_result
+    if plan.defers and results[0].is_floating_point():
+        return keep_part(results[0], plan.goals[0], plan.route(plan.sum_axes, label))  # type: ignore[arg-type]
+    if not summed and (route := plan.route(plan.sum_axes, label)) is not None:
         results = [_combined(plan, result, route) for result in results]
     return _wrapped(plan, settled(plan, function, args, kwargs, tensors, tiles, results), tensors, label)
 
@@ -239,6 +248,8 @@ def _combined(plan: CallPlan, part: Tensor, route: Route) -> Tensor:
     """The parts of all ranks of the route as one result: cut to whole, whose adjoint is the mean (law 3)."""
     if plan.recipe.combine == "max":
         return route.world.maximum(part.detach(), route.ranks, route.label)
+    if plan.to_plain:
+        return SumToPlain.apply(part, route)
     return Sum.apply(part, route, (1.0, 1.0 / len(route.ranks)))
 
 
@@ -269,6 +280,15 @@ def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], 
             check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
     return in_boxes(work, route, *operands) if isinstance(work, Boxes) else with_halo(work, route, *operands)
+
+
+def _in_tiles(
+    plan: CallPlan, product: TiledProduct, tiles: list[Tensor], brought: list[Tensor], label: Label
+) -> Tensor | None:
+    """A product whose sums travel while it computes; None where it has none to take."""
+    route = Route(plan.mesh.world, plan.mesh.ranks_along(product.axes), label)
+    places = [read.operand.index for read in plan.recipe.reads]
+    return with_tiles(product, route, tiles[places[0]], [brought[place] for place in places])
 
 
 def _reduced(plan: CallPlan, local: Reduced, label: Label) -> Tensor:

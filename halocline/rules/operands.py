@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from ..sizes import size_text
-from ..tensor import Fetch, check_entering, from_preloaded_halo, here, recut
+from ..tensor import (
+    Fetch,
+    check_entering,
+    from_preloaded_halo,
+    here,
+    recut,
+)
 from ..world import AVERAGED, Bundle, Label, MoveTogether, Route, scaled
 from .plan import CallPlan
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from operator import mul
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..world import Label, Mesh, Route, scaled
 from .boxes import Boxes, plan_boxes
 from .halo import Halo, plan_halo
 from .idle import IdleWork, idle_work
+from .product import TiledProduct
 from .recipe import Local, Operand, Recipe, Work
 from .remedy import choices_here
 from .ring import Ring
@@ -66,6 +68,7 @@ class CallPlan:
     overlapped: Halo | Boxes | Ring | None  # work that exchanges while it computes, on tiles as they lie
     places: tuple[int, ...] | None  # of the tensors among the arguments, where none is nested or given by name
     fitting: Sharding | None  # of a large plain target of in-place work: how it would lie if it were cut as the rest is
+    product: TiledProduct | None  # work whose sums travel in tiles
     _idle_work: tuple[IdleWork | None] | None = None
     answers: dict[Any, Any] = field(default_factory=dict)  # of torch about aliasing, by the operand's strides
 
@@ -118,6 +121,18 @@ class CallPlan:
         return self.goals != self.shardings
 
     @cached_property
+    def to_plain(self) -> bool:
+        """Are all results plain?"""
+        return not any(goal.axes for goal in self.goals)
+
+    @cached_property
+    def defers(self) -> bool:
+        """Is the result handed out as parts, whose sum waits?"""
+        recipe = self.recipe
+        asked = self.choices.defer_sums and bool(self.sum_axes) and recipe.combine == "sum" and len(recipe.reads) > 1
+        return asked and len(self.goals) == 1 and self.goals == self.shardings and not recipe.inplace
+
+    @cached_property
     def gathers(self) -> bool:
         """Do all ranks of some axis end with the same operand?"""
         return any(fetch is not None and fetch.gathers for fetch in self.fetches)
@@ -129,6 +144,7 @@ class CallPlan:
         return (
             all(fetch is None or fetch.untouched for fetch in self.fetches)
             and self.goals == self.shardings
+            and self.product is None
             and not (recipe.inplace or recipe.view or recipe.fresh or self.sum_axes or self.some_empty)
             and len(self.shardings) == 1
             and bool(self.shardings[0].axes)
@@ -172,6 +188,13 @@ def make_plan(
 ) -> CallPlan:
     """Ask the rule for a recipe and work out everything that follows from shapes, cuts and choices."""
     mesh = _common_mesh(function, tensors)
+    if mesh.world.capabilities.moves_data and len({plain(tensor).is_meta for tensor in tensors}) > 1:
+        # Kernels of torch take some such mixtures, and compute with whatever lies in memory.
+        raise refuse(
+            function,
+            "one of its operands is on the device meta and has no values, and another has",
+            "make both on one device; a table that the model keeps may have been made while the model was planned",
+        )
     recipe = recipe_of(describe, args, kwargs, tensors)
     shardings = [
         t.sharding if isinstance(t, ShardedTensor) else Sharding(mesh, tuple(t.shape), (None,) * t.ndim)
@@ -204,6 +227,7 @@ def make_plan(
         overlapped=_overlapped(mesh, recipe, work, space_cut, choices),
         places=places if len(places) == len(tensors) else None,
         fitting=_fitting(mesh, recipe, tensors, shardings, choices),
+        product=_product(mesh, recipe, work, space_cut, choices),
     )
 
 
@@ -236,6 +260,27 @@ def _overlapped(
     if space_cut.in_ring:
         return _ring(mesh, recipe, work, space_cut)
     return _halo(mesh, recipe, work, space_cut, choices.halo_beside)
+
+
+def _product(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut, choices: Choices) -> TiledProduct | None:
+    """A product whose result, or the gradient of whose plain input, is summed over ranks and large enough."""
+    if recipe.row_product is None or not choices.product_tile or 0 in recipe.space:
+        return None
+    cuts, operand = space_cut.cuts, recipe.reads[0].operand
+    if operand.dtype.is_complex or any(piece.empty for cut in cuts.values() for piece in cut.partition.pieces()):
+        return None
+    kept = set(recipe.outputs[0].dims)
+    summed = frozenset(cut.axis for dim, cut in cuts.items() if dim not in kept)
+    work_axes = frozenset(cut.axis for cut in cuts.values())
+    plain_input = not space_cut.shardings[operand.index].axes
+    if summed and choices.defer_sums:
+        return None
+    axes = summed or (work_axes if plain_input else frozenset())
+    elements = prod(space_cut.results[0].tile_shape) if summed else operand.numel()
+    if mesh.count(axes) == 1 or elements * operand.dtype.itemsize < choices.product_tile * (1 + bool(summed)):
+        return None
+    to_plain = not space_cut.goals[0].axes
+    return TiledProduct(axes, bool(summed), recipe.row_product(work), to_plain, choices.product_tile)
 
 
 def _ring(mesh: Mesh, recipe: Recipe, work: Work, space_cut: SpaceCut) -> Ring:

@@ -205,6 +205,7 @@ class Reduced(NamedTuple):
     work: Reduction
     operands: tuple[Tensor | None, ...]
     tracking: Tracking | None = None
+    alone: Callable[..., Tensor] | None = None  #: torch's own kernel, where this rank has all that shares statistics
 
 
 class RingWork(Protocol):
@@ -288,6 +289,9 @@ class Recipe:
     box_local: bool = False
     #: The work makes one autograd node, on which law 3 can be a hook.
     single_node: SingleNode | None = None
+    #: The work is ``F.linear`` of the first operand's rows; says whether this rank adds the bias. Sums of it, and of
+    #: its gradients, then travel in tiles of rows.
+    row_product: Callable[[Work], bool] | None = None
     #: Dims over which statistics run in the middle of the work: ``local`` then returns a :class:`Reduced`.
     reduces: frozenset[int] | None = None
     #: Dims over which what is tracked of those statistics is added up.

@@ -27,7 +27,7 @@ def _of_all_ranks(own: Moments, route: Route, few: int) -> Moments:
     # Each rank's moments in a row of its own, so that one sum brings all of them.
     if ranks <= few:
         rows = own.mean.new_zeros(ranks, 3, *own.mean.shape)
-        rows[route.ranks.index(route.world.rank)] = torch.stack(own)
+        torch.stack(own, out=rows[route.ranks.index(route.world.rank)])
         rows = _total(rows, route)
         return merged(Moments(rows[:, 0], rows[:, 1], rows[:, 2]), dim=0)
     # With many ranks a row for each would be larger than two small sums.
@@ -93,5 +93,7 @@ def reduce_statistics(local: Reduced, route: Route | None, tracking_route: Route
 
     Up to ``few`` ranks combine moments in one sum.
     """
+    if route is None and local.tracking is None and local.alone is not None:
+        return local.alone(*local.operands)
     result: Tensor = ReduceStatistics.apply(local.work, local.tracking, route, tracking_route, few, *local.operands)
     return result

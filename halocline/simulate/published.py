@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..errors import PlanError
 from ..plan.api import mean_square
 from ..plan.recording import Subject
 from ..workloads import WORKLOADS
@@ -130,6 +131,11 @@ _SIZES = ("size", "channels_in", "patterns")  # arguments that follow from the s
 
 def full_subject(network: str, shape: tuple[int, ...] | None, arguments: Mapping[str, Any], mixed: bool) -> Subject:
     """A built-in network at its full width, for samples of ``shape``."""
+    if network not in FULL_SHAPES:
+        raise PlanError(
+            f"{network} cannot be simulated: which rows of its tables travel depends on values, and plans see shapes "
+            f"alone; simulate one of {', '.join(sorted(FULL_SHAPES))}"
+        )
     chosen = shape or FULL_SHAPES[network]
     fitted = {name: value for name, value in WORKLOADS[network].fit((chosen,)).items() if name in _SIZES}
     default = STEMDL if network == "stemdl" else {}

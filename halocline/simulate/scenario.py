@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..arrangement import DATA, Arrangement
-from ..errors import HaloclineError
+from ..errors import HaloclineError, did_you_mean
 from ..plan.api import check_devices
 from ..plan.machine import Device, Machine, load_machine
 from ..plan.recording import Subject
@@ -52,11 +52,14 @@ class Scenario:
         ):
             if value not in known:
                 names = ", ".join(str(each) for each in known if each is not None)
-                raise ScenarioError(f"no {what} {value!r}; it is {names}")
+                raise ScenarioError(
+                    f"no {what} {value!r}{did_you_mean(str(value), filter(None, known))}; it is {names}"
+                )
         axes = list(self.subject.volume)
         for axis, size in self.cut.items():
             if axis not in axes:
-                raise ScenarioError(f"no axis {axis!r} to cut; the axes of this network's input are {', '.join(axes)}")
+                told = f"no axis {axis!r} to cut{did_you_mean(axis, axes)}"
+                raise ScenarioError(f"{told}; the axes of this network's input are {', '.join(axes)}")
             if not 1 <= size <= self.subject.volume[axis]:
                 raise ScenarioError(f"{axis}={size}: the input has {self.subject.volume[axis]} along it")
         if self.devices % self.replica:

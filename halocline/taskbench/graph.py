@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import HaloclineError
+from ..errors import HaloclineError, did_you_mean
 
 KERNELS = ("empty", "busy_wait", "compute_bound", "memory_bound", "load_imbalance", "sleep")
 PAIR = 16  # bytes of a row and a column, the least that an output holds
@@ -44,7 +44,7 @@ class TaskGraph:
     def __post_init__(self) -> None:
         for name, value, known in (("pattern", self.pattern, PATTERNS), ("kernel", self.kernel, KERNELS)):
             if value not in known:
-                raise TaskBenchError(f"no {name} {value!r}; it is {', '.join(known)}")
+                raise TaskBenchError(f"no {name} {value!r}{did_you_mean(value, known)}; it is {', '.join(known)}")
         if self.steps < 2 or self.width < 1 or self.radix < 1:
             raise TaskBenchError(f"a graph has 2 steps or more, and width and radix from 1; got {self}")
         if self.output_bytes < PAIR or self.output_bytes % PAIR:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from ..errors import did_you_mean
 from .graph import TaskBenchError
 
 
@@ -54,5 +55,6 @@ def chosen_runtimes(names: Sequence[str]) -> list[TaskRuntime]:
     """By names or families, each once. Raises TaskBenchError for unknown ones."""
     wanted = [each for name in names for each in FAMILIES.get(name, (name,))]
     if unknown := [name for name in wanted if name not in RUNTIMES]:
-        raise TaskBenchError(f"no runtime {unknown[0]!r}; it is {', '.join([*RUNTIMES, *FAMILIES])}")
+        known = [*RUNTIMES, *FAMILIES]
+        raise TaskBenchError(f"no runtime {unknown[0]!r}{did_you_mean(unknown[0], known)}; it is {', '.join(known)}")
     return [RUNTIMES[name] for name in dict.fromkeys(wanted)]

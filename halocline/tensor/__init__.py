@@ -2,10 +2,18 @@
 
 from ..world import OwnFunction
 from .copy import CopyOf, counting_writes, family_of, note_write, plain, refuse_write, same_memory, whole_copy
-from .fetch import Fetch, check_entering, entering, recut
+from .fetch import (
+    ArrivalMean,
+    Fetch,
+    arrival_of,
+    check_entering,
+    entering,
+    recut,
+)
 from .foreign import node_of, trust
 from .guard import DATA
 from .leaf import mean_over_whole_axes, watch_leaf
+from .move import move
 from .parameter import become_cut
 from .place import current_module, here, watch
 from .preloaded_halo import from_preloaded_halo, wrap_with_halo
@@ -16,6 +24,7 @@ from .undrawn import undrawn
 
 __all__ = [
     "DATA",
+    "ArrivalMean",
     "CopyOf",
     "Cut",
     "Fetch",
@@ -23,6 +32,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "Strides",
+    "arrival_of",
     "become_cut",
     "check_entering",
     "counting_writes",
@@ -35,6 +45,7 @@ __all__ = [
     "here",
     "make_sharding",
     "mean_over_whole_axes",
+    "move",
     "node_of",
     "note_write",
     "on_one_rank",

@@ -14,7 +14,7 @@ from .._torch_private import hook_first, quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
 from ..reduction import is_averaged
-from ..world import AVERAGED, Label, Mesh, MoveBoxes, Route, Sum, is_movement, placement_of, scaled
+from ..world import AVERAGED, Label, Mesh, MoveBoxes, Route, Sum, all_the_same, is_movement, placement_of, scaled
 from .sharding import Sharding
 
 
@@ -144,7 +144,32 @@ def entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) ->
     return scaled((1.0, float(mesh.count(axes))), operand)
 
 
-_MEAN = "_halocline_mean"  # of a whole tensor: its version, and the axes over which its gradient is averaged on arrival
+_MEAN = "_halocline_mean"
+
+
+class ArrivalMean:
+    """Kept on a whole tensor: over which axes the mean of its gradient is taken as that arrives, and for whom.
+
+    ``version`` is the tensor's: a write in place gives it another node, without the hook. ``entries`` counts the calls
+    that it has entered; the only one may sum its gradient by itself, and then says so in ``summed``.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version, self.axes, self.entries, self.summed = version, frozenset[str](), 0, False
+
+    def mean(self, gradient: Tensor | None, route: Route) -> Tensor | None:
+        """The hook on the tensor. What else it enters may have added what is not the same on all ranks."""
+        summed, self.summed = self.summed, False
+        share = 1.0 / len(route.ranks)
+        if gradient is None or (summed and all_the_same(gradient, route)):
+            return None
+        return Sum.apply(gradient, route, (share, share))
+
+
+def arrival_of(operand: Tensor) -> ArrivalMean | None:
+    """What was noted when this tensor entered cut work."""
+    found: ArrivalMean | None = getattr(operand, _MEAN, None)
+    return found if found is not None and found.version == operand._version else None
 
 
 def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, is_tile: bool = False) -> None:
@@ -156,11 +181,10 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
     """
     if not torch.is_grad_enabled() or not operand.requires_grad:
         return
-    version, known = getattr(operand, _MEAN, (None, frozenset[str]()))
-    if version != operand._version:  # a write in place gives the tensor another node, without the hook
-        known = frozenset()
-    missing = axes - known
-    if known and mesh.count(missing) == 1:
+    arrival = arrival_of(operand) or ArrivalMean(operand._version)
+    arrival.entries += 1
+    missing = axes - arrival.axes
+    if arrival.axes and mesh.count(missing) == 1:
         return
     unwatched = [leaf for leaf in _leaves(operand) if not getattr(leaf, AVERAGED, False)]
     for leaf in unwatched:
@@ -175,9 +199,10 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
         )
     if not operand.is_leaf and mesh.count(missing) > 1:
         # Remembered on the tensor: the next operation that it enters adds no second hook.
-        setattr(operand, _MEAN, (operand._version, known | missing))
+        arrival.axes |= missing
+        setattr(operand, _MEAN, arrival)
         if not is_tile:
-            _average_on_arrival(operand, mesh, missing, label)
+            _average_on_arrival(operand, mesh, missing, label, arrival)
 
 
 def _refuse_placed(leaf: Tensor, axes: frozenset[str], label: Label) -> None:
@@ -192,10 +217,9 @@ def _refuse_placed(leaf: Tensor, axes: frozenset[str], label: Label) -> None:
             )
 
 
-def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> None:
-    share = 1.0 / mesh.count(axes)
+def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, arrival: ArrivalMean) -> None:
     route = Route(mesh.world, mesh.ranks_along(axes), Label("mean of a gradient", label.place))
-    hook_first(tensor, lambda g: None if g is None else Sum.apply(g, route, (share, share)))
+    hook_first(tensor, lambda gradient: arrival.mean(gradient, route))
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:

@@ -80,6 +80,7 @@ class NetworkReport:
     messages: int | None = None
     gathers: dict[str, int] = field(default_factory=dict)  # operation and place: how often
     cut_share: float | None = None  # of the bytes of all parameters: those that the layout cuts
+    layout: dict[str, dict[int, str]] = field(default_factory=dict)
     without_rule: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +105,7 @@ def check_network(
     dtype: str = "float64",
     steps: int = 0,
     seed: int = 0,
-    layout: Mapping[str, Mapping[int, str]] | None = None,
+    layout: Mapping[str, Mapping[int, str]] | str | None = None,
     deadline: float | None = None,
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -112,8 +113,8 @@ def check_network(
     """Run a network on one rank and cut over ``ranks``; compare outputs, gradients, buffers and loss curves.
 
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
-    ``layout`` cuts parameters over further axes of ``cut``, as ``hc.distribute`` takes it. ``deadline`` is in seconds
-    and for the cut run; by default it is many times what one rank took.
+    ``layout`` cuts parameters over further axes of ``cut``, as ``hc.distribute`` takes it, or is "auto". ``deadline``
+    is in seconds and for the cut run; by default it is many times what one rank took.
     """
     count_every_thread()  # first: tensors made before it are not counted when they are freed
     return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed, layout), deadline, pool, say)
@@ -160,12 +161,13 @@ def _cut_run(task: NetworkTask, true: Observation, pool: RankPool, deadline: flo
 @dataclass
 class RankResult:
     """What one rank reports: its errors against one rank, the peak of its memory, its traffic in one step, and the
-    share of parameters that is cut."""
+    share of parameters that is cut by which layout."""
 
     errors: Errors
     peak: int
     traffic: Traffic
     cut_share: float
+    layout: Mapping[str, Mapping[int, str]]
 
 
 def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
@@ -176,7 +178,7 @@ def on_rank(task: NetworkTask, path: str, deadline: float) -> RankResult:
         side = CutSide(task, Mesh(**task.cut))
         answer = observe(side, task.steps)
     errors = _errors(answer.tensors, torch.load(path, mmap=True))
-    return RankResult(errors, answer.peak, answer.traffic, cut_share(side.model))
+    return RankResult(errors, answer.peak, answer.traffic, cut_share(side.model), side.layout)
 
 
 @contextmanager
@@ -256,6 +258,7 @@ def _judged(task: NetworkTask, true: Observation, results: list[RankResult]) -> 
         messages=max(one.traffic.messages for one in results),
         gathers=dict(results[0].traffic.gathers),
         cut_share=results[0].cut_share if task.layout else None,
+        layout={name: dict(dims) for name, dims in results[0].layout.items()},
     )
 
 

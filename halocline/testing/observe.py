@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..distribute import distribute, no_sync
 from ..errors import HaloclineError
+from ..layout import Layout
 from ..random import reproducible
 from ..rules import from_tile, gather, shard
 from ..tensor import ShardedTensor, unwrap
@@ -61,12 +62,14 @@ class CutSide(Side):
 
     def __init__(self, task: NetworkTask, mesh: Mesh) -> None:
         super().__init__(task)
-        self.mesh, self.traffic, self.model = (
-            mesh,
-            mesh.world.traffic,
-            distribute(self.model, mesh, layout=task.layout),
-        )
         cut = [shard(x, mesh, task.dims(index)) for index, x in enumerate(self.leaves)]
+        self.layout: Layout = task.layout if not isinstance(task.layout, str) else {}
+        if isinstance(task.layout, str):
+            from ..plan.auto_layout import choose_for  # which needs pydantic
+
+            self.layout = choose_for(self.model, mesh, task.layout, cut, self.keywords).layout
+        self.mesh, self.traffic = mesh, mesh.world.traffic
+        self.model = distribute(self.model, mesh, layout=self.layout)
         self.leaves = [(unwrap(x) if isinstance(x, ShardedTensor) else x).detach() for x in cut]
 
     def place(self, index: int, leaf: Tensor) -> Tensor:

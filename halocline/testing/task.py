@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HaloclineError, did_you_mean
+from ..layout import AUTO_LAYOUTS
 from ..workloads import WORKLOADS
 from ..zoo import draw, entry_of, find_zoo, load, split
 
@@ -42,7 +43,7 @@ class NetworkTask:
     dtype: str = "float64"
     steps: int = 0
     seed: int = 0
-    layout: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    layout: Mapping[str, Mapping[int, str]] | str = field(default_factory=dict)  # or "auto"
 
     @property
     def ranks(self) -> int:
@@ -69,11 +70,11 @@ def make_task(
     dtype: str = "float64",
     steps: int = 0,
     seed: int = 0,
-    layout: Mapping[str, Mapping[int, str]] | None = None,
+    layout: Mapping[str, Mapping[int, str]] | str | None = None,
 ) -> NetworkTask:
     """Defaults filled in, and everything checked that can be checked without running."""
     if dtype not in DTYPES:
-        raise BadUsage(f"no dtype {dtype!r} here; it is {' or '.join(DTYPES)}")
+        raise BadUsage(f"no dtype {dtype!r} here{did_you_mean(dtype, DTYPES)}; it is {' or '.join(DTYPES)}")
     if steps < 0:
         raise BadUsage(f"{steps} steps: the number of optimizer steps is 0 or more")
     entry = entry_of(target)
@@ -86,19 +87,33 @@ def make_task(
         sizes = _shapes(target, shapes)
         arguments = {**(WORKLOADS[target].fit(sizes) if target in WORKLOADS else {}), **(arguments or {})}
     named = _layout(target, cut or {}, layout)
-    given = _cut(sizes[0], ranks, cut, {axis for dims in named.values() for axis in dims.values()})
+    if isinstance(named, str):
+        of_layout = set(cut or {}) - set(axes_of(sizes[0]))
+    else:
+        of_layout = {axis for dims in named.values() for axis in dims.values()}
+    given = _cut(sizes[0], ranks, cut, of_layout)
     return NetworkTask(target, arguments, sizes, given, dtype, steps, seed, named)
 
 
 def _layout(
-    target: str, cut: Mapping[str, int], layout: Mapping[str, Mapping[int, str]] | None
-) -> Mapping[str, Mapping[int, str]]:
-    """The layout that was given, or a workload's own where the cut has an axis ``model``."""
+    target: str, cut: Mapping[str, int], layout: Mapping[str, Mapping[int, str]] | str | None
+) -> Mapping[str, Mapping[int, str]] | str:
+    """The layout that was given, or a workload's own where the cut has an axis ``model``; tables lie with samples."""
+    if isinstance(layout, str):
+        if layout not in AUTO_LAYOUTS:
+            raise BadUsage(f"no layout {layout!r}; it is {' or '.join(AUTO_LAYOUTS)}, or names of parameters as JSON")
+        return layout
+    tables = WORKLOADS[target].tables if target in WORKLOADS else ()
+    if layout is None and MODEL not in cut and "data" in cut:
+        return {name: {0: "data"} for name in tables}
     own = WORKLOADS[target].layout if target in WORKLOADS else None
     if layout is None and MODEL in cut and own is not None:
         return own(MODEL)
     if not layout and MODEL in cut:
-        raise BadUsage(f"{target} has no layout of its own for {MODEL}={cut[MODEL]}; name its weights with --layout")
+        raise BadUsage(
+            f"{target} has no layout of its own for {MODEL}={cut[MODEL]}; name its weights with --layout, or give "
+            "--layout auto"
+        )
     return layout or {}
 
 
@@ -133,8 +148,8 @@ def _cut(
     plan = dict(cut) if cut else {allowed[min(1, len(allowed) - 1)]: 2 if ranks is None else ranks}
     unknown = [axis for axis in plan if axis not in allowed and axis not in of_layout]
     if unknown:
-        axes = ", ".join(allowed)
-        raise BadUsage(f"no axis {unknown[0]!r} to cut an input of {_text(volume)} with; its axes are {axes}")
+        axes, near = ", ".join(allowed), did_you_mean(unknown[0], allowed)
+        raise BadUsage(f"no axis {unknown[0]!r} to cut an input of {_text(volume)} with{near}; its axes are {axes}")
     shown = ",".join(f"{axis}={size}" for axis, size in plan.items())
     if min(plan.values()) < 1:
         raise BadUsage(f"the cut {shown}: each axis is cut over one rank or more")

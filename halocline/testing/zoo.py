@@ -25,6 +25,7 @@ SHOWN = (
     *(
         "gathers",
         "cut_share",
+        "layout",
         "moved_bytes",
         "messages",
         "seconds",

@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # found on first use at run time: a command that reads settin
     from .precision import Precision as Precision
     from .predict import Predictor as Predictor
     from .reporting import write_report as write_report
+    from .result import Result as Result
     from .settings import ConfigError as ConfigError
     from .settings import Settings as Settings
     from .step import training_step as training_step
-    from .trainer import Result as Result
     from .trainer import Trainer as Trainer
 
 #: The module of each public name.
@@ -34,7 +34,7 @@ _HOMES = {
     "LARC": "optimizers",
     "Precision": "precision",
     "Predictor": "predict",
-    "Result": "trainer",
+    "Result": "result",
     "Settings": "settings",
     "Trainer": "trainer",
     "export_weights": "export",

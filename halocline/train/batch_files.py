@@ -51,12 +51,18 @@ HALOCLINE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export HALOCLINE_SECRET
 export SRUN_CPUS_PER_TASK={cpus} # srun does not take it from the lines above
 trap : TERM USR1                 # the ranks save when they are asked to leave; this script waits for them
+newest() {{ ls -d {folder}/checkpoints/step-* 2>/dev/null | tail -n 1; }}
+before=$(newest)
 srun halocline {command}
 status=$?
 
 # {preempted}: the ranks were asked to leave, and saved; 138 and 143: before they could. The run goes on from its last
-# checkpoint, on any number of ranks.
-case $status in {preempted} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+# checkpoint, on any number of ranks. After another failure, such as that of a node, it does if it had got further.
+case $status in
+  0) ;;
+  {preempted} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;;
+  *) [ "$(newest)" = "$before" ] || scontrol requeue "$SLURM_JOB_ID" ;;
+esac
 exit $status
 """
 
@@ -86,6 +92,7 @@ def slurm_script(
         more="".join(f"#SBATCH {each}\n" for each in more),
         setup="".join(f"{line}\n" for line in lines) + ("\n" if lines else ""),
         command=shlex.join(job.command),
+        folder=shlex.quote(job.folder),
         preempted=PREEMPTED,
     )
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from .log import write_whole
 from .settings import Settings
 
@@ -148,8 +148,15 @@ def _told(error: Any) -> str:
         return f"{key} is unknown{_meant(key)}"
     if error["type"] == "value_error":  # of our own validators, whose text names the key unless a dict is checked
         text = str(error["ctx"]["error"])
-        return text if is_dataclass(error["input"]) or isinstance(error["input"], str) else f"{key}.{text}"
-    return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+        named = is_dataclass(error["input"]) or isinstance(error["input"], str) or text.startswith(f"{key}.")
+        return text if named else f"{key}.{text}"
+    near = ""
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        near = did_you_mean(error["input"], re.findall(r"'([^']+)'", error["ctx"]["expected"]))
+    said = f"{error['msg'][0].lower()}{error['msg'][1:]}"
+    if error["loc"] and error["loc"][-1] == "[key]":
+        return f"{key} is unknown{near}: the key{said.removeprefix('input')}"
+    return f"{key} = {error['input']!r}{near}: {said}"
 
 
 def keys_of(kind: Any, prefix: str = "") -> list[str]:

@@ -86,14 +86,23 @@ def _batch(settings: Settings, task: TrainingTask, on: MeshLayout) -> tuple[dict
     return tensors, size
 
 
-def check_room(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision) -> None:
-    """Raise TrainingError if a step would not fit in memory. Does nothing where a dry run is impossible."""
+def room_needed(
+    settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision
+) -> Forecast | None:
+    """The forecast; None where a dry run is impossible."""
     try:
-        needed = forecast(settings, task, layout, rank, precision)
+        return forecast(settings, task, layout, rank, precision)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  a network may do what meta tensors cannot; the real step will tell
         _log.debug("no forecast of memory: %s", error)
+        return None
+
+
+def check_room(settings: Settings, task: TrainingTask, layout: MeshLayout, rank: int, precision: Precision) -> None:
+    """Raise TrainingError if a step would not fit in memory. Does nothing where a dry run is impossible."""
+    needed = room_needed(settings, task, layout, rank, precision)
+    if needed is None:
         return
     room = available() if settings.memory is None else bytes_from("memory", settings.memory)
     _log.info("memory: %s; there are %s", needed, size_text(room))

@@ -12,15 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 LAUNCHER = "HALOCLINE_LAUNCHER"  # variable by which a launcher passes its process id, the pipe and the folder's lock
+COMM = "halocline:"  # beginning of the name that the system has for a rank's process; the rank follows
 _BEAT = 0.5  # seconds between heartbeats
 _AWAKE = 5.0  # seconds counted per look at most: a launcher that looks less often was itself stopped
 _STOPPED = ("T", "t")  # states in /proc
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 # ---- the launcher's side ----
@@ -92,7 +94,7 @@ def die_with_parent() -> Callable[[], object] | None:
         return None
     import ctypes
 
-    return partial(ctypes.CDLL(None).prctl, _SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    return partial(ctypes.CDLL(None).prctl, SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def told_to_rank(pulse: Pulse, lock: int | None) -> str:
@@ -112,6 +114,9 @@ class Tie:
 
 def follow_launcher() -> Tie:
     """In a rank, as early as possible: start the heartbeat, and end with the launcher from now on."""
+    if "RANK" in os.environ:
+        with suppress(OSError):  # so that `top` tells ranks from each other
+            Path("/proc/self/comm").write_text(f"{COMM}{os.environ['RANK']}")
     told = os.environ.pop(LAUNCHER, None)  # removed, since processes that a rank starts are no ranks
     if told is None:
         return Tie()

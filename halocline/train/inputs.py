@@ -68,6 +68,8 @@ class Input:
         try:
             told: dict[str, Any] = json.loads((folder / INPUT).read_text())
             return cls(**{**told, "mean": tuple(told["mean"]), "std": tuple(told["std"])})
+        except FileNotFoundError as error:
+            raise ConfigError(f"{folder} was not trained: it has no {INPUT}; name the folder of another run") from error
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{folder / INPUT} cannot be read ({error}); `halocline train {folder}` writes it again"

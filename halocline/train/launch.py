@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import HaloclineError
 from ..world import DEFAULT_DEADLINE, LOOPBACK, SECRET, joined_world, new_secret, serve_store, this_rank_info
 from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_rank
+from .template import ForkedRank, RankTemplate, deaf_to_interrupts
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
 WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
@@ -65,7 +63,7 @@ class LocalRanks:
     Output of ranks other than 0 goes to files. This process serves the store at which the ranks meet, so that no rank
     depends on another for it, and reads their heartbeats: a rank without a sign of life for ``deadline`` seconds has
     failed. ``lock`` is a descriptor that all ranks inherit, ``output`` and ``errors`` those to which rank 0
-    prints: standard output is for results.
+    prints: standard output is for results. With a ``template`` ranks are forked of it, where it can.
     """
 
     def __init__(
@@ -77,25 +75,26 @@ class LocalRanks:
         lock: int | None = None,
         output: int = _STDERR,
         errors: int = _STDERR,
+        template: RankTemplate | None = None,
     ) -> None:
-        self._output, self._errors = output, errors
+        self._output, self._errors, self._template = output, errors, template
         self._folder, self._deadline, self._lock = folder / LOGS, deadline or DEFAULT_DEADLINE, lock
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("rank-*.error"):
             old.unlink()
         self._store, port = serve_store("127.0.0.1")
         self._secret, self._die_with_parent = new_secret(), die_with_parent()
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._pulses: list[Pulse] = []
         try:
-            with _deaf_to_interrupts():
+            with deaf_to_interrupts():
                 for rank in range(ranks):
                     self.processes.append(self._start(command, rank, ranks, str(port)))
         except BaseException:
             self.end()
             raise
 
-    def _start(self, command: list[str], rank: int, ranks: int, port: str) -> subprocess.Popen[bytes]:
+    def _start(self, command: list[str], rank: int, ranks: int, port: str) -> subprocess.Popen[bytes] | ForkedRank:
         """Start one rank, with the variables that torchrun would set."""
         pulse = Pulse()
         self._pulses.append(pulse)
@@ -107,20 +106,33 @@ class LocalRanks:
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
             if rank == 0:
-                return self._popen(command, environment, kept, stdout=self._output, stderr=self._errors)
-            with (self._folder / f"rank-{rank}.log").open("ab") as log:
-                return self._popen(command, environment, kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                return self._process(command, environment, kept, 0, self._output, self._errors)
+            with (self._folder / f"rank-{rank}.log").open("ab") as log, Path(os.devnull).open("rb") as nothing:
+                return self._process(command, environment, kept, nothing.fileno(), log.fileno(), log.fileno())
         finally:
             pulse.started()
 
-    def _popen(
-        self, command: list[str], environment: dict[str, str], kept: list[int], **output: Any
-    ) -> subprocess.Popen[bytes]:
+    def _process(
+        self, command: list[str], environment: dict[str, str], kept: list[int], *standard: int
+    ) -> subprocess.Popen[bytes] | ForkedRank:
         """Start a process that inherits these descriptors, and that ends with this one."""
-        return subprocess.Popen(command, env=environment, pass_fds=kept, preexec_fn=self._die_with_parent, **output)
+        if self._template is not None:
+            arguments = command[command.index("-m") + 1 :]
+            forked = self._template.start(arguments, environment, standard, kept)
+            if forked is not None:
+                return forked
+            self._template = None
+        stdin, stdout, stderr = standard
+        return subprocess.Popen(
+            command, env=environment, pass_fds=kept, preexec_fn=self._die_with_parent, stdin=stdin, stdout=stdout,
+            stderr=stderr,
+        )  # fmt: skip
 
-    def wait(self) -> Ending | None:
-        """Wait for all ranks: None if all succeed. If one fails or hangs, end the others and return its ending."""
+    def wait(self, look: Callable[[], object] = lambda: None) -> Ending | None:
+        """Wait for all ranks: None if all succeed. If one fails or hangs, end the others and return its ending.
+
+        ``look`` is called again and again meanwhile.
+        """
         try:
             while True:
                 states = [process.poll() for process in self.processes]
@@ -131,6 +143,7 @@ class LocalRanks:
                 self._look()
                 if any(pulse.silence > self._deadline for pulse in self._pulses):
                     return self._give_up()
+                look()
                 time.sleep(_POLL)
         finally:
             self.end()
@@ -150,21 +163,25 @@ class LocalRanks:
         """
         failed = [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
         # A rank that was killed comes first: others may have noticed, and ended, before we looked.
-        first = min(failed, key=lambda rank: (self.processes[rank].returncode >= 0, rank), default=None)
-        hung = None if first is not None and self.processes[first].returncode < 0 else self._end_hung()
+        first = min(failed, key=lambda rank: (self._status(rank) >= 0, rank), default=None)
+        hung = None if first is not None and self._status(first) < 0 else self._end_hung()
         if hung is not None:
             self._wait_for_others(_SHORT_GRACE)
             return hung
         self._wait_for_others(min(_MOST_GRACE, max(_LEAST_GRACE, self._deadline / 2)))
         assert first is not None, "a rank has failed, or hangs"
         told = sorted(self._folder.glob("rank-*.error"), key=self._said_first)
-        status = self.processes[first].returncode
+        status = self._status(first)
         if status < 0:
             return Ending(first, status, f"killed by {signal.Signals(-status).name}")
         if not told:
             return Ending(first, status, f"ended with status {status}{self._last_line(first)}")
         rank = _rank_of(told[0])
         return Ending(rank, self.processes[rank].returncode or 1, told[0].read_text().strip())
+
+    def _status(self, rank: int) -> int:
+        """The exit status of a rank that has ended."""
+        return self.processes[rank].returncode or 0
 
     def _end_hung(self) -> Ending | None:
         """Kill ranks without a sign of life, so that the others notice at once. Returns the first one's ending."""
@@ -218,19 +235,6 @@ class LocalRanks:
 
 def _rank_of(words: Path) -> int:
     return int(words.stem.removeprefix("rank-"))
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, which a terminal sends to all of them: the launcher decides."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def say_last_words(folder: Path, rank: int, words: str) -> None:

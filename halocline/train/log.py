@@ -21,7 +21,8 @@ Entry = dict[str, Any]
 class RunLog:
     """The log that rank 0 appends to. A kill cuts off at most the last line, which reading skips.
 
-    ``no_board`` says why nothing is written for TensorBoard; empty if it is. A resumed run appends to the same file.
+    ``no_board`` says why nothing is written for an installed TensorBoard; empty if it is. A resumed run appends to the
+    same file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,9 +58,12 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 def _board(folder: Path) -> tuple[Any, str]:
-    """TensorBoard's writer and "", or None and the reason."""
+    """TensorBoard's writer and "", or None and the reason. Where it is not installed nobody has asked for it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        missing = error.name == "tensorboard"
+        return None, "" if missing else f"nothing is written for TensorBoard: {error}; pip install tensorboard"
     except Exception as error:  # noqa: BLE001  its own imports fail in many ways, and none should end a run
         return None, f"nothing is written for TensorBoard: {error}; pip install tensorboard"
     return SummaryWriter(str(folder / "tensorboard")), ""

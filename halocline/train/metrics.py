@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..rules import gather
 from ..workloads.metrics import Confusion, Regression
 from ..workloads.workload import Batch, Meter
@@ -35,8 +35,9 @@ def meter_maker(settings: Settings) -> Callable[[], Meter] | None:
         if ":" in name:
             own[name] = named("metrics", name)
         elif name not in (AUTO, *_CLASSES, *_NUMBERS):
-            known = ", ".join((AUTO, *_CLASSES, *_NUMBERS))
-            raise ConfigError(f"metrics = {name!r}: give {known}, or a function of your own as 'package.module:name'")
+            known = (AUTO, *_CLASSES, *_NUMBERS)
+            told = f"metrics = {name!r}{did_you_mean(name, known)}: give {', '.join(known)}"
+            raise ConfigError(f"{told}, or a function of your own as 'package.module:name'")
     return partial(Metrics, tuple(settings.metrics), own, tuple(settings.class_names))
 
 

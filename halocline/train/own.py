@@ -24,6 +24,7 @@ from .inputs import Input
 from .settings import DataSettings, FieldSettings
 
 #: Dims of x, by their number, if neither the file nor the settings name them.
+_SUCH_AS = {3: "NDH", 4: "NDHW"}  # of arrays whose dims nobody names
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
@@ -128,7 +129,7 @@ def _store(path: str, told: FieldSettings, which: str) -> tuple[FileStore, str |
     if guessed is None:
         raise DataError(
             f"{paths[0]} does not name the dims of {dataset or 'its array'!r} {list(content.shape)}; "
-            f"give them, such as data.{which}.dims = 'NCDHW'"
+            f"give them, such as data.{which}.dims = {_SUCH_AS.get(len(content.shape), 'NCDHW')!r}"
         )
     return open_store(path, guessed, dataset or None), guessed, dataset
 

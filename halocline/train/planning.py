@@ -33,7 +33,7 @@ from .task import START, TrainingTask, augmentations
 
 PLAN = "plan.json"  # in the run's folder
 AUTO = "auto"
-_HERE = "here.json"  # what `halocline calibrate` writes
+HERE = "here.json"  # what `halocline calibrate` writes
 _LONGEST = 1 << 16  # bytes of a plan without its alternatives
 
 
@@ -69,12 +69,12 @@ def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
     for another machine or batch is priced anew, which changes its predictions and not its cuts.
     """
     if settings.plan == AUTO:
-        if settings.machine is None and not Path(_HERE).is_file():
+        if settings.machine is None and not Path(HERE).is_file():
             raise PlanError(
                 "on which machine? Give --machine, such as perlmutter, or run `halocline calibrate`, which measures "
-                f"this one and writes {_HERE}"
+                f"this one and writes {HERE}"
             )
-        machine = load_machine(settings.machine or _HERE)
+        machine = load_machine(settings.machine or HERE)
         refused: list[RefusedCut] = []
         candidates = search(subject, machine, ranks, settings.batch, Prices(machine.device), refused=refused)
         name = settings.workload or settings.model or "network"
@@ -103,7 +103,7 @@ def _plan(settings: Settings, subject: Subject, ranks: int) -> Plan:
 def _known_machine(plan: Plan) -> Machine | None:
     """The machine that the plan was made for, if its description is found and has not changed."""
     try:
-        machine = load_machine(_HERE if plan.machine == "here" else plan.machine)
+        machine = load_machine(HERE if plan.machine == "here" else plan.machine)
     except MachineError:
         return None
     return machine if plan.is_for(machine) else None

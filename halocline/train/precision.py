@@ -34,7 +34,8 @@ class Precision:
 
     def placed(self, model: nn.Module) -> nn.Module:
         """Move a model to the device and convert it; complex weights become complex numbers of the same width."""
-        model = model.to(device=self._device)
+        if not any(tensor.is_meta for tensor in model.parameters()):  # else ``hc.distribute`` fills it there
+            model = model.to(device=self._device)
         model = model.double() if self.dtype == torch.float64 else model.float()
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_complex():

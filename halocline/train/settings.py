@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import AfterValidator, model_validator, with_config
 
 from ..errors import ConfigError as ConfigError
+from ..errors import did_you_mean
 from ..sizes import bytes_from
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -120,7 +121,8 @@ class OptimizerSettings:
     def _check(self) -> OptimizerSettings:
         if self.name not in OPTIMIZERS and ":" not in self.name:
             known = ", ".join(OPTIMIZERS)
-            raise ValueError(f"optimizer.name = {self.name!r}: give {known}, or a class such as 'torch.optim:RMSprop'")
+            told = f"optimizer.name = {self.name!r}{did_you_mean(self.name, OPTIMIZERS)}"
+            raise ValueError(f"{told}: give {known}, or a class such as 'torch.optim:RMSprop'")
         return self
 
 
@@ -157,8 +159,12 @@ class GradientSettings:
             raise ValueError("gradients.lag = 1 hides all sums already; leave gradients.overlap = 'backward'")
         if self.overlap == "next-forward" and self.wire == "fp16":
             raise ValueError("gradients.wire = 'fp16' goes with overlap = 'backward'; with next-forward use 'bf16'")
-        if self.rings not in ("usual", "flat", "auto", "levels", "doubling") and not self.rings.startswith("leaders:"):
-            raise ValueError(f"gradients.rings = {self.rings!r}: usual, flat, auto, levels, doubling or leaders:K")
+        known = ("usual", "flat", "auto", "levels", "doubling")
+        if self.rings not in known and not self.rings.startswith("leaders:"):
+            near = did_you_mean(self.rings, known)
+            raise ValueError(
+                f"gradients.rings = {self.rings!r}{near}: usual, flat, auto, levels, doubling or leaders:K"
+            )
         return self
 
     def arguments(self, optimizer: Any) -> dict[str, Any]:
@@ -178,6 +184,15 @@ class GuardSettings:
     drift: Policy = "raise"  # ranks whose weights are no longer the same
     drift_every: CountOrNone = 50  # steps; 0: never
     slow: Annotated[float, Gt(1)] = 5.0  # times the median of the others: a rank that is named
+
+
+@_strict
+@dataclass(frozen=True)
+class CopySettings:
+    """Copies of the newest state in memory, of this node and the next, from which a run comes back."""
+
+    every: CountOrNone = 0  # steps between copies; 0: none
+    memory: Size | None = None  # most of a node's memory for them, such as "8GiB"; default: half of what is free
 
 
 @_strict
@@ -221,6 +236,8 @@ class Settings:
     checkpoint_every: CountOrNone = 50  # steps; 0: at the end
     keep: Count = 3  # checkpoints, the newest good ones
     keep_every: CountOrNone = 0  # steps: checkpoints at multiples of it stay, too; 0: none
+    cloud: str | None = None  # a URL of fsspec, such as "s3://bucket/run", to which every checkpoint is copied
+    copies: CopySettings = CopySettings()
     trace: bool = False  # write trace.json of a few steps, for ui.perfetto.dev
     deadline: Positive | None = None  # seconds of any wait; default: at least 120 for ranks, 600 for storage
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ..distribute import no_sync
 from .optimizers import Optimizer
 from .precision import Precision
 
+T = TypeVar("T")
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
@@ -44,3 +46,25 @@ def training_step(
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # the true norm: gradients are whole on every rank
     precision.step(optimizer)
     return torch.stack(losses).sum()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which the model is in eval mode; each layer gets its own mode back, which may be eval for good."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def exhausted(steps: Generator[Any, Any, T]) -> T:
+    """What a generator returns in the end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result

@@ -212,14 +212,15 @@ def make_layout(settings: Settings, letters: str, ranks: int) -> MeshLayout:
         raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; give sizes that multiply to that")
     sizes = {AXES[letter]: number for letter, number in (parts or {"N": 1}).items()}
     sizes |= {MODEL: settings.model_parts} if settings.model_parts > 1 else {}
-    arrangement = Arrangement(sizes, multiple=settings.multiple, layout=_cut_weights(settings))
+    arrangement = Arrangement(sizes, multiple=settings.multiple, layout=_cut_weights(settings, parts))
     return MeshLayout(arrangement, {letter: AXES[letter] for letter in parts})
 
 
-def _cut_weights(settings: Settings) -> dict[str, dict[int, str]]:
-    """Which weights are cut over the axis model: those of the settings, or of the workload."""
-    if settings.model_parts == 1:
-        return {}
+def _cut_weights(settings: Settings, parts: Mapping[Any, int]) -> dict[str, dict[int, str]]:
+    """Which weights are cut over the axis model: those of the settings, or of the workload. A workload's tables of
+    sparse lookups are cut over the axis of samples."""
+    if settings.model_parts == 1 and not settings.layout:
+        return {name: {0: AXES["N"]} for name in tables_of(settings)} if parts.get("N", 1) > 1 else {}
     own = WORKLOADS[settings.workload].layout if settings.workload is not None else None
     if not settings.layout and own is None:
         raise ConfigError(
@@ -231,6 +232,11 @@ def _cut_weights(settings: Settings) -> dict[str, dict[int, str]]:
     except ValueError as error:
         raise ConfigError(f"layout: {error}; give the number of each dim that is cut") from error
     return named or own(MODEL)  # type: ignore[misc]
+
+
+def tables_of(settings: Settings) -> tuple[str, ...]:
+    """Parameters of a workload's own network that only sparse lookups use."""
+    return WORKLOADS[settings.workload].tables if settings.workload is not None and settings.model is None else ()
 
 
 def spread(ranks: int, letters: str) -> dict[str, int]:

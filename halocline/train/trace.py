@@ -79,6 +79,8 @@ class Tracer:
         with record_function(step_name(number)):
             yield
         self._names |= {thread.native_id or 0: thread.name for thread in threading.enumerate()}
+        # After a fork Python 3.11 still gives the main thread's number in the parent.
+        self._names[threading.get_native_id()] = threading.current_thread().name
         if last:
             self.close()
 

@@ -8,19 +8,18 @@ here is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import random
 from ..data import Loader
 from ..data.loading.pipeline import Batch
-from ..distribute import distribute, lagged_gradients, load_lagged_gradients
+from ..distribute import lagged_gradients, load_lagged_gradients
 from ..sizes import bytes_from
 from ..world import Label, init, this_world
 from ..world.agreement import agree
@@ -28,20 +27,24 @@ from .callbacks import Callbacks
 from .changes import changed, check_optimizer
 from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
 from .config import CONFIG, write_settings
+from .distributed import distributed
 from .export import load_weights
+from .forecast import Forecast, room_needed
 from .guard import Guard
 from .imports import keep_code
 from .log import RunLog
-from .optimizers import learning_rate, load_optimizer, make_optimizer
+from .memory import RunCopies
+from .optimizers import learning_rate, load_optimizer
 from .pictures import Examples, memory_used
 from .planning import run_plan
 from .precision import Precision, this_device
 from .recovery import BufferCopy, Rollback
+from .result import Result
 from .settings import Settings
 from .signals import StopRequest
-from .splitting import check_divisible, part_size, steps_of
-from .step import training_step
-from .task import START, augmentations, make_layout, make_task, planned_layout
+from .splitting import PartsCheck, part_size, steps_of
+from .step import evaluating, exhausted, training_step
+from .task import START, augmentations, make_layout, make_task, planned_layout, tables_of
 from .trace import STEPS, Tracer, merge
 from .trust import mark_run
 from .work import StepWork
@@ -49,17 +52,6 @@ from .work import StepWork
 Listener = Callable[[str, dict[str, Any]], None]
 _STOP = Label("stop", "the training loop", "control")
 _RANKS = Label("memory of ranks", "the training loop", "control")
-
-
-@dataclass
-class Result:
-    """The outcome of a run, the same on every rank."""
-
-    steps: int  # made so far, earlier attempts included
-    losses: list[float] = field(default_factory=list)  # of the steps made by this process
-    metrics: dict[str, float] = field(default_factory=dict)
-    stopped: bool = False  # by a signal, after a checkpoint
-    preempted: bool = False  # by SIGTERM or SIGUSR1: it should go on later
 
 
 class Trainer:
@@ -94,22 +86,24 @@ class Trainer:
         part = part_size(settings, task, self._layout, world, self._precision)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)  # else dropout would continue the numbers of an earlier run of this process
-        self.model = self._precision.placed(task.make_model())
-        check_divisible(self.model, settings, part)
+        # Tables may be larger than a rank's memory: each rank makes its own rows, by global index.
+        with torch.device("meta") if tables_of(settings) else nullcontext():
+            made = task.make_model()
+        self.model = self._precision.placed(made)
+        self._check_parts = PartsCheck(self.model, settings, part, self._precision)
         if task.loss_module is not None:
             self._precision.placed(task.loss_module)
         if settings.weights is not None:
             agree(world, lambda: load_weights(self.model, settings.weights or ""), START)
         self._callbacks = agree(world, lambda: Callbacks(settings.callbacks), START)
-        self.optimizer = make_optimizer(self.model, settings.optimizer)
-        distribute(self.model, plan=self._layout.arrangement, **settings.gradients.arguments(self.optimizer))
+        self.optimizer = distributed(self.model, settings, self._layout.arrangement, device)
         self.loader = self._loader(task.training, part, shuffle=True, device=device)
         self._validation = self._loader(task.validation, part, False, device) if task.validation else None
         self._guard = Guard(settings.guard, self.model, self.mesh, self._note)
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, self.mesh, settings.keep, keep_every=settings.keep_every, deadline=settings.deadline,
-            lock=lock,
-        )  # fmt: skip
+            lock=lock, cloud=settings.cloud)  # fmt: skip
+        self._copies = RunCopies(settings, folder, self.mesh, self._note, self._write)
         self._roll_back = Rollback(self.checkpoints, self.model, self.optimizer)
         self.checkpoints.claim()  # before anything of another run in this folder is touched
         self._log = RunLog(folder) if self.mesh.rank == 0 else None
@@ -120,8 +114,8 @@ class Trainer:
                 keep_code(folder, settings.model)
             mark_run(folder, settings)
         self._tracer = Tracer(folder, self.mesh.rank, STEPS if settings.trace else range(0), self.mesh.world)
-        self.step = 0
-        self.stop = StopRequest()
+        self.step, self.stop = 0, StopRequest()
+        self.samples: list[int] = []  # numbers of those of the last step
         self._work = StepWork(self.mesh.world)
         self._data_waited = 0.0  # seconds that the loader had waited when the last step ended
 
@@ -145,47 +139,56 @@ class Trainer:
             device=device if device.type == "cuda" else None,
         )
 
+    def forecast(self) -> Forecast | None:
+        """The memory that this rank needs for a step; None where a dry run is impossible."""
+        return room_needed(self.settings, self._task, self._layout, self.mesh.rank, self._precision)
+
     def train(self) -> Result:
         """Train to the end, or until a signal asks to stop. By all ranks together."""
+        with self.stop:
+            return exhausted(self.steps())
+
+    def steps(self) -> Generator[None, bool | None, Result]:
+        """The same, step by step: whoever runs it may do something else after each, and send True to have it stop.
+
+        It yields once before it begins; from then on closing it closes the run.
+        """
         try:
-            with self.stop, ExitStack() as opened:
+            with ExitStack() as opened:
                 # They close in an orderly way, and after an error without waiting for a lost rank.
                 for each in (self.checkpoints, self.loader, self._validation):
                     if each is not None:
                         opened.enter_context(each)
-                return self._run()
+                yield
+                result = yield from self._run()
+                self._copies.end()
+                return result
         finally:
             self._tracer.close()
             if self._log is not None:
                 self._log.close()
 
-    def _run(self) -> Result:
+    def _run(self) -> Generator[None, bool | None, Result]:
         """Resume, make all steps that are left, then save, validate and write what the report needs.
 
         The last checkpoint is written before the last validation, so that an error there loses nothing.
         """
-        if self._log is not None:
-            if self._log.no_board:
-                self._note(self._log.no_board)
-            self._log.write("data", text=self._task.words)
-            if self._plan is not None:
-                predicted = self._plan.predicted.model_dump()
-                self._log.write("plan", plan=str(self._plan), machine=self._plan.machine, predicted=predicted)
-            self._log.write("choices", values=asdict(self.mesh.choices))
+        if self._log is not None and self._log.no_board:
+            self._note(self._log.no_board)
+        self._write("data", text=self._task.words)
+        if self._plan is not None:
+            predicted = self._plan.predicted.model_dump()
+            self._write("plan", plan=str(self._plan), machine=self._plan.machine, predicted=predicted)
+        self._write("choices", values=asdict(self.mesh.choices))
         self._tell("data", {"text": self._task.words})
         self.resume()
+        self._write("start", step=self.step, ranks=self.mesh.size)
         self._callbacks("on_start", self)
-        result = Result(self.step)
-        with random.reproducible():
-            for batches in self._tracer.waits(self._groups()):
-                with self._tracer.step(self.step):
-                    loss = self._one_step(batches)
-                batches.clear()  # releases their memory for the next ones
-                result.losses.append(loss)
-                self._callbacks("on_step", self, self.step - 1, loss)
-                if self._after_step():
-                    result.stopped, result.preempted = True, self.stop.preempted
-                    break
+        result, groups = Result(self.step), self._tracer.waits(self._groups())
+        while not result.stopped and self._next_step(groups, result):
+            if not result.stopped and (yield):
+                self.save(wait=True)
+                result.stopped, result.preempted = True, self.stop.preempted
         if not result.stopped:
             self.save(wait=True)  # before validation, whose errors must not lose the weights
             result.metrics = self.validate(last=True)
@@ -196,6 +199,21 @@ class Trainer:
         if self.mesh.rank == 0:
             merge(self.folder, self.mesh.size)
         return result
+
+    def _next_step(self, groups: Iterator[list[Batch]], result: Result) -> bool:
+        """One step, and what comes after it; False if none is left."""
+        with random.reproducible():  # not across steps, between which another run may have its turn
+            batches = next(groups, None)
+            if batches is None:
+                return False
+            with self._tracer.step(self.step):
+                loss = self._one_step(batches)
+            batches.clear()  # releases their memory for the next ones
+            result.losses.append(loss)
+            self._callbacks("on_step", self, self.step - 1, loss)
+            if self._after_step():
+                result.stopped, result.preempted = True, self.stop.preempted
+        return True
 
     def _groups(self) -> Iterator[list[Batch]]:
         """The batches of each step that is left, epoch after epoch."""
@@ -211,13 +229,15 @@ class Trainer:
             group["lr"] = rate
         began, waited = time.perf_counter(), dict(traffic.waited)
         before = BufferCopy(self.model) if settings.guard.nan == "skip" else None
+        self._check_parts(batches, self._task.loss)
         with self._work:
             loss = training_step(
                 self.model, batches, self._task.loss, self.optimizer, self._precision, settings.clip
             ).item()
         seconds = time.perf_counter() - began
         hidden = {name: seconds - waited.get(name, 0.0) for name, seconds in dict(traffic.waited).items()}
-        self._write_step(loss, rate, seconds, hidden, sum(len(batch.samples) for batch in batches))
+        self.samples = [int(number) for batch in batches for number in batch.samples]
+        self._write_step(loss, rate, seconds, hidden, len(self.samples))
         if self._precision.skipped:
             self._guard.overflowed(self.step, self._precision.scale)
             if before is not None:
@@ -247,14 +267,18 @@ class Trainer:
         if self._precision.name == "fp16" or self.settings.guard.nan == "skip":
             entry["skipped"] = int(self._precision.skipped)
         last = self.step == self.settings.steps - 1
-        if self._log is not None and (last or self.step % self.settings.log_every == 0):
-            self._log.write("step", **entry)
+        if last or self.step % self.settings.log_every == 0:
+            self._write("step", **entry)
         self._tell("step", entry)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        """An entry of the log, on rank 0."""
+        if self._log is not None:
+            self._log.write(kind, **values)
 
     def _note(self, text: str) -> None:
         """A remark for the terminal and the log."""
-        if self._log is not None:
-            self._log.write("note", text=text)
+        self._write("note", text=text)
         self._tell("note", {"text": text})
 
     def _after_step(self) -> bool:
@@ -262,7 +286,8 @@ class Trainer:
         settings = self.settings
         if settings.validate_every and self.step % settings.validate_every == 0 and self.step < settings.steps:
             self.validate()
-        stop, self.stop.preempted, failed = self._agreed(self.stop.asked, self.stop.preempted, self.checkpoints.failed)
+        own = (self.stop.asked, self.stop.preempted, self.checkpoints.failed, *self._copies.flags)
+        stop, self.stop.preempted, failed, *copies = self._agreed(*own)
         if failed:
             self.checkpoints.raise_failure()
         if stop:
@@ -270,6 +295,7 @@ class Trainer:
             return True
         if settings.checkpoint_every and self.step % settings.checkpoint_every == 0 and self.step < settings.steps:
             self.save()
+        self._copies.after_step(self.step, copies, lambda: (self._tensors(), self._state()))
         return False
 
     @torch.no_grad()
@@ -294,9 +320,9 @@ class Trainer:
                     meter.update(output, batch)
                 examples.add(output, batch)
         metrics = {"loss": total / max(1, count), **(meter.result() if meter is not None else {})}
-        if self._log is not None:
+        if self.mesh.rank == 0:
             examples.write(self.folder, None if last else self.step)
-            self._log.write("validation", step=self.step, **metrics)
+        self._write("validation", step=self.step, **metrics)
         self._tell("validation", {"step": self.step, **metrics})
         self._callbacks("on_validation", self, metrics)
         return metrics
@@ -320,6 +346,14 @@ class Trainer:
         """The state that is saved as tensors."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
+    def _state(self) -> dict[str, Any]:
+        """The rest of it. By all ranks together."""
+        told = {"step": self.step, "settings": self.settings.as_dict(), "loader": self.loader.state_dict()}
+        state = {**told, "random": list(random.get_state()), "scaler": self._precision.state_dict()}
+        if self.settings.gradients.lag:
+            state["lagged"] = lagged_gradients(self.model)
+        return state
+
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint in the background, or with ``wait`` at once. By all ranks together.
 
@@ -328,25 +362,19 @@ class Trainer:
         tensors = self._tensors()
         if not self._guard.may_save(self.step, named_tensors(tensors)):
             return
-        state = {
-            "step": self.step,
-            "settings": self.settings.as_dict(),
-            "loader": self.loader.state_dict(),
-            "random": list(random.get_state()),
-            "scaler": self._precision.state_dict(),
-        }
-        if self.settings.gradients.lag:
-            state["lagged"] = lagged_gradients(self.model)
         began = time.perf_counter()
-        self.checkpoints.save(self.step, tensors, state, wait=wait)
+        self.checkpoints.save(self.step, tensors, self._state(), wait=wait)
         told = {"step": self.step, "waited": time.perf_counter() - began}  # for the save before, and for the copy
-        if self._log is not None:
-            self._log.write("checkpoint", **told)
+        self._write("checkpoint", **told)
         self._tell("checkpoint", told)
 
     def resume(self) -> None:
-        """Load the newest good checkpoint in the folder, whatever mesh it was written on. By all ranks together."""
-        checkpoint = self.checkpoints.load_latest(self._tensors())
+        """Load the newest state, whatever mesh it is of: copies in memory, or the newest good checkpoint in the folder.
+
+        By all ranks together.
+        """
+        tensors = self._tensors()
+        checkpoint = self._copies.newest(tensors, self.checkpoints) or self.checkpoints.load_latest(tensors)
         if checkpoint is None:
             return
         told = checkpoint.state.get("settings", self.settings.as_dict())  # older versions did not save them
@@ -369,15 +397,3 @@ class Trainer:
             return list(flags)
         raised = self.mesh.world.maximum(torch.tensor(flags).float(), tuple(range(self.mesh.size)), _STOP)
         return [bool(flag) for flag in raised.tolist()]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in eval mode; each layer gets its own mode back, which may be eval for good."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

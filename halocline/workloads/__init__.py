@@ -3,6 +3,7 @@
 from .._deprecated import renamed
 from . import (
     cosmoflow,
+    ctr,
     deepcam,
     deeplab,
     disruption,
@@ -32,6 +33,7 @@ WORKLOADS = {
     "disruption": disruption.WORKLOAD,
     "disruption_conv": disruption.CONVOLUTIONAL,
     "seismic": seismic.WORKLOAD,
+    "ctr": ctr.WORKLOAD,
 }
 
 __all__ = ["WORKLOADS", "Meter", "Workload", "WorkloadSize"]

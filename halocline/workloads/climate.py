@@ -239,29 +239,6 @@ class Weather:
         return total * np.float32(math.sqrt(2 / WAVES))
 
 
-@dataclass(frozen=True)
-class WeatherChannels:
-    """The channels as a store reads them.
-
-    A class, so that it can be pickled and its seed shows in the store's identity.
-    """
-
-    weather: Weather
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.weather.channels(sample, box)
-
-
-@dataclass(frozen=True)
-class WeatherLabels:
-    """The labels as a store reads them."""
-
-    weather: Weather
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.weather.labels(sample, box)
-
-
 def fields(
     samples: int, seed: int = 0, height: int = 768, width: int = 1152, storms: int = 6, rivers: int = 6
 ) -> dict[str, Field]:
@@ -269,8 +246,8 @@ def fields(
     weather = Weather(seed, height, width, storms, rivers)
     shape = (len(CHANNELS), height, width)
     return {
-        "x": Field(Generated(WeatherChannels(weather), samples, shape, "CHW")),
-        "y": Field(Generated(WeatherLabels(weather), samples, shape[1:], "HW", "int64")),
+        "x": Field(Generated(weather.channels, samples, shape, "CHW")),
+        "y": Field(Generated(weather.labels, samples, shape[1:], "HW", "int64")),
     }
 
 

@@ -120,32 +120,12 @@ class Shots:
         return (near & self.disrupts(shot))[slice(*box[0])].astype(np.float32)
 
 
-@dataclass(frozen=True)
-class Signals:
-    """The signals as a store reads them."""
-
-    shots: Shots
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.shots.signals(sample, box)
-
-
-@dataclass(frozen=True)
-class Alarms:
-    """The targets as a store reads them."""
-
-    shots: Shots
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.shots.alarm(sample, box)
-
-
 def fields(samples: int, seed: int = 0, length: int = 128) -> dict[str, Field]:
     """``x``: all signals of a shot; ``y``: for each moment, whether a disruption is near."""
     shots = Shots(seed, length)
     return {
-        "x": Field(Generated(Signals(shots), samples, (CHANNELS, length), "CT")),
-        "y": Field(Generated(Alarms(shots), samples, (length,), "T")),
+        "x": Field(Generated(shots.signals, samples, (CHANNELS, length), "CT")),
+        "y": Field(Generated(shots.alarm, samples, (length,), "T")),
     }
 
 

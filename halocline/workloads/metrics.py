@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -107,9 +109,15 @@ class RocCurve:
         )
 
     def result(self) -> dict[str, float]:
-        """The area under the curve, and the share of true alarms at 5 % and 20 % false ones."""
+        """The area under the curve, and the share of true alarms at 5 % and 20 % false ones.
+
+        NaN where samples are all of one class, which has no curve, or a score is NaN.
+        """
         if not self._scores:
             return {}
+        truth, scores = torch.cat(self._truth), torch.cat(self._scores)
+        if bool(scores.isnan().any()) or not 0 < int(truth.sum()) < len(truth):
+            return dict.fromkeys(("auc", "true_at_5%_false", "true_at_20%_false"), math.nan)
         false, true = self.curve()
         area = float(torch.trapezoid(true, false))
         at = {f"true_at_{share}%_false": float(true[false <= share / 100].max()) for share in (5, 20)}

@@ -105,6 +105,10 @@ class Stripes:
         """The class of a sample."""
         return int(drawn(self.seed, _CLASS, sample, 1)[0] * self.classes)
 
+    def label_row(self, sample: int, box: Box) -> int:
+        """The class of a sample, for a store whose samples are rows of one number."""
+        return self.label(sample)
+
     def image(self, sample: int, box: Box) -> Array:
         """Any box by itself, with the same bits as in the whole."""
         # Classes in a square: as many slopes as widths.
@@ -117,35 +121,12 @@ class Stripes:
         return shown + stripes * (0.5 + 0.5 * colours).astype(np.float32)[slice(*box[0]), None, None]
 
 
-@dataclass(frozen=True)
-class Images:
-    """The images as a store reads them.
-
-    A class, so that it can be pickled and its seed shows in the store's identity.
-    """
-
-    stripes: Stripes
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.stripes.image(sample, box)
-
-
-@dataclass(frozen=True)
-class StripeLabels:
-    """The classes as a store reads them."""
-
-    stripes: Stripes
-
-    def __call__(self, sample: int, box: Box) -> int:
-        return self.stripes.label(sample)
-
-
 def fields(samples: int, seed: int = 0, size: int = 224, classes: int = 1000) -> dict[str, Field]:
     """``x``: an image of three colours; ``y``: its class, as a row of one number, since a sample has dims."""
     stripes = Stripes(seed, size, classes)
     return {
-        "x": Field(Generated(Images(stripes), samples, (3, size, size), "CHW")),
-        "y": Field(Generated(StripeLabels(stripes), samples, (1,), "C", "int64")),
+        "x": Field(Generated(stripes.image, samples, (3, size, size), "CHW")),
+        "y": Field(Generated(stripes.label_row, samples, (1,), "C", "int64")),
     }
 
 

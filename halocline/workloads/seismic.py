@@ -108,32 +108,12 @@ class Sections:
         return np.asarray((np.abs(delays) < 1).any(0))
 
 
-@dataclass(frozen=True)
-class SectionValues:
-    """The sections as a store reads them."""
-
-    sections: Sections
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.sections.section(sample, box)
-
-
-@dataclass(frozen=True)
-class SectionLabels:
-    """The classes as a store reads them."""
-
-    sections: Sections
-
-    def __call__(self, sample: int, box: Box) -> Array:
-        return self.sections.labels(sample, box)
-
-
 def fields(samples: int, seed: int = 0, size: int = 64) -> dict[str, Field]:
     """``x``: a section; ``y``: the class of each of its points."""
     sections = Sections(seed, size)
     return {
-        "x": Field(Generated(SectionValues(sections), samples, (1, size, size), "CHW")),
-        "y": Field(Generated(SectionLabels(sections), samples, (size, size), "HW", "int64")),
+        "x": Field(Generated(sections.section, samples, (1, size, size), "CHW")),
+        "y": Field(Generated(sections.labels, samples, (size, size), "HW", "int64")),
     }
 
 

@@ -53,3 +53,5 @@ class Workload:
     tokens: int | None = None
     #: ``layout(axis)`` cuts its parameters over a mesh axis, as ``hc.distribute`` takes it; None: it has none.
     layout: Callable[[str], dict[str, dict[int, str]]] | None = None
+    #: Parameters that only sparse lookups use: cut by rows over the axis of samples, wherever that is cut.
+    tables: tuple[str, ...] = ()

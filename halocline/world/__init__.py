@@ -3,6 +3,17 @@
 from .base import PendingExchange, PendingSum, Receive, Send, Tape, World
 from .capabilities import Capabilities
 from .comm_thread import CommThread
+from .crossing import (
+    Arrival,
+    CrossingRoute,
+    GradientArrival,
+    MoveAcross,
+    PendingCrossing,
+    cross,
+    cross_back,
+    send_gradient,
+    send_tile,
+)
 from .dry import DryWorld
 from .events import Averaged, Begun, Computed, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
 from .joined import DEFAULT_DEADLINE
@@ -28,10 +39,12 @@ from .movement import (
     unpack,
 )
 from .mpi import MpiWorld
-from .placement import place_parameter, placement_of, ranks_with_same
+from .placement import place_buffers, place_parameter, placement_of, ranks_with_same
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
+from .sameness import SumToPlain, all_the_same, worth_comparing
 from .secret import SECRET, new_secret
+from .submesh import SubWorld
 from .tensor_bytes import in_host_memory, memory_of
 from .text import broadcast_text
 
@@ -40,24 +53,29 @@ __all__ = [
     "DEFAULT_DEADLINE",
     "LOOPBACK",
     "SECRET",
+    "Arrival",
     "Averaged",
     "Begun",
     "Bundle",
     "Capabilities",
     "CommThread",
     "Computed",
+    "CrossingRoute",
     "DryWorld",
     "Event",
     "EventStream",
+    "GradientArrival",
     "KnownMove",
     "Label",
     "LocalWorld",
     "Mesh",
+    "MoveAcross",
     "MoveBoxes",
     "MoveTogether",
     "MovementFunction",
     "MpiWorld",
     "OwnFunction",
+    "PendingCrossing",
     "PendingExchange",
     "PendingSum",
     "ProcessWorld",
@@ -67,15 +85,20 @@ __all__ = [
     "Route",
     "ScaleGradient",
     "Send",
+    "SubWorld",
     "Sum",
+    "SumToPlain",
     "Summed",
     "Tape",
     "Traffic",
     "Waited",
     "World",
+    "all_the_same",
     "as_world",
     "begin",
     "broadcast_text",
+    "cross",
+    "cross_back",
     "exchange_messages",
     "forget",
     "in_host_memory",
@@ -86,13 +109,17 @@ __all__ = [
     "new_group",
     "new_secret",
     "pack",
+    "place_buffers",
     "place_parameter",
     "placement_of",
     "ranks_with_same",
     "run_local",
     "scaled",
+    "send_gradient",
+    "send_tile",
     "serve_store",
     "this_rank_info",
     "this_world",
     "unpack",
+    "worth_comparing",
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import count_in_checkpoint
+from ..errors import MeshError
 from .caller import LauncherCalls, call_path, describe_path
 from .capabilities import Capabilities
 from .events import Begun, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
@@ -110,6 +111,13 @@ class World(ABC):
     def _duplicate(self, wide: bool) -> World:
         """A world of the same ranks with connections of its own. Called by all ranks together."""
 
+    def _duplicate_among(self, members: tuple[int, ...], wide: bool) -> World:
+        """As ``_duplicate``, called by ``members`` alone. Optional."""
+        if len(members) == self.size:
+            return self._duplicate(wide)
+        told = f"{len(members)} of {self.size} ranks: run with transport='torch', or let them use the whole mesh"
+        raise MeshError(f"{type(self).__name__} makes second worlds for all ranks only, and these are {told}")
+
     def post_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> object:
         """Start to sum ``tensor`` over ``ranks`` in place, with the same bits on each; returns what ``complete_sum``
         needs.
@@ -132,6 +140,10 @@ class World(ABC):
             total += parts[rank]
         tensor.copy_(total)
 
+    def set_deadline(self, seconds: float) -> None:
+        """Set the seconds that any wait for another rank may take."""
+        self.deadline = seconds
+
     def close(self) -> None:  # noqa: B027
         """Release process groups, threads and sockets. By all ranks together, with nothing under way."""
 
@@ -139,8 +151,7 @@ class World(ABC):
         """After an error: let ranks that wait for this one fail now, and not at their deadline."""
 
     def wait_any(self, under_way: Sequence[PendingExchange], end: float) -> int | None:
-        """Wait until one of these is done and return its index; None after :meth:`wake`. RankFailure at ``end``, by
-        ``time.monotonic``."""
+        """Wait until one of these is done and return its index; None after :meth:`wake`. RankFailure at ``end``."""
         under_way[0].wait()
         return 0
 
@@ -180,6 +191,12 @@ class World(ABC):
         ]
         return self.begin_tagged(outgoing, incoming, label)
 
+    def next_crossing(self, old: tuple[int, ...], new: tuple[int, ...]) -> str:
+        """A key for a movement from some ranks to others, who count those between the same two sets alike."""
+        ranks = (-3, *old, -3, *new)
+        self._turns[ranks] += 1
+        return f"{self._turns[ranks]} {old} {new}"
+
     def begin_tagged(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], label: Label) -> PendingExchange:
         """Start an exchange into existing buffers. The caller makes sure that no other messages have its tags."""
         number, dtype = next(self.events.numbers), (incoming or outgoing or _NOTHING)[0][1].dtype
@@ -208,16 +225,18 @@ class World(ABC):
         if tensor.nbytes < _LARGE:
             result = self._double(tensor, ranks, torch.add, label)
         else:
-            # The transport's sums have no tags: a small tagged sum first checks that all ranks mean the same one.
-            self._double(torch.ones(1, device=tensor.device), ranks, torch.add, label, str(tuple(tensor.shape)))
+            self.meet(ranks, label, str(tuple(tensor.shape)), tensor.device)
             result = tensor.clone(memory_format=torch.contiguous_format)
             self.begin_sum(result, ranks, label).wait()
         count_in_checkpoint()
         return result
 
+    def meet(self, ranks: tuple[int, ...], label: Label, detail: str, device: torch.device) -> None:
+        """Check by a small sum, which has a tag, that all ranks mean the sums that follow."""
+        self._double(torch.ones(1, device=device), ranks, torch.add, label, detail)
+
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
-        """Begin to sum ``tensor`` over ``ranks`` in place. All ranks must begin the sums of a channel in the same
-        order."""
+        """Begin to sum ``tensor`` in place. All ranks must begin the sums of a channel in the same order."""
         number, size = next(self.events.numbers), tensor.nbytes
         self.emit(Summed(number, self.number, self.events.clock(), label, ranks, size, tensor.dtype))
         return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
@@ -296,13 +315,14 @@ class World(ABC):
 
     # Other worlds, and events ---------------------------------------------------------------------------------------
 
-    def duplicate(self, wide: bool = False) -> World:
-        """A second world of the same ranks, for another thread; messages of the two never mix. Made by all together.
+    def duplicate(self, wide: bool = False, members: tuple[int, ...] | None = None) -> World:
+        """A second world of the same ranks, for another thread; messages of the two never mix. Made by all together,
+        or by ``members`` alone, who keep their numbers.
 
         ``wide``: that thread does nothing but communicate, many messages at a time and of any size; their tags spread
         them over all network cards.
         """
-        made = self._duplicate(wide)
+        made = self._duplicate(wide) if members is None else self._duplicate_among(members, wide)
         made.launcher_calls = self.launcher_calls
         made.share_events(self.events)
         return made
@@ -310,6 +330,15 @@ class World(ABC):
     def share_events(self, events: EventStream) -> None:
         """Emit into ``events``, and take the next number among the worlds that do."""
         self.events, self.number = events, next(events.worlds)
+
+    @property
+    def outermost(self) -> World:
+        """Of a part of a world, the world whose connections it uses."""
+        return self
+
+    def numbers_outside(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The numbers of these ranks there."""
+        return ranks
 
     def emit(self, event: Event) -> None:
         """Count an event, and call the listeners of ``events`` with it, in this thread."""

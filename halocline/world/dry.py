@@ -20,6 +20,7 @@ class DryWorld(World):
     """Rank ``rank`` of ``size``, without the others. Small sums and broadcasts return this rank's own value."""
 
     capabilities = Capabilities("dry", moves_data=False)
+    counts_bytes = True  #: False: shapes alone are asked for, so that what travels may depend on values
 
     def __init__(self, rank: int, size: int) -> None:
         if not 0 <= rank < size:
@@ -45,4 +46,7 @@ class DryWorld(World):
         """The tensor keeps its values."""
 
     def _duplicate(self, wide: bool) -> DryWorld:
+        return type(self)(self.rank, self.size)
+
+    def _duplicate_among(self, members: tuple[int, ...], wide: bool) -> DryWorld:
         return type(self)(self.rank, self.size)

@@ -42,6 +42,7 @@ class JoinedWorld(World):
         self._store_is_silent = False
         self._closed = False
         self._adapts = False
+        self._everyone = tuple(range(size))  # the ranks that use it: fewer, if only some have made it
         self._first = False  # whether it is the world that all ranks joined, not a duplicate
 
     def set_deadline(self, seconds: float) -> None:
@@ -85,7 +86,7 @@ class JoinedWorld(World):
             return
         if not self._failed:
             with suppress(RankFailure):  # no rank may close while another waits for its last message
-                self.maximum(torch.zeros(1), tuple(range(self.size)), Label("closing", "a world", "control"))
+                self.maximum(torch.zeros(1), self._everyone, Label("closing", "a world", "control"))
         self._closed = True
         self._release()
 
@@ -111,7 +112,7 @@ class JoinedWorld(World):
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).strip() or type(error).__name__
         seen = self._seen(peer, text)
         self._failed = f"{label}: {seen}"
-        heard = self._hear_others(called, [rank for rank in range(self.size) if rank != self.rank])
+        heard = self._hear_others(called, [rank for rank in self._everyone if rank != self.rank])
         silent = [str(rank) for rank, words in heard.items() if words is None]
         parts = [f"rank {self.rank}, {called}: {seen}"]
         parts += [f"no word from rank {', '.join(silent)}, which died or hangs"] if silent else []

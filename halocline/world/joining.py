@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from ..errors import MeshError
+from ..errors import MeshError, did_you_mean
 from . import process
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import adopt_environment, started_by_mpiexec
@@ -51,4 +51,6 @@ def check_transport(joined: JoinedWorld, transport: str | None) -> None:
 def _check_name(transport: str) -> None:
     """Raise MeshError for an unknown transport."""
     if transport not in TRANSPORTS:
-        raise MeshError(f"no transport {transport!r}; it is {' or '.join(TRANSPORTS)}")
+        raise MeshError(
+            f"no transport {transport!r}{did_you_mean(transport, TRANSPORTS)}; it is {' or '.join(TRANSPORTS)}"
+        )

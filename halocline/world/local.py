@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -28,10 +29,10 @@ class _Board:
         self.messages: dict[tuple[int, int, int], list[Tensor]] = {}
         self.called: dict[tuple[int, int, int], str] = {}  # what each of them is for, and who sent it
         self.failure: str | None = None
-        self._duplicates: dict[int, _Board] = {}
+        self._duplicates: dict[object, _Board] = {}
 
-    def duplicate(self, number: int) -> _Board:
-        """The board of the n-th duplicate, the same for all ranks."""
+    def duplicate(self, number: object) -> _Board:
+        """The board of the n-th duplicate of some ranks, the same for all of them."""
         with self.changed:
             return self._duplicates.setdefault(number, _Board())
 
@@ -52,7 +53,8 @@ class LocalWorld(World):
 
     def __init__(self, rank: int, size: int, board: _Board, deadline: float) -> None:
         super().__init__(rank, size, deadline)
-        self._board, self._duplicates, self._woken = board, 0, False
+        self._board, self._woken = board, False
+        self._duplicates: Counter[tuple[int, ...]] = Counter()  # made so far, by the ranks that made them
 
     def post(self, sends: Sequence[Outgoing], receives: Sequence[Incoming], label: Label) -> object:
         """Leave copies of the messages on the board."""
@@ -120,8 +122,12 @@ class LocalWorld(World):
             self._board.changed.notify_all()
 
     def _duplicate(self, wide: bool) -> LocalWorld:
-        self._duplicates += 1
-        return LocalWorld(self.rank, self.size, self._board.duplicate(self._duplicates), self.deadline)
+        return self._duplicate_among(tuple(range(self.size)), wide)
+
+    def _duplicate_among(self, members: tuple[int, ...], wide: bool) -> LocalWorld:
+        self._duplicates[members] += 1
+        board = self._board.duplicate((members, self._duplicates[members]))
+        return LocalWorld(self.rank, self.size, board, self.deadline)
 
 
 def current_local_world() -> World | None:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 
 from ..choices import Choices
-from ..errors import MeshError
+from ..errors import MeshError, did_you_mean
 from .base import World
 from .dry import DryWorld
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .joining import check_transport, connect
 from .local import current_local_world
+from .submesh import SubWorld
 
 _process_world: list[JoinedWorld] = []
 DEFAULT_CHOICES = Choices()
@@ -61,13 +62,44 @@ class Mesh:
     """
 
     def __init__(self, choices: Choices | None = None, /, **sizes: int) -> None:
-        self.world = this_world()
-        self.choices = DEFAULT_CHOICES if choices is None else choices
-        self.sizes: Mapping[str, int] = _resolve(sizes, self.world.size)
+        self._arrange(this_world(), DEFAULT_CHOICES if choices is None else choices, sizes)
+
+    def _arrange(self, world: World, choices: Choices, sizes: Mapping[str, int]) -> None:
+        self.world, self.choices = world, choices
+        self.sizes: Mapping[str, int] = _resolve(sizes, world.size)
         self.names = tuple(self.sizes)
         self._key = (self.names, tuple(self.sizes.values()), id(self.world), self.choices)
         self.channels_last = False  # whether any tensor of this mesh has that memory format
         self._ranks = lru_cache(maxsize=None)(self._ranks_along)
+        self._parts: dict[object, Mesh] = {}
+
+    def __getitem__(self, where: tuple[str, int | slice]) -> Mesh:
+        """The sub-mesh at a place of an axis, over the other axes: ``mesh["stage", 0]``; a slice keeps the axis.
+
+        All ranks have it as data; only its ``members`` compute on it.
+        """
+        axis, place = where
+        self.check_axis(axis)
+        at = range(self.sizes[axis])[place]
+        places = at if isinstance(at, range) else (at,)
+        key = (axis, tuple(places))
+        if key not in self._parts:
+            sizes = {name: size for name, size in self.sizes.items() if name != axis or isinstance(at, range)}
+            sizes |= {axis: len(places)} if axis in sizes or not sizes else {}
+            ranks = [rank for rank in range(self.size) if self.coordinates_of(rank)[axis] in places]
+            part = self._parts[key] = Mesh.__new__(Mesh)
+            part._arrange(SubWorld(self.world, tuple(ranks)), self.choices, sizes)
+        return self._parts[key]
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of its ranks in the world that all ranks joined."""
+        return self.world.numbers_outside(tuple(range(self.size)))
+
+    @property
+    def is_member(self) -> bool:
+        """Is this rank one of a sub-mesh's?"""
+        return self.rank >= 0
 
     def __repr__(self) -> str:
         sizes = [f"{name}={size}" for name, size in self.sizes.items()]
@@ -99,6 +131,8 @@ class Mesh:
     @cached_property
     def coordinates(self) -> dict[str, int]:
         """This rank's place on each axis."""
+        if not self.is_member:
+            raise MeshError(f"this rank is not in {self}, whose ranks are {', '.join(map(str, self.members))}")
         return self.coordinates_of(self.rank)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
@@ -135,7 +169,9 @@ class Mesh:
     def check_axis(self, axis: str) -> None:
         """Raise MeshError for an axis that the mesh does not have."""
         if axis not in self.sizes:
-            raise MeshError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.names)}")
+            raise MeshError(
+                f"no axis {axis!r} in {self}{did_you_mean(axis, self.names)}; its axes are {', '.join(self.names)}"
+            )
 
 
 def _loaded(choices: Choices, sizes: dict[str, int]) -> Mesh:

@@ -7,6 +7,7 @@ Gradients are averaged, first values are shared and weights are compared over th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,20 +27,52 @@ def place_parameter(parameter: Tensor | nn.Module, **axes: str) -> None:
         place_parameter(model.discriminator, data="own")   # one for each data replica, never averaged over them
         place_parameter(model.proj.weight, depth="cut")    # this rank holds its rows only
 
-    On every other axis it is whole. All ranks build the same modules; only shapes of cut parameters may differ.
+    On every other axis it is whole. All ranks build the same modules; only shapes of cut parameters may differ. Of a
+    module, buffers are placed too, so that an own batch norm keeps statistics of its own. Copies by ``copy.deepcopy``
+    are placed as the original is.
 
-    Not public yet: no rule knows such a parameter. Work that meets it directly and is cut along its axis is refused,
-    but not where a gather or another movement lies between; ``copy.deepcopy`` drops the mark; buffers of an own module
-    are rank 0's.
+    No rule knows such a parameter: work that meets it directly and is cut along its axis is refused. A gather or
+    another movement in between hides it from that check.
     """
     wrong = next((kind for kind in axes.values() if kind not in KINDS), None)
     if wrong is not None:
         raise MeshError(f"place_parameter: on an axis a parameter is {', '.join(KINDS)}, not {wrong!r}")
-    tensors = parameter.parameters() if isinstance(parameter, nn.Module) else [parameter]
+    tensors = list(parameter.parameters()) if isinstance(parameter, nn.Module) else [parameter]
     for tensor in tensors:
         if getattr(tensor, AVERAGED, False):
             raise MeshError("place_parameter comes before hc.distribute, which has seen this parameter already")
         mark_placement(tensor, {**placement_of(tensor), **axes})
+        tensor.__deepcopy__ = _MarkedCopy(tensor)  # type: ignore[method-assign]
+    for module in parameter.modules() if isinstance(parameter, nn.Module) else ():
+        # Buffers may be replaced at any time, so the module remembers for them.
+        module.__dict__[_PLACEMENT] = {**module.__dict__.get(_PLACEMENT, {}), **axes}
+        place_buffers(module)
+
+
+def place_buffers(model: nn.Module) -> None:
+    """Mark the buffers of modules that were placed, those that have been replaced or copied since included."""
+    for module in model.modules():
+        for buffer in module.buffers(recurse=False) if _PLACEMENT in module.__dict__ else ():
+            mark_placement(buffer, module.__dict__[_PLACEMENT])
+
+
+class _MarkedCopy:
+    """``__deepcopy__`` of a placed parameter: torch's own copies no attributes. Holds a weak reference to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    def __call__(self, memo: dict[int, Any]) -> Tensor:
+        tensor = self._tensor()
+        assert tensor is not None, "it is an attribute of this tensor"
+        copy: Tensor = type(tensor).__deepcopy__(tensor, memo)
+        mark_placement(copy, placement_of(tensor))
+        copy.__deepcopy__ = _MarkedCopy(copy)  # type: ignore[method-assign]
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled parameter keeps its mark; without this attribute, copy.deepcopy takes the way of pickles.
+        return type(None), ()
 
 
 def mark_placement(tensor: Tensor, axes: Mapping[str, str]) -> None:

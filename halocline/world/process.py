@@ -56,19 +56,29 @@ class ProcessWorld(JoinedWorld):
     """
 
     def __init__(
-        self, deadline: float = DEFAULT_DEADLINE, wide: bool = False, secret: Secret | None = None, first: bool = True
+        self,
+        deadline: float = DEFAULT_DEADLINE,
+        wide: bool = False,
+        secret: Secret | None = None,
+        first: bool = True,
+        members: tuple[int, ...] | None = None,
     ) -> None:
-        """The ``first`` world of a process finds the job's secret; others get it from the world that they duplicate."""
+        """The ``first`` world of a process finds the job's secret; others get it from the world that they duplicate.
+
+        ``members``: the ranks that make and use it, if not all.
+        """
         self._gloo: dict[tuple[str, tuple[int, ...]], Any] = {}  # groups by purpose and ranks
         self._new_group = threading.Lock()  # a thread may set the deadline of groups while another adds one
         self._nccl: NcclGroups | None = None
         self._sockets: TcpTransport | None = None
         super().__init__(dist.get_rank(), dist.get_world_size(), deadline)
-        self._name = f"halocline/world {world_number(self.rank, deadline)}"
+        if members is not None:
+            self._everyone = members
+        self._name = f"halocline/world {world_number(self.rank, deadline, members)}"
         self._store = own_store(deadline)
         self._secret = self._find_secret(deadline) if first else secret
         own_sockets = self._secret is not None
-        on_devices = "nccl" in str(dist.get_backend_config())
+        on_devices = members is None and "nccl" in str(dist.get_backend_config())
         all_on_sockets = wide and own_sockets and WIDE_POSSIBLE
         self.capabilities = Capabilities(
             "torch",
@@ -78,7 +88,7 @@ class ProcessWorld(JoinedWorld):
             priorities=own_sockets and WIDE_POSSIBLE,
             device_memory=on_devices,
         )
-        self._wide, self._everyone = wide, tuple(range(self.size))
+        self._wide = wide
         if not all_on_sockets:  # else saved: the threads of a gloo group wake up a hundred times a second
             self._group(_MESSAGES, self._everyone)
         if self._secret is not None:
@@ -143,7 +153,9 @@ class ProcessWorld(JoinedWorld):
         announced = None
         if self._sockets is not None:
             announced = self._sockets.connection(peer, tag, 0).receive(tag, memoryview(b""))
-        carried = self._gloo[_MESSAGES, self._everyone].recv([sendable(host)], peer, folded(tag, _TAG_BITS))
+        carried = self._gloo[_MESSAGES, self._everyone].recv(
+            [sendable(host)], self._place(peer), folded(tag, _TAG_BITS)
+        )
         return peer, carried if announced is None else _Large(announced, carried), buffer, host
 
     def _send(self, peer: int, message: Tensor, tag: int, urgency: float) -> Job:
@@ -154,8 +166,14 @@ class ProcessWorld(JoinedWorld):
             return peer, self._sockets.connection(peer, tag, size).send(tag, memory_of(host), urgency), host, host
         if self._sockets is not None:
             self._sockets.connection(peer, tag, 0).send(tag, memoryview(b""))
-        carried = self._gloo[_MESSAGES, self._everyone].send([sendable(host)], peer, folded(tag, _TAG_BITS))
+        carried = self._gloo[_MESSAGES, self._everyone].send(
+            [sendable(host)], self._place(peer), folded(tag, _TAG_BITS)
+        )
         return peer, carried, host, host
+
+    def _place(self, peer: int) -> int:
+        """A rank's number in the gloo group of all that use this world."""
+        return peer if len(self._everyone) == self.size else self._everyone.index(peer)
 
     def complete(self, posted: object, label: Label) -> None:
         """Wait for the messages, and copy those for GPUs from host memory."""
@@ -221,8 +239,14 @@ class ProcessWorld(JoinedWorld):
             tensor.copy_(host)
 
     def _duplicate(self, wide: bool) -> ProcessWorld:
+        return self._made_by(None, wide)
+
+    def _duplicate_among(self, members: tuple[int, ...], wide: bool) -> ProcessWorld:
+        return self._made_by(None if len(members) == self.size else members, wide)
+
+    def _made_by(self, members: tuple[int, ...] | None, wide: bool) -> ProcessWorld:
         try:
-            return self._alike(ProcessWorld(self.deadline, wide, self._secret, first=False))
+            return self._alike(ProcessWorld(self.deadline, wide, self._secret, first=False, members=members))
         except (RuntimeError, OSError) as error:  # a rank is gone, or the store with it
             raise self._failure(None, error, Label("another world", "the same ranks")) from error
 

@@ -152,11 +152,12 @@ def own_store(deadline: float) -> Any:
     return within(deadline, store.clone)
 
 
-def world_number(rank: int, deadline: float) -> int:
-    """How many worlds this rank has made at this store: the same on all ranks, which make worlds together."""
+def world_number(rank: int, deadline: float, members: tuple[int, ...] | None = None) -> str:
+    """How many worlds this rank has made with all ranks, or with ``members``: the same on each of them."""
     store = joined_store(deadline)
     assert store is not None, "ranks make worlds when they have met"
-    return store.add(f"halocline/worlds/{rank}", 1)
+    among = "" if members is None else f" of {'-'.join(map(str, members))}"
+    return f"{store.add(f'halocline/worlds/{rank}{among}', 1)}{among}"
 
 
 def init_process_group(deadline: float, backend: str, **meeting: Any) -> None:

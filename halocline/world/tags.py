@@ -6,6 +6,7 @@ size, and the number of the exchange within the group.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from functools import lru_cache
 
@@ -68,6 +69,13 @@ def sum_tag(turn: int, ranks: tuple[int, ...], operation: str, channel: str, ten
     """The tag of a sum that goes as messages: different from all others, by channel and by the channel's own count."""
     tag = counted_tag(turn, (*ranks, -2), f"{operation} by {channel}", 0)
     return tag & ~_COUNTED | size_bits(tensor.numel(), tensor.dtype)
+
+
+@lru_cache(maxsize=4096)
+def crossing_tag(key: str, number: int, elements: int, dtype: torch.dtype) -> int:
+    """The tag of a message between two sets of ranks, which count no exchanges together: by its crossing's key."""
+    digest = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=5).digest())
+    return digest << (_TURN_BITS + _SIZE_BITS) | number & ((1 << _TURN_BITS) - 1) | size_bits(elements, dtype)
 
 
 def divergence(rank: int, called: str, peer: int, theirs: str) -> str:

@@ -193,6 +193,7 @@ def test_every_way_is_measured_in_turn() -> None:
     json.dumps([result, events], allow_nan=False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("loopback")
 def test_the_best_settings_take_part_in_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "SETTINGS", gradients.SETTINGS[:4])
@@ -320,3 +321,5 @@ def test_help_teaches() -> None:
 def test_plans_are_checked_without_the_command() -> None:
     with pytest.raises(hc.HaloclineError, match="such as 1,2"):
         GradientsPlan(ranks_per_node=()).check()
+    with pytest.raises(hc.HaloclineError, match=r"from 0\.1 to 1"):
+        GradientsPlan(cores=0.01).check()

@@ -23,6 +23,7 @@ from halocline.cli.output import add_command, new_app, size_text
 from halocline.cli.train_rank import run_rank
 from halocline.testing.check import NetworkReport, check_network
 from halocline.testing.pool import Outcome, RankError, shared_pool
+from halocline.train.elastic import RankCount
 from halocline.train.settings import Settings
 
 SMALL = ["--shape", "1,2,8,8,8"]
@@ -148,14 +149,15 @@ def test_help_teaches(command: list[str]) -> None:
     assert "<bool>" not in out
 
 
-def on_pooled_ranks(settings: Settings, folder: Path, ranks: int, restarts: int) -> dict[str, Any]:
+def on_pooled_ranks(settings: Settings, folder: Path, counts: RankCount, restarts: int) -> dict[str, Any]:
+    ranks = counts.most
     return (
         shared_pool(ranks).run(run_rank, settings, folder, deadline=60)[0] if ranks > 1 else run_rank(settings, folder)
     )
 
 
 def test_the_demo_agrees_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halocline.cli.train.on_this_machine", on_pooled_ranks)
+    monkeypatch.setattr("halocline.cli.attempts.on_this_machine", on_pooled_ranks)
     for name, value in {"SIZE": 16, "WIDTH": 2, "SAMPLES": 4, "HELD_OUT": 2}.items():
         monkeypatch.setattr(demo_command, name, value)
     code, out, err = run("demo", "--steps", "2", "--out", str(tmp_path / "new"), "--json")

@@ -117,3 +117,16 @@ def test_arguments_in_another_order_or_of_another_type_are_told_with_what_to_wri
             nn.functional.cross_entropy(cut.expand(1, 2, 4, 4), hc.shard(torch.zeros(1, 4, 4), mesh, {1: "depth"}))
 
     run_local(2, on_each)
+
+
+@pytest.mark.long
+def test_a_run_that_never_began_leaves_no_folder(place):
+    (place / "run.toml").write_text(
+        (place / "run.toml").read_text().replace("data.y.classes = true", "data.y.dims = 'NQ'")
+    )
+    found = CliRunner().invoke(app, ["train", "run.toml", "--ranks", "2"])
+    assert found.exit_code == 2 and not (place / "runs" / "run-1").exists(), found.stderr
+    found = CliRunner().invoke(app, ["train", "run.toml", "--ranks", "2", "--out", "kept"])
+    assert found.exit_code == 2 and (place / "kept").exists()  # a folder that was asked for stays
+    found = CliRunner().invoke(app, ["predict", "kept", "maps.h5", "out.h5"])
+    assert found.exit_code == 2 and "kept was not trained: it has no input.json" in found.stderr

@@ -104,6 +104,7 @@ def test_numbers_that_are_none_are_counted_and_left_out(tmp_path: Path) -> None:
     assert np.isnan(Statistics.load(store, tmp_path / "s.json").max[2])
 
 
+@pytest.mark.long
 def test_the_same_bits_for_any_number_of_processes_and_ranks(tmp_path: Path) -> None:
     array = (DICE.standard_normal((5, 2, 16, 16)) * 7).astype("int16")
     store = h5(tmp_path, array, "NCHW", chunks=(1, 1, 8, 16))

@@ -23,6 +23,7 @@ from halocline.data.stores.zarr import Zarr
 from halocline.errors import DataError
 from halocline.geometry import Box, Interval, slices, whole
 from halocline.testing import StoreTests
+from halocline.workloads import climate
 
 Array = NDArray[Any]
 
@@ -222,3 +223,8 @@ def test_many_files_are_open_by_turns(tmp_path: Path) -> None:
 def test_the_library_of_tests_needs_no_pytest() -> None:
     code = "import sys; sys.modules['pytest'] = None; import halocline.testing; halocline.testing.StoreTests"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_generated_samples_of_other_seeds_have_other_identities() -> None:
+    first, second, again = (climate.fields(4, seed, 32, 48)["x"].store.identity for seed in (0, 1, 0))
+    assert first == again != second

@@ -45,6 +45,16 @@ ARRANGEMENTS = {
     "gather, data cut": Arrangement({"data": 2, "depth": 1, "height": 2}, gather=("late", "head")),
     "gather between cut layers": Arrangement({"data": 1, "depth": 2, "height": 2}, gather=("blocks.1",)),
     "recompute": Arrangement({"data": 1, "depth": 2, "height": 1}, recompute=("first", "blocks.0", "late")),
+    "a layer's own cut": Arrangement(
+        {"data": 1, "depth": 2, "height": 1},
+        choices=hc.Choices(at={"blocks.1": hc.Choices(cut={3: "depth"}), "late": hc.Choices(cut={4: "depth"})}),
+    ),
+    "a layer's own cut, recomputed": Arrangement(
+        {"data": 1, "depth": 2, "height": 2},
+        choices=hc.Choices(
+            at={"blocks.0": hc.Choices(recompute=True), "late": hc.Choices(cut={2: "height"}, recompute=True)}
+        ),
+    ),
     "all": Arrangement(
         {"data": 2, "depth": 2, "height": 1},
         {"depth": (0, 4, 12)},
@@ -133,3 +143,40 @@ def test_a_plan_for_something_else_is_refused() -> None:
         run_local(3, arrangement.mesh)
     with pytest.raises(PlanError, match="a tensor of 3 dims needs as many letters"):
         run_local(2, lambda: arrangement.shard(torch.zeros(2, 2, 2), "NCDHW"))
+
+
+class Noted(nn.Module):
+    def __init__(self, seen: list[dict[int, str]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(dict(x.sharding.dims_by_axis()))
+        return x.sin()
+
+
+def test_a_module_is_given_the_cut_that_its_choices_name_and_computes_again() -> None:
+    own = hc.Choices(cut={1: "depth"}, recompute=True)
+
+    def body() -> list[dict[int, str]]:
+        seen: list[dict[int, str]] = []
+        mesh = hc.Mesh(hc.Choices(at={"1": own}), depth=2)
+        model = hc.distribute(nn.Sequential(Noted(seen), Noted(seen)), mesh)
+        x = torch.ones(2, 4, 4, dtype=torch.float64, requires_grad=True)
+        model(hc.shard(x, mesh, {2: "depth"})).square().sum().backward()
+        return seen
+
+    assert run_local(2, body) == [[{2: "depth"}, {1: "depth"}, {1: "depth"}]] * 2
+
+
+def test_choices_for_modules_are_checked() -> None:
+    def distributed(choices: hc.Choices) -> None:
+        hc.distribute(Classifier(), hc.Mesh(choices, depth=1))
+
+    with pytest.raises(MeshError, match="are for a module"):
+        run_local(1, lambda: distributed(hc.Choices(recompute=True)))
+    with pytest.raises(MeshError, match=r"'lat', which Classifier does not have"):
+        run_local(1, lambda: distributed(hc.Choices(at={"lat": hc.Choices(cut={2: "depth"})})))
+    assert hash(hc.Choices(cut={2: "depth"})) != hash(hc.Choices()) and "cut={2: 'depth'}" in repr(
+        hc.Choices(cut={2: "depth"})
+    )

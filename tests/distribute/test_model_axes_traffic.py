@@ -18,15 +18,18 @@ from halocline.workloads.transformer import Decoder, block_layout, layout
 WIDTH, LENGTH, BATCH = 512, 512, 8
 
 
-def recorded(layers: int, sizes: dict[str, int]) -> tuple[Record, Record]:
+IN_ONE_PIECE = hc.Choices(product_tile=0)
+
+
+def recorded(layers: int, sizes: dict[str, int], choices: hc.Choices = IN_ONE_PIECE) -> tuple[Record, Record]:
     """Forward and backward of a decoder on one rank of a dry world."""
     with dry(0, prod(sizes.values())):
         with torch.device("meta"):
             model = Decoder(vocabulary=512, length=LENGTH, width=WIDTH, heads=8, layers=layers)
             tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-        mesh = hc.Mesh(**sizes)
+        mesh = hc.Mesh(choices, **sizes)
         hc.distribute(model, mesh, layout=block_layout(), deterministic=True)
-        x = hc.shard(tokens, mesh, {0: "data"})
+        x = hc.shard(tokens, mesh, {0: "data"}) if "data" in sizes else tokens
         outputs: list[torch.Tensor] = []
         forward = record(lambda: outputs.append(model(x)), mesh)
         return forward, record(lambda: outputs[0].square().mean().backward(), mesh)
@@ -46,6 +49,24 @@ def test_a_block_has_two_sums_in_each_direction(parts: int) -> None:
             assert of_blocks(found) == {(size, tuple(range(parts))): 2 * layers}
             assert not any("blocks" in each.label.place for each in found.exchanges if each.label.channel == "moves" and
                            "reduction" not in each.label.operation)  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_so_has_a_block_whose_activations_are_plain(parts: int) -> None:
+    """On a mesh of axis model alone: sums of results forward, sums of gradients of what enters the cut weights back."""
+    size = BATCH * LENGTH * WIDTH * 4
+    for layers in (1, 3):
+        for found in recorded(layers, {"model": parts}):
+            assert of_blocks(found) == {(size, tuple(range(parts))): 2 * layers}
+
+
+@pytest.mark.parametrize("sizes", [{"model": 2}, {"data": 2, "model": 2}])
+def test_tiles_carry_the_bytes_of_one_piece(sizes: dict[str, int]) -> None:
+    pieces, tiles = (recorded(2, sizes, choices) for choices in (IN_ONE_PIECE, hc.Choices(product_tile=1 << 20)))
+    for whole, parts in zip(pieces, tiles, strict=True):
+        counts = [of_blocks(each) for each in (whole, parts)]
+        assert len({sum(size * count for (size, _), count in each.items()) for each in counts}) == 1
+        assert counts[1].total() > counts[0].total()
 
 
 def built() -> float:

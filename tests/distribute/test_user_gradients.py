@@ -184,6 +184,16 @@ def a_deep_critic_with_a_gradient_penalty(mesh: hc.Mesh | None) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
+@case
+def a_sum_that_each_rank_uses_in_its_own_way(mesh: hc.Mesh | None) -> list[Tensor]:
+    """As local batches do: the loss is the mean of the ranks' losses."""
+    model = distributed(nn.Linear(3, 1), mesh)
+    total = model(cut(drawn(2, 4, 3), mesh, 1)).square().sum()
+    own = 3.5 if mesh is None else (2.0, 5.0)[mesh.rank]
+    (total.square() * own).backward()
+    return [model.weight.grad, model.bias.grad]
+
+
 @pytest.mark.parametrize("name", CASES.right)
 def test_as_on_one_rank(name: str) -> None:
     CASES.check(name)

@@ -1,7 +1,9 @@
 """Every block of code in the tutorials runs as it is printed, in order, in an empty folder."""
 
 import json
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,58 @@ PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "tutorials").glob("
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_of_a_tutorial_runs(name, tmp_path):
+    """As the notebook, whose cells are the blocks, and as a reader without Jupyter where that is not installed."""
+    if all(find_spec(each) for each in ("jupytext", "nbclient", "ipykernel")):
+        done = subprocess.run([sys.executable, str(ROOT / "tools" / "tutorials.py"), written(name, tmp_path)],
+                              capture_output=True, text=True, timeout=900)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        ready = [block for block in blocks(PAGES[name].read_text()) if block.does and available(block.needs)]
+        assert f"{len(ready)} cells ran" in done.stdout
+        return
     reader = Reader(tmp_path)
     for block in blocks(PAGES[name].read_text()):
         if block.does and available(block.needs):
             reader.follow(block)
+
+
+def written(name, folder):
+    """The path of a tutorial's notebook."""
+    path = folder / f"{name}.ipynb"
+    path.write_text(notebook(PAGES[name].read_text()))
+    return str(path)
+
+
+SMALL = """
+```python title="one.py"
+print(1)
+```
+
+```bash
+python one.py
+false | cat
+```
+
+```python
+two = 2
+```
+
+<!-- needs: no-such-program -->
+```bash
+exit 1
+```
+"""
+
+
+@pytest.mark.long
+def test_a_notebook_stops_at_the_first_command_that_fails(tmp_path):
+    pytest.importorskip("nbclient")
+    (tmp_path / "bad.ipynb").write_text(notebook(SMALL))
+    (tmp_path / "good.ipynb").write_text(notebook(SMALL.replace("false | cat", "true")))
+    command = [sys.executable, str(ROOT / "tools" / "tutorials.py")]
+    good = subprocess.run([*command, str(tmp_path / "good.ipynb")], capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0 and "3 cells ran" in good.stdout, good.stderr[-2000:]
+    bad = subprocess.run([*command, str(tmp_path / "bad.ipynb")], capture_output=True, text=True, timeout=120)
+    assert bad.returncode and "CellExecutionError" in bad.stderr
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -40,14 +40,15 @@ def records(data):
             whole = b""
 
 
-@pytest.mark.long
-def test_wandb_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+@pytest.mark.integration
+def test_wandb_offline(tmp_path, monkeypatch, package):
+    wandb = package("wandb")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     trained(tmp_path / "run", "WandB")
+    wandb.teardown()  # as at the end of a process: its service writes the rest of the file after the run has finished
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     losses, metrics, config = {}, {}, {}
     for data in records(written.read_bytes()):
@@ -62,10 +63,10 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert "validation/mean_dice" in metrics and config["workload"] == "unet3d" and config["optimizer.lr"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:.*loader strategy is deprecated")  # MLflow's own use of SQLAlchemy
-def test_mlflow_with_a_local_store(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
+def test_mlflow_with_a_local_store(tmp_path, monkeypatch, package):
+    mlflow = package("mlflow")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trained(tmp_path / "run", "MLflow")
@@ -81,9 +82,9 @@ def test_mlflow_with_a_local_store(tmp_path, monkeypatch):
     assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
-@pytest.mark.long
-def test_tensorboard_has_the_losses_of_the_log(tmp_path):
-    pytest.importorskip("tensorboard")
+@pytest.mark.integration
+def test_tensorboard_has_the_losses_of_the_log(tmp_path, package):
+    package("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trained(tmp_path / "run")

@@ -148,6 +148,7 @@ def run(*arguments: str, columns: int = 80) -> str:
     return result.output
 
 
+@pytest.mark.long
 def test_the_command_compares_and_draws_in_80_columns(tmp_path: Path) -> None:
     run("--out", str(tmp_path / "first.json"), "--batch", "1")
     shown = run("--compare", str(tmp_path / "first.json"), "--picture", str(tmp_path / "plan.svg"), "--batch", "2")
@@ -156,6 +157,7 @@ def test_the_command_compares_and_draws_in_80_columns(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.long
 def test_input_bytes_and_ranges_are_in_the_json() -> None:
     told = json.loads(run("--input-bytes", "1000000000000", "--json", columns=200).splitlines()[-1])
     assert told["predicted"]["binds"] == "input" and told["predicted"]["seconds"] == told["predicted"]["input"]

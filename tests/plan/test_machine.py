@@ -11,7 +11,18 @@ import pytest
 from halocline.plan.collectives import chosen_algorithm, exchange_seconds, group_of, latency_us, sum_seconds
 from halocline.plan.machine import MachineError, load_machine, quantities, shipped
 
-MACHINES = ["abci", "dgx-a100", "eos", "juwels-booster", "lassen", "minsky", "perlmutter", "piz-daint", "summit"]
+MACHINES = [
+    "abci",
+    "cpu",
+    "dgx-a100",
+    "eos",
+    "juwels-booster",
+    "lassen",
+    "minsky",
+    "perlmutter",
+    "piz-daint",
+    "summit",
+]
 
 
 def test_all_machines_are_shipped() -> None:

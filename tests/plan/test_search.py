@@ -329,6 +329,7 @@ def test_operations_are_timed_at_their_own_shapes(tmp_path: Path) -> None:
     assert keys <= set(prices.measured) and all(seconds > 0 for seconds in prices.measured.values())
 
 
+@pytest.mark.long
 def test_tiles_below_the_spatial_metg_are_left_out_unless_nothing_else_fits() -> None:
     plain = load_machine("perlmutter")
 

@@ -108,6 +108,7 @@ def test_what_a_plan_says_of_its_mesh_is_checked(plan: Plan, changes: Mapping[st
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.long
 def test_speeds_and_input_bytes_are_priced_anew_too() -> None:
     told = {"speeds": (2.0, 1.0), "input_bytes": 10**12}
     plan = hc.plan(SmallUNet, SHAPE, machine="perlmutter", devices=2, batch=1, **told)

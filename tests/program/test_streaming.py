@@ -130,7 +130,10 @@ def differences(model: nn.Module, plain: nn.Module, x: Tensor) -> tuple[float, s
     ours, true = (x.clone().requires_grad_(x.is_floating_point()) for _ in range(2))
     outputs = zip(step(model, ours), step(plain, true), strict=True)
     errors = [(relative_error(a, b), "output") for a, b in outputs]
-    pairs = [(n, a.grad, b.grad) for (n, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)]
+    named = zip(model.named_parameters(), plain.parameters(), strict=True)
+    pairs = [
+        (n, *(g.to_dense() if g is not None and g.is_sparse else g for g in (a.grad, b.grad))) for (n, a), b in named
+    ]
     scale = max(true_one.abs().max().item() for _, _, true_one in pairs if true_one is not None)
     for name, mine, theirs in [*pairs, ("the input", ours.grad, true.grad)]:
         if theirs is not None:

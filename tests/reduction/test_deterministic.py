@@ -68,6 +68,34 @@ def test_four_equal_runs_have_one_hash(mode: str) -> None:
     assert len(found) == 1
 
 
+def hashes_of_passes(mode: str, wire: str | None) -> list[str]:
+    """The hash of the means of each of five backward passes over the same weights and the same input."""
+    mesh, model = hc.Mesh(data=-1), network()
+    how = dict(MODES[mode])
+    if how.get("overlap"):
+        how["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.0)
+    hc.distribute(model, mesh, deterministic=True, wire=wire, **how)
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(mesh.rank))
+    found = []
+    for _ in range(5):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        if how.get("overlap"):
+            how["optimizer"].step()
+            hc.flush(model)
+        words = hashlib.sha256()
+        for parameter in model.parameters():
+            words.update(b"none" if parameter.grad is None else parameter.grad.numpy().tobytes())
+        found.append(words.hexdigest())
+    return found[1:] if how.get("lag") else found  # the first step of lag has no means
+
+
+@pytest.mark.parametrize(("mode", "wire"), [("backward", None), ("levels", None), ("lag on rings", "bf16")])
+def test_a_pass_has_the_same_bits_before_there_is_a_plan_and_after(mode: str, wire: str | None) -> None:
+    passes = shared_pool(4).run(hashes_of_passes, mode, wire, deadline=120.0)
+    assert len({word for rank in passes for word in rank}) == 1
+
+
 def test_groups_follow_from_order_and_sizes() -> None:
     def groups() -> list[list[int]]:
         model = hc.distribute(network(), hc.Mesh(data=2), deterministic=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from halocline.testing import shared_pool
 from halocline.train import Checkpoints, place_optimizer_state
 from halocline.train.guard import Guard, TrainingError
 from halocline.train.settings import GuardSettings
-from halocline.world import Mesh, place_parameter, run_local
+from halocline.world import Mesh, place_parameter, placement_of, run_local
 
 STEPS = 5
 
@@ -243,3 +244,73 @@ def test_late_placements_are_refused() -> None:
         assert "comes before hc.distribute" in after
         assert "required no gradient at hc.distribute" in thawed
         assert "lag=1 takes parameters that are whole" in lagged
+
+
+class Roles(nn.Module):
+    """A trunk that all ranks share, and a network with a batch norm that each group of ranks owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 4)
+        self.role = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.role(self.trunk(x)).square().mean()
+
+
+def role_of(group: int) -> Roles:
+    torch.manual_seed(0)
+    model = Roles().double()
+    with torch.no_grad():
+        for parameter in model.role.parameters():
+            parameter.add_(0.1 * group)
+    return model
+
+
+def rows(group: int, step: int) -> Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + group)).double() + group
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["placed", "a copy"])
+def test_each_group_owns_a_network_with_its_buffers(copied: bool) -> None:
+    """Against one rank with both groups' networks: the trunk's gradient is the mean, a role's its own."""
+    models = [role_of(group) for group in range(2)]  # before the ranks, whose threads share torch's generator
+
+    def run() -> dict[str, Tensor]:
+        mesh = Mesh(group=2)
+        model = models[mesh.coordinates["group"]]
+        hc.place_parameter(model.role, group="own")
+        if copied:
+            model = copy.deepcopy(model)
+        hc.distribute(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(mesh.coordinates["group"], step)).backward()
+            optimizer.step()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    alone = [role_of(group) for group in range(2)]
+    for step in range(3):
+        for group, model in enumerate(alone):
+            model.zero_grad()
+            model(rows(group, step)).backward()
+        for a, b in zip(alone[0].trunk.parameters(), alone[1].trunk.parameters(), strict=True):
+            a.grad = b.grad = (a.grad + b.grad) / 2  # type: ignore[operator]
+        for model in alone:
+            torch.optim.SGD(model.parameters(), 0.05).step()
+    found = run_local(2, run)
+    assert not torch.equal(found[0]["role.1.running_mean"], found[1]["role.1.running_mean"])
+    for mine, model in zip(found, alone, strict=True):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_marks_outlive_copies_and_pickles(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    hc.place_parameter(weight, depth="cut")
+    torch.save(weight, tmp_path / "weight.pt")
+    loaded = torch.load(tmp_path / "weight.pt", weights_only=False)
+    for made in (copy.deepcopy(weight), copy.deepcopy(copy.deepcopy(weight)), loaded, copy.deepcopy(loaded)):
+        assert placement_of(made) == {"depth": "cut"}
+        assert isinstance(made, nn.Parameter) and made.data_ptr() != weight.data_ptr()

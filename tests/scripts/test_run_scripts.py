@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,34 @@ def test_a_script_does_what_it_does_in_plain_python(
     assert largest_difference(seen, wanted) < 1e-8 and [row[0] for row in seen] == [4, 3] * 2
 
 
+ORDINARY = sorted(Path(os.environ.get("HALOCLINE_SCRIPTS", "/nowhere")).glob("*.py"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not ORDINARY, reason="HALOCLINE_SCRIPTS names no folder of scripts")
+@pytest.mark.parametrize("script", ORDINARY, ids=lambda path: path.stem)
+def test_a_script_of_a_folder_does_what_it_does_in_plain_python(tmp_path: Path, script: Path) -> None:
+    """Scripts that take --double and --steps. All they save with torch is compared; float64 on one to three ranks."""
+    seen = []
+    for ranks in range(4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        ours = ["-m", "halocline.cli", "run", str(script), "--ranks", str(ranks), "--"]
+        launch = ours if ranks else [str(script)]
+        done = subprocess.run(
+            [sys.executable, *launch, "--double", "--steps", "12"],
+            cwd=folder, capture_output=True, text=True, timeout=300, check=True,
+        )  # fmt: skip
+        saved = {path.name: torch.load(path) for path in sorted(folder.iterdir())}
+        seen.append((done.stdout, saved))
+    assert seen[0][1] and all(printed == seen[0][0] for printed, _ in seen)
+    for ranks in (1, 2, 3):
+        apart = largest_difference(seen[ranks][1], seen[0][1])
+        print(f"{script.stem} on {ranks}: {apart:.1e}")
+        assert apart < 1e-8
+
+
+@pytest.mark.long
 def test_indexed_numbers_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     saved = []
     for ranks, cut in ((1, {}), (2, {}), (3, {}), (2, {"depth": 2})):

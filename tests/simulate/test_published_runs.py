@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from halocline.errors import PlanError
 from halocline.plan.cost import MULTIPLY
 from halocline.plan.machine import load_machine
 from halocline.plan.recording import record_step
@@ -49,8 +50,10 @@ def test_deepcam_says_which_sizes_it_takes() -> None:
         workload.factory(**workload.fit(workload.shapes))(torch.zeros(1, 16, 40, 48))
 
 
-def test_every_built_in_network_has_a_full_size() -> None:
-    assert set(FULL_SHAPES) == set(WORKLOADS)
+def test_every_built_in_network_has_a_full_size_or_is_refused() -> None:
+    assert set(WORKLOADS) - set(FULL_SHAPES) == {"ctr"}
+    with pytest.raises(PlanError, match="ctr cannot be simulated: which rows"):
+        full_subject("ctr", None, {}, mixed=False)
 
 
 def test_published_runs_stand_on_one_set_of_constants() -> None:

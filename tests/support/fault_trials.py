@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from halocline.train.heartbeat import COMM
+
 SETTINGS = (
     "network.width=2", "data.arguments.size=16", "data.samples=4", "data.validation=0", "checkpoint_every=1",
 )  # fmt: skip
@@ -55,6 +57,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
     found = {}
     for pid in descendants(launcher):
         try:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             variables = dict(
                 each.split(b"=", 1) for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in each
@@ -62,7 +65,9 @@ def ranks_of(launcher: int) -> dict[int, int]:
         except OSError:
             continue
         rank = variables.get(b"RANK", variables.get(b"PMI_RANK"))
-        if rank is not None and any(word.startswith(b"halocline.cli") for word in words):
+        if name.startswith(COMM):  # forked of a template, whose variables these are
+            found[int(name.removeprefix(COMM))] = pid
+        elif rank is not None and any(word.startswith(b"halocline.cli") for word in words):
             found[int(rank)] = pid
     return found
 

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from halocline.cli import train as train_command
+from halocline.cli import attempts
 from halocline.train.config import make_settings, read_settings
+from halocline.train.elastic import RankCount
 from halocline.train.launch import Ending, LaunchError
 
 
@@ -16,11 +17,11 @@ class Ranks:
 
     made: ClassVar[list[int]] = []
 
-    def __init__(self, command, ranks, folder, deadline, lock):
+    def __init__(self, command, ranks, folder, deadline, lock, template):
         self.ranks, self.folder = ranks, folder
         Ranks.made.append(ranks)
 
-    def wait(self):
+    def wait(self, look):
         if self.ranks > 2:
             return Ending(self.ranks - 1, -signal.SIGKILL, "killed by SIGKILL")
         (self.folder / "result.json").write_text(json.dumps({"stopped": False, "steps": 3, "preempted": False}))
@@ -32,15 +33,15 @@ class Ranks:
 
 @pytest.mark.parametrize(("least", "made"), [(None, [4] * 6), (3, [4, 4, 3, 3, 3, 3]), (1, [4, 4, 3, 2])])
 def test_ranks_become_fewer_only_as_far_as_allowed(monkeypatch, tmp_path, least, made):
-    monkeypatch.setattr(train_command, "LocalRanks", Ranks)
+    monkeypatch.setattr(attempts, "LocalRanks", Ranks)
     Ranks.made = []
     settings = make_settings({"workload": "unet3d", "mesh": {"D": 4}})
     if least == 1:
-        result = train_command.on_this_machine(settings, tmp_path, 4, 5, least)
+        result = attempts.on_this_machine(settings, tmp_path, RankCount(4, least), 5)
         assert result["restarts"] == 3 and read_settings(tmp_path).mesh == {}
     else:
         with pytest.raises(LaunchError, match="killed by SIGKILL"):
-            train_command.on_this_machine(settings, tmp_path, 4, 5, least)
+            attempts.on_this_machine(settings, tmp_path, RankCount(4, least or 4), 5)
     assert Ranks.made == made
 
 

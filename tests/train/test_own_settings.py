@@ -140,7 +140,7 @@ def test_metrics_are_chosen_by_what_the_data_hold(place):
         ("metrics=choices:nobody", "metrics = 'choices:nobody' cannot be imported"),
         ("class_names=['a', 'b']", "there are 2, and the network tells 3 classes apart"),
         ("callbacks=choices:Deaf", "callbacks = 'choices:Deaf' has none of the methods on_start"),
-        ("optimizer=adamx", "optimizer.name = 'adamx': give adam, adamw"),
+        ("optimizer=adamx", r"optimizer.name = 'adamx' \(did you mean adam\w*\?\): give adam, adamw"),
         ("optimizer=choices:plain", "optimizer.options"),
         ("model=choices:number", "gives a int, not a torch.nn.Module"),
         ("loss_options={sharpness = 2}", "unexpected keyword argument 'sharpness'; plain takes smooth"),
@@ -199,6 +199,14 @@ def test_callbacks_hear_of_a_run(place, tmp_path):
     kinds = [each[0] for each in choices.Listens.heard]
     assert kinds == ["start", "step", "step", "validation", "end"]
     assert [each[2] for each in choices.Listens.heard[1:3]] == result.losses
+
+
+def test_a_callback_may_end_a_run(place, tmp_path):
+    (place / "ending.py").write_text(
+        "class Enough:\n    def on_step(self, trainer, step, loss):\n        trainer.stop.asked = True\n"
+    )
+    result = train(place, tmp_path / "run", "callbacks=ending:Enough")
+    assert result.stopped and not result.preempted and len(result.losses) == 1
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,11 @@ def test_the_slurm_script_requeues_and_makes_a_secret(tmp_path):
     """The script runs under bash, with programs of the test in place of Slurm's."""
     told = tmp_path / "told"
     for name, body in (
-        ("srun", f'echo "srun ${{#HALOCLINE_SECRET}} $*" >> {told}; exit $(cat {tmp_path}/status)'),
+        (
+            "srun",
+            f'echo "srun ${{#HALOCLINE_SECRET}} $*" >> {told}; mkdir -p $(cat {tmp_path}/further) .; '
+            f"exit $(cat {tmp_path}/status)",
+        ),
         ("scontrol", f'echo "scontrol $*" >> {told}'),
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -70,10 +74,22 @@ def test_the_slurm_script_requeues_and_makes_a_secret(tmp_path):
     script = tmp_path / "run.sbatch"
     script.write_text(slurm_script(BatchJob("a b.toml", "runs/a", 1, 2, 0, 2, 1)))
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
-    for status, requeued in ((0, False), (PREEMPTED, True), (143, True), (2, False)):
+    saved = tmp_path / "runs" / "a" / "checkpoints"
+    saved.mkdir(parents=True)
+    for status, requeued in (
+        (0, False),
+        (PREEMPTED, True),
+        (143, True),
+        (2, False),
+        (2, True),
+        (137, False),
+        (137, True),
+    ):
         told.unlink(missing_ok=True)
         (tmp_path / "status").write_text(str(status))
-        done = subprocess.run(["bash", str(script)], env=environment, check=False, timeout=30)
+        further = requeued and status in (2, 137)  # a start that failed, after it had written a checkpoint
+        (tmp_path / "further").write_text(str(saved / f"step-{len(list(saved.iterdir())):08}") if further else "")
+        done = subprocess.run(["bash", str(script)], cwd=tmp_path, env=environment, check=False, timeout=30)
         lines = told.read_text().splitlines()
         assert done.returncode == status
         assert lines[0] == "srun 64 halocline train a b.toml --out runs/a"

@@ -29,7 +29,7 @@ def test_the_usual_choices_are_folded_away(tmp_path: Path) -> None:
     assert "What the mesh decides by" not in page(tmp_path, None)  # a run of an older version
     text = page(tmp_path, Choices())
     assert "<summary>What the mesh decides by</summary>" in text
-    assert ["halo beside", "32768", "32768", "everywhere"] in rows(text) and len(rows(text)) == 5
+    assert ["halo beside", "32768", "32768", "everywhere"] in rows(text) and len(rows(text)) == 9
 
 
 def test_other_choices_are_shown_beside_the_defaults(tmp_path: Path) -> None:

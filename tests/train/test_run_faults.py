@@ -17,13 +17,14 @@ from test_training_hard import place, settings_of, train  # noqa: F401  a networ
 from torch import nn
 
 import halocline as hc
-from halocline.cli import train as train_command
+from halocline.cli import attempts
 from halocline.cli.stopping import Stop
 from halocline.errors import HaloclineError, RankFailure
 from halocline.testing import run_local, shared_pool
 from halocline.train import launch
 from halocline.train.checkpoints import CheckpointError, Checkpoints, Folder, named_tensors
 from halocline.train.config import make_settings
+from halocline.train.elastic import RankCount
 from halocline.train.guard import Guard, TrainingError
 from halocline.train.launch import LocalRanks
 from halocline.train.log import read_log
@@ -117,7 +118,7 @@ def test_a_refused_command_touches_nothing(tmp_path, monkeypatch):
     live = Folder(tmp_path / "checkpoints")
     live.claim()
     with pytest.raises(CheckpointError, match="another run writes its checkpoints here"):
-        train_command.on_this_machine(make_settings({"workload": "unet3d"}), tmp_path, 2, restarts=1)
+        attempts.on_this_machine(make_settings({"workload": "unet3d"}), tmp_path, RankCount(2, 2), restarts=1)
     live.release()
     assert (tmp_path / "config.toml").read_text() == (tmp_path / "ranks" / "rank-1.error").read_text()
     assert (tmp_path / "config.toml").read_text() == "of the live run"

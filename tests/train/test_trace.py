@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -56,6 +58,27 @@ def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == {3}
     assert rows(events, "process_name") == {3: {"rank 3"}}
     assert "main" in rows(events, "thread_name")[3]
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+import torch
+from halocline.train.trace import Tracer
+child = os.fork()
+if not child:
+    tracer = Tracer(Path(sys.argv[1]), 0, range(1))
+    with tracer.step(0):
+        torch.ones(4) + 1
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.long
+def test_the_main_thread_of_a_forked_rank_has_its_name(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], check=True, timeout=120)
+    assert rows(read(rank_file(tmp_path, 0)), "thread_name")[0] == {"main"}
 
 
 def test_steps_count_from_the_first_that_is_made(tmp_path: Path) -> None:

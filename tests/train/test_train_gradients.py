@@ -30,6 +30,7 @@ def test_a_lagged_run_goes_on_with_the_gradients_it_had(place, tmp_path):  # noq
     assert np.allclose(first[0].losses + rest.losses, whole.losses, rtol=1e-8, atol=0)
 
 
+@pytest.mark.long
 def test_fewer_bits_on_the_way_train_nearly_alike(place, tmp_path):  # noqa: F811
     one = _train(place, tmp_path / "one", "steps=4")
     for wire, off in (("bf16", 1e-2), ("fp16", 1e-3)):

@@ -29,7 +29,7 @@ def test_what_is_written_is_read_again(tmp_path):
         ({"workload": "a", "optimizer": {"lrr": 1}}, [], "optimizer.lrr is unknown; did you mean optimizer.lr"),
         ({"workload": "a", "optimizer": {"lr": "fast"}}, [], "optimizer.lr = 'fast': input should be a valid number"),
         ({"workload": "a"}, ["precision=fp8"], "precision = 'fp8'.*'fp64', 'fp32'"),
-        ({"workload": "a"}, ["mesh.Q=2"], "mesh.Q = 'Q': input should be 'N', 'C', 'T', 'D', 'H' or 'W'"),
+        ({"workload": "a"}, ["mesh.Q=2"], "mesh.Q is unknown: the key should be 'N', 'C', 'T', 'D', 'H' or 'W'"),
         ({"workload": "a"}, ["mesh.D=0"], "mesh.D = 0: input should be greater than or equal to 1"),
         ({"workload": "a", "steps": 0}, [], "steps = 0: input should be greater than or equal to 1"),
         ({"workload": "a", "steps": 1.5}, [], "steps = 1.5"),

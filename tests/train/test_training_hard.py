@@ -20,12 +20,12 @@ from halocline.testing import run_local, shared_pool
 from halocline.train.checkpoints import CheckpointError
 from halocline.train.config import make_settings
 from halocline.train.guard import LEAST_SCALE, Guard, TrainingError, fingerprints
-from halocline.train.log import read_log
+from halocline.train.log import RunLog, read_log
 from halocline.train.precision import Precision
 from halocline.train.predict import likeliest, predict
 from halocline.train.settings import ConfigError, GuardSettings
-from halocline.train.step import training_step
-from halocline.train.trainer import Trainer, evaluating
+from halocline.train.step import evaluating, training_step
+from halocline.train.trainer import Trainer
 from halocline.world import this_world
 
 NETWORK = '''
@@ -148,6 +148,7 @@ def test_a_run_of_fp16_that_never_learns_ends(place, tmp_path):
 # ---- the guard ----
 
 
+@pytest.mark.long
 def test_weights_that_are_no_numbers_are_never_kept(place, tmp_path):
     """The loss of the step that spoils them is a number still."""
     with pytest.raises(TrainingError, match=r"step 1: 12 tensors hold NaN .*first layers\.0\.weight"):
@@ -259,6 +260,7 @@ def test_the_last_step_is_in_the_log_and_the_page_counts_them_all(place, tmp_pat
 # ---- gone on with ----
 
 
+@pytest.mark.long
 def test_other_settings_are_said_and_take_effect(place, tmp_path):
     train(place, tmp_path, "steps=2", "optimizer.name=adamw")
     train(place, tmp_path, "steps=2", "optimizer.name=adamw", "log_every=2")
@@ -275,7 +277,7 @@ def test_other_settings_are_said_and_take_effect(place, tmp_path):
 
 
 @pytest.mark.long
-def test_tensorboard_is_written_where_it_is_and_missed_aloud_where_not(place, tmp_path, monkeypatch):
+def test_tensorboard_is_written_where_it_is_and_missed_aloud_where_it_is_broken(place, tmp_path, monkeypatch):
     written = []
 
     class SummaryWriter:
@@ -298,6 +300,11 @@ def test_tensorboard_is_written_where_it_is_and_missed_aloud_where_not(place, tm
     said = []
     train(place, tmp_path / "without", tell=lambda kind, values: said.append((kind, values)))
     assert said[0][0] == "note" and "nothing is written for TensorBoard" in said[0][1]["text"]
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    log = RunLog(tmp_path / "quiet")
+    assert log.no_board == ""
+    log.close()
 
 
 # ---- predictions ----

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import halocline as hc
 from halocline import sizes
+from halocline.cli import attempts as attempts_module
 from halocline.cli import train as train_command
 from halocline.cli import train_rank
 from halocline.cli.app import app
@@ -24,6 +25,7 @@ from halocline.errors import RankFailure
 from halocline.train import forecast
 from halocline.train.batch_files import BatchJob, slurm_script
 from halocline.train.config import load_settings, make_settings, read_settings, write_settings
+from halocline.train.elastic import RankCount
 from halocline.train.launch import Ending, LaunchError, LocalRanks
 from halocline.train.log import RunLog, read_log
 from halocline.train.reporting import write_report
@@ -232,20 +234,20 @@ def attempts(monkeypatch, tmp_path, ending, during=lambda: None):
     made = []
 
     class Fake:
-        def __init__(self, command, ranks, folder, deadline, lock):
+        def __init__(self, command, ranks, folder, deadline, lock, template):
             made.append(self)
             self.signals = []
 
-        def wait(self):
+        def wait(self, look):
             during()
             return ending
 
         def signal(self, number):
             self.signals.append(number)
 
-    monkeypatch.setattr(train_command, "LocalRanks", Fake)
+    monkeypatch.setattr(attempts_module, "LocalRanks", Fake)
     with pytest.raises(LaunchError, match=ending.words):
-        train_command.on_this_machine(make_settings({"workload": "unet3d"}), tmp_path, 2, restarts=2)
+        attempts_module.on_this_machine(make_settings({"workload": "unet3d"}), tmp_path, RankCount(2, 2), restarts=2)
     return made
 
 

@@ -34,6 +34,7 @@ def duplicates_that_close(wide: bool) -> tuple[list[tuple[int, int]], str]:
     return seen, str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_duplicate_releases_all_it_had(wide: bool) -> None:

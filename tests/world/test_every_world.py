@@ -10,7 +10,8 @@ import torch
 from pairings import mpi_pool
 
 from halocline.testing import CudaWorldTests, RankPool, WorldTests, run_local, shared_pool
-from halocline.world import DryWorld, World, joined, this_world
+from halocline.testing import world_bodies as bodies
+from halocline.world import DryWorld, SubWorld, World, joined, this_world
 
 T = TypeVar("T")
 
@@ -75,6 +76,55 @@ class TestLocalWorld(WorldTests):
 
     def run(self, body: Callable[..., T], *arguments: Any, deadline: float = 30.0) -> list[T]:
         return run_local(self.size, lambda: body(this_world(), *arguments), deadline)
+
+
+def in_some(world: World, body: Callable[..., T], *arguments: Any) -> list[T]:
+    """On all ranks but the last but one: their sub-world."""
+    part = SubWorld(world, (*range(world.size - 2), world.size - 1))
+    return [body(part, *arguments)] if part.rank >= 0 else []
+
+
+def names_of_events(world: World) -> list[str]:
+    names: list[str] = []
+    with world.events.listening(lambda event: names.append(type(event).__name__)):
+        bodies.pass_on(world, torch.ones(10)).wait()
+    return names
+
+
+class InSomeRanks(WorldTests):
+    """A world without one of the ranks. Its events are those of the world of all, by whose numbers they name ranks."""
+
+    def test_events_tell_what_happened(self) -> None:
+        assert self.run(names_of_events) == [["Begun", "Waited"]] * self.size
+
+
+class TestSubWorldOfThreads(InSomeRanks):
+    sum_dtypes = TestLocalWorld.sum_dtypes
+
+    def run(self, body: Callable[..., T], *arguments: Any, deadline: float = 30.0) -> list[T]:
+        found = run_local(self.size + 1, lambda: in_some(this_world(), body, *arguments), deadline)
+        return [result for results in found for result in results]
+
+
+class TestSubWorldOfProcesses(InSomeRanks):
+    def run(self, body: Callable[..., T], *arguments: Any, deadline: float = 30.0) -> list[T]:
+        found = shared_pool(self.size + 1).run(in_a_duplicate, in_some, deadline, body, *arguments)
+        return [result for results in found for result in results]
+
+
+class TestDuplicateOfASubWorld(TestSubWorldOfProcesses):
+    """Made by its ranks alone, on connections of its own."""
+
+    def run(self, body: Callable[..., T], *arguments: Any, deadline: float = 30.0) -> list[T]:
+        return super().run(in_its_duplicate, body, *arguments, deadline=deadline)
+
+
+def in_its_duplicate(world: World, body: Callable[..., T], *arguments: Any) -> T:
+    twin = world.duplicate()
+    try:
+        return body(twin, *arguments)
+    finally:
+        twin.close()
 
 
 class TestDryWorld(WorldTests):

@@ -110,6 +110,7 @@ def test_a_network_cut_in_rows_and_columns_equals_one_rank(pool: RankPool) -> No
             assert relative_error(gradients[name], parameter.grad) <= EXACT
 
 
+@pytest.mark.long
 def test_comparing_places_during_a_wait_takes_nothing_from_it(pool: RankPool) -> None:
     assert pool.run(mpi_ranks.cut_network_comparing_places) == [4] * RANKS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -217,6 +218,7 @@ def test_the_command_counts_and_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     report.networks["three"].why = "no gradient"
     report.networks["four"].gathers["view in head"] = 3
+    monkeypatch.setattr(zoo_command, "find_zoo", lambda _: SimpleNamespace(names=list(report.networks)))
     monkeypatch.setattr(zoo_command, "check_zoo", lambda *_, **__: report)
     code, out, _ = run("check", "--zoo", "mine")
     assert code == 0

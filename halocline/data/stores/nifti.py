@@ -15,6 +15,7 @@ from ...errors import DataError
 from .files import FileStore, Index, Paths
 from .store import Array
 
+HEADER_SIZES = (348, 540)  # of NIfTI-1 and 2: the first number of a file
 #: What the dims of a file are, as nibabel shows them, by how many there are.
 NIFTI_DIMS = {2: "WH", 3: "WHD", 4: "WHDC"}
 
@@ -65,6 +66,10 @@ class OpenedNifti:
             import nibabel
         except ImportError as error:
             raise DataError(f"{path}: NIfTI is read by nibabel; pip install nibabel") from error
+        with nibabel.openers.ImageOpener(str(path)) as file:
+            first = file.read(4)
+        if all(int.from_bytes(first, order) not in HEADER_SIZES for order in ("little", "big")):
+            raise DataError(f"{path} does not begin as a NIfTI file does")  # nibabel would guess the order of its bytes
         image: Any = nibabel.load(path, keep_file_open=True)  # reading on in a compressed file is cheap; anew is not
         self._data, self.header = image.dataobj, image.header
         # nibabel applies the header's scale when a slice is read.

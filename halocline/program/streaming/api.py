@@ -12,8 +12,8 @@ from ...errors import MeshError, Refused
 from ...random.state import current
 from ...sizes import bytes_from
 from ...tensor import ShardedTensor
-from ...tree import map_tensors, tensors_in
-from .operations import Ref, Trace
+from ...tree import tensors_in
+from .operations import Trace, fill
 from .search import Layout, choose_layout
 from .segments import Streamed
 from .trace import trace
@@ -81,18 +81,7 @@ def _answer(recorded: Trace, outputs: list[Tensor]) -> Any:
     """The model's answer again, with tensors in the places of references."""
     by_value = dict(zip(recorded.outputs, outputs, strict=True))
 
-    def fill(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return by_value[value.value]
-        if isinstance(value, dict):
-            return type(value)({key: fill(item) for key, item in value.items()})
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(fill(item) for item in value))
-        if isinstance(value, (tuple, list)):
-            return type(value)(fill(item) for item in value)
-        return map_tensors(lambda tensor: tensor, value)
-
-    return fill(recorded.answer)
+    return fill(recorded.answer, lambda ref: by_value[ref.value])
 
 
 class StreamedStep(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -20,6 +21,22 @@ class Ref:
     """Stands for a tensor among recorded arguments: the number of its value."""
 
     value: int
+
+
+def fill(value: Any, tensor_of: Callable[[Ref], Any]) -> Any:
+    """The same structure with tensors in the places of references."""
+    if isinstance(value, Ref):
+        return tensor_of(value)
+    if isinstance(value, dict):
+        return type(value)({key: fill(item, tensor_of) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(fill(item, tensor_of) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)([fill(item, tensor_of) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        return dataclasses.replace(value, **{name: fill(getattr(value, name), tensor_of) for name in names})
+    return value
 
 
 @dataclass

@@ -107,6 +107,10 @@ class Bucket:
                 return
         self._allocate()
 
+    def let_go(self) -> None:
+        """Give its memory back, between steps and without gradients in it; the next step has new memory."""
+        self._memory, self.views = None, []
+
     def _allocate(self) -> None:
         self._memory = torch.zeros(self.elements + len(self.indices) + 1, dtype=self.dtype, device=self.device)
         self.views = [slot.view(self._memory) for slot in self._slots]

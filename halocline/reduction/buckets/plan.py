@@ -136,6 +136,11 @@ class BucketPlan:
             self._twin = BucketPlan(buckets, self.sparse, self.facts, self.dynamic, self.goal, _twin=self)
         return self._twin
 
+    def let_go(self) -> None:
+        """Give the buckets' memory back, between steps."""
+        for bucket in (*self.buckets, *(self._twin.buckets if self._twin is not None else ())):
+            bucket.let_go()
+
     def worth_changing(self, facts: GradientFacts, parameters: Sequence[Tensor]) -> bool:
         """Would buckets made from these newer facts be done clearly earlier?"""
         dense = [index for bucket in self.buckets for index in bucket.indices if facts.ready[index] >= 0]

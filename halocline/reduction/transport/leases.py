@@ -47,6 +47,11 @@ class ChannelLease:
 _pools: weakref.WeakKeyDictionary[World, dict[tuple[str, tuple[int, ...]], LeasePool]] = weakref.WeakKeyDictionary()
 
 
+def _pools_of(world: World) -> dict[tuple[str, tuple[int, ...]], LeasePool]:
+    """Sub-worlds use the connections of the world that they are a part of, and so its resources."""
+    return _pools.setdefault(world.outermost, {})
+
+
 def lease(
     world: World, kind: str, make: Callable[[int], Any], most: int = MOST, ranks: tuple[int, ...] | None = None
 ) -> ChannelLease | None:
@@ -55,7 +60,7 @@ def lease(
     Called by all of ``ranks`` together.
     """
     ranks = tuple(range(world.size)) if ranks is None else ranks
-    pool = _pools.setdefault(world, {}).setdefault((kind, ranks), LeasePool())
+    pool = _pools_of(world).setdefault((kind, world.numbers_outside(ranks)), LeasePool())
     if not pool.free and len(pool.things) >= most:
         if pool.refused % _PATIENCE == 0:
             gc.collect()

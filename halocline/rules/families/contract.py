@@ -8,6 +8,7 @@ summed over ranks, so that the sum of parts has the precision of one rank's sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
@@ -101,14 +102,19 @@ def linear(function: Any, input: Operand, weight: Operand, bias: Operand | None 
     if bias is not None:
         terms.append((bias, ("out",)[1 - bias.ndim :]))
 
+    def adds_bias(work: Work) -> bool:
+        """Does this rank hold the first feature?"""
+        box = work.box[place]
+        return box.size == features or not (box.lo > 0 or box.empty)
+
     def local(work: Work, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Ranks that hold no first feature leave the bias out: the sum over ranks then has it once."""
-        box = work.box[place]
-        if bias is not None and box.size < features and (box.lo > 0 or box.empty):
+        if bias is not None and not adds_bias(work):
             weight, bias = weight + bias.reshape(-1)[:0].sum(), None  # adds nothing, yet takes part in its backward
         return F.linear(input, weight, bias)
 
-    return contraction(terms, (*lead, "out")[: len(result)], local, uncut=() if features else ("in",))
+    recipe = contraction(terms, (*lead, "out")[: len(result)], local, uncut=() if features else ("in",))
+    return replace(recipe, row_product=adds_bias) if weight.ndim == 2 and input.ndim > 1 else recipe
 
 
 @each("matmul mm bmm mv dot vdot __matmul__")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch_private import foreach_functions
+from ..._torch_private import foreach_functions, unscale_function
 from ..table import composite
 
 _LISTS = (list, tuple)
@@ -57,3 +57,11 @@ def _named(index: int, values: dict[str, Any]) -> dict[str, Any]:
 
 for _name, _function in foreach_functions().items():
     _register(_name, _function)
+
+
+@composite(unscale_function(), family="foreach")
+def unscale(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """``found_inf`` becomes 1 on all ranks where any rank's part of any gradient is not finite."""
+    for gradient in gradients:
+        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(gradient)).any().to(found_inf)))
+        gradient.mul_(inv_scale.to(gradient.device))

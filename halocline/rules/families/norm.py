@@ -109,7 +109,11 @@ def _batch_rule(
             return _of_all_channels(both, work, shape[1])
 
         work_here = Normalization(max(1, count), tuple(x.shape), x.shape[1], eps)
-        return Reduced(work_here, (x, weight, bias), _tracking(mean, var, momentum, share))
+        tracking = _tracking(mean, var, momentum, share)
+        return Reduced(work_here, (x, weight, bias), tracking, alone if count > 1 else None)
+
+    def alone(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
 
     dims = {d for d in range(input.ndim) if d != 1}
     tracks = {0, 1} if replica else {1}

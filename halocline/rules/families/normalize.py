@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -47,6 +48,8 @@ class Normalization:
     def moments(self, x: Tensor, *_: Tensor | None) -> Moments:
         """Those of each k, merged by group."""
         each = _moments_of_each_k(x.reshape(self.view))
+        if self.groups == self.view[1]:
+            return each
         mean, spread = merged(Moments(*(part.view(self.groups, self.members) for part in each)), dim=1)[1:]
         return Moments(self.by_group(each.elements), mean, spread)
 
@@ -150,8 +153,13 @@ def _usual(x: Tensor) -> Tensor:
     form = memory_format_of(x)
     if not x.is_contiguous(memory_format=form):
         return x.contiguous() if x.device.type == "cpu" else x
-    strides = torch.empty(x.shape, device="meta", memory_format=form).stride()
+    strides = _usual_strides(x.shape, form)
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+@lru_cache(maxsize=1024)
+def _usual_strides(shape: torch.Size, form: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=form).stride()
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

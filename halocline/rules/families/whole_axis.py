@@ -94,7 +94,6 @@ def running_extreme(function: Any, input: Tensor, dim: int) -> Any:
     return with_torch_names(function, run_for(function, _named_dim, input, dim=dim))
 
 
-@rule(F.embedding)
 def embedding(
     input: Operand,
     weight: Operand,
@@ -104,12 +103,15 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Recipe:
-    """Rows of a table: its features may be cut, and its rows, of which each rank looks up its own and all are added."""
+    """Rows of a table: its features may be cut, and its rows, of which each rank looks up its own and all are added.
+
+    ``rules/sparse_rows.py`` registers it, beside another way for sparse tables.
+    """
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise refuse(
             F.embedding,
             "max_norm, scale_grad_by_freq and sparse depend on which rows the other ranks look up",
-            "leave them at their defaults",
+            "leave them at their defaults; sparse tables may be whole or cut by rows",
         )
     rows, made = weight.shape[0], (*input.shape, weight.shape[1])
     skipped = None if padding_idx is None else padding_idx % rows

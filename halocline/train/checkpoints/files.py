@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"  # name of the folder of all checkpoints in that of a run
 _LOCK_PATIENCE = 10.0  # seconds: child processes of a killed run may hold its lock a little longer
-_STEP = re.compile(r"step-(\d{8,})")
+STEP_NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.(step-\d{8,})\.(part|old|gone)")
 
 Facts = dict[str, Any]  # of one file: size and checksum
@@ -62,7 +62,7 @@ class Folder:
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, good or not, the oldest first."""
         names = [entry.name for entry in self.root.iterdir()] if self.root.is_dir() else []
-        return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)
 
     # ---- one run at a time ----
 
@@ -167,10 +167,7 @@ class Folder:
     def surplus(self, keep: int, damaged: Collection[int], every: int = 0, upto: int | None = None) -> list[int]:
         """The steps up to ``upto`` whose checkpoints need not stay: all but the ``keep`` newest good ones, and good
         ones at multiples of ``every`` steps."""
-        steps = [step for step in self.steps() if upto is None or step <= upto]
-        good = [step for step in steps if step not in damaged]
-        kept = {*good[-keep:], *(step for step in good if every and step % every == 0)}
-        return [step for step in steps if step not in kept]
+        return surplus([step for step in self.steps() if upto is None or step <= upto], keep, damaged, every)
 
     def remove(self, steps: Collection[int]) -> None:
         """Remove the checkpoints of these steps, as far as possible."""
@@ -179,6 +176,13 @@ class Folder:
                 gone = self._hidden(step, "gone")
                 self.path(step).rename(gone)  # first, so that a kill leaves no half checkpoint under its name
                 shutil.rmtree(gone, ignore_errors=True)
+
+
+def surplus(steps: Sequence[int], keep: int, damaged: Collection[int], every: int = 0) -> list[int]:
+    """Those of some steps, the oldest first, whose checkpoints need not stay."""
+    good = [step for step in steps if step not in damaged]
+    kept = {*good[-keep:], *(step for step in good if every and step % every == 0)}
+    return [step for step in steps if step not in kept]
 
 
 # ---- files and their checksums ----

@@ -22,6 +22,7 @@ from ...world import Mesh, World, new_group
 from .wire import from_bytes, to_bytes
 
 _STORAGE = 600.0  # seconds: the least default deadline, since a large checkpoint takes minutes
+_MESSAGE = 1 << 28  # bytes of a message in which a tensor travels
 _LONGEST = 1 << 31  # bytes of a message: plans of a million tensors
 
 T = TypeVar("T")
@@ -152,6 +153,24 @@ class Peers:
                 f"at its own output first, then start the run again from the last checkpoint ({words[0][:160]})"
             ) from error
 
+    def post_tensor(self, rank: int, tensor: Tensor) -> Callable[[], None]:
+        """Begin to send a tensor to a rank, which awaits it; returns a function that waits for the end."""
+        return self._moved(dist.isend, _bytes_of(tensor.contiguous()), rank)
+
+    def await_tensor(self, rank: int, tensor: Tensor) -> Callable[[], None]:
+        """Begin to receive a contiguous tensor from a rank, in the order in which that one sends."""
+        return self._moved(dist.irecv, _bytes_of(tensor), rank)
+
+    def _moved(self, move: Callable[..., Any], data: Tensor, rank: int) -> Callable[[], None]:
+        works: list[Any] = []
+        self._talk(lambda: works.extend(move(part, rank, group=self._group) for part in data.split(_MESSAGE)))
+
+        def wait() -> None:
+            for work in works:
+                self._talk(work.wait)
+
+        return wait
+
     def close(self) -> None:
         """Keep the group for the next Peers: torch names new groups by their count, so none may be destroyed."""
         group, self._group = self._group, None
@@ -166,6 +185,10 @@ _KINDS: dict[str, type[CheckpointError]] = {each.__name__: each for each in (Che
 def _encoded(answer: _Answer[Any]) -> bytes:
     """An answer as it is sent."""
     return to_bytes((answer.value, None if answer.kind is None else answer.kind.__name__, answer.reason))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _padded(data: bytes, size: int) -> Tensor:

@@ -24,6 +24,7 @@ from ...errors import HaloclineError, RankFailure
 from ...rules.dtensor import from_dtensor
 from ...world import Mesh, World, placement_of
 from ...world.placement import place_on
+from .cloud import CloudFolder
 from .files import FORMAT, STATE, Facts, Folder, problems, read_manifest, share, write, write_manifest
 from .peers import CheckpointError, Mismatch, Peers, reason
 from .store import Stored, write_tensors
@@ -53,8 +54,9 @@ class Checkpoints:
     each place on that axis are saved, and a mesh with as many places can load them.
 
     ``keep`` is the number of newest good checkpoints that stay; those at multiples of ``keep_every`` steps stay, too.
-    ``deadline`` is how many seconds a rank waits for the
-    others and for its own writing; by default 600, or the world's if that is longer. ``lock`` is for :class:`Folder`.
+    ``deadline`` is how many seconds a rank waits for the others and for its own writing; by default 600, or the world's
+    if that is longer. ``lock`` is for :class:`Folder`. To ``cloud``, a URL of fsspec, each checkpoint is copied; a
+    newer one there than in the folder is brought back before it is loaded.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Checkpoints:
         keep_every: int = 0,
         deadline: float | None = None,
         lock: int | None = None,
+        cloud: str | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"Checkpoints(keep={keep}): at least one has to be kept")
@@ -74,6 +77,9 @@ class Checkpoints:
         self._mesh = world if isinstance(world, Mesh) else None
         self._peers = Peers(world, deadline)
         self._files = Folder(self.folder, lock)
+        self._cloud: CloudFolder | None = None  # on rank 0
+        if cloud is not None:
+            self._peers.told(lambda: self._reach(cloud))
         self._damaged: set[int] = set()
         self._pending: tuple[int, Future[None]] | None = None
         self._late = False  # whether a wait for the pending save has timed out
@@ -90,6 +96,9 @@ class Checkpoints:
                 raise
 
     # ---- saving ----
+
+    def _reach(self, cloud: str) -> None:
+        self._cloud = CloudFolder(cloud)
 
     def claim(self) -> None:
         """Keep other runs out of the folder from now on; the first save does it otherwise."""
@@ -203,6 +212,9 @@ class Checkpoints:
             write_manifest(folder, {**origin, "files": files})
             self._files.publish(step)
             self._files.retain(step, self.keep, self._damaged - {step}, self.keep_every)
+            if self._cloud is not None:
+                self._cloud.upload(self._files, step)
+                self._cloud.retain(self.keep, self.keep_every)
 
         try:
             write_tensors(folder, parts.tensors, self._peers, finish)
@@ -233,6 +245,7 @@ class Checkpoints:
         optimizer that has made no step, are loaded too.
         """
         self.wait()
+        self._peers.told(self._bring_newest)
         skipped: list[str] = []
         for step in reversed(steps := self.steps()):
             try:
@@ -248,6 +261,12 @@ class Checkpoints:
             told = "\n".join(f"  {words}" for words in skipped)
             raise CheckpointError(f"{self.folder}: no good checkpoint among {len(steps)}:\n{told}")
         return None
+
+    def _bring_newest(self) -> None:
+        """On rank 0: a newer checkpoint than those here, if the cloud has one."""
+        if self._cloud is not None:
+            self._files.claim()
+            self._cloud.bring_newest(self._files)
 
     def load(self, step: int, template: Mapping[str, Any] | None = None) -> Loaded:
         """The checkpoint of that step, or CheckpointError. Verified and placed as in :meth:`load_latest`."""

@@ -15,13 +15,15 @@ from .svg import element, path_of, short, text, tooltip
 WIDTH, HEIGHT, EDGE = 900.0, 320.0, 60.0
 
 
-def sweep_page(spec: SweepSpec, records: Sequence[TrialRecord], speedups: Mapping[str, float]) -> str:
-    """The report of a sweep as HTML."""
+def sweep_page(spec: SweepSpec, records: Sequence[TrialRecord], speedups: Mapping[str, float], mix: str = "") -> str:
+    """The report of a sweep as HTML. ``mix``: how the planner shared the ranks, in words."""
     done = [record for record in records if record.value is not None]
     parts = [element("h1", text(f"Sweep of {spec.target}")), element("p", text(summary(spec, records)))]
     if speedups:
         words = "; ".join(f"{name}: {value:.2f} times" for name, value in speedups.items())
         parts.append(element("p", text(f"Speed-up over one trial after another on one rank: {words}.")))
+    if mix:
+        parts.append(element("p", text(f"{mix[0].upper()}{mix[1:]}.")))
     if done:
         parts.append(element("h2", "Settings and result of each trial") + parallel_coordinates(spec, done))
     parts.append(element("h2", "Trials") + _table(spec, records))

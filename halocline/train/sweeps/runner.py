@@ -7,8 +7,6 @@ the trials say what is left: finished trials stay, and a trial that had begun go
 from __future__ import annotations
 
 import json
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,12 +16,17 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..config import CONFIG, write_settings
-from ..launch import Ending, LocalRanks
-from ..log import read_log, with_numbers
+from ..log import read_log, with_numbers, write_whole
+from .backends import Backend, make_backend
+from .mix import TrialMix, planned_mix
+from .running import RunningTrial
 from .spec import SweepSpec
 
 JOURNAL, TRIALS, RESULT, SPEC, SECONDS = "journal.log", "trials", "result.json", "sweep.json", "seconds"
 _POLL = 0.2  # seconds between looks at the trials
+_NOTED = 2.0  # seconds after which the times are written anew
+#: What must be as it was when a sweep goes on: results of other settings could not be compared.
+_FIXED = ("target", "space", "metric", "direction", "settings", "seed", "sampler")
 
 
 @dataclass(frozen=True)
@@ -38,41 +41,6 @@ class TrialRecord:
     ranks: int
 
 
-class RunningTrial:
-    """The processes of one trial, started and watched by a thread; restarted if they are killed."""
-
-    def __init__(self, command: Sequence[str], folder: Path, ranks: int, restarts: int) -> None:
-        self.folder, self.ranks = folder, ranks
-        self._command, self._restarts = [*command, str(folder)], restarts
-        self._processes: LocalRanks | None = None
-        self.ending: Ending | None = None
-        self.pruned = False
-        self.began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=f"halocline trial {folder.name}")
-        self._thread.start()
-
-    def _run(self) -> None:
-        with (self.folder / "output.log").open("ab") as log:
-            for _ in range(self._restarts + 1):
-                self._processes = LocalRanks(
-                    self._command, self.ranks, self.folder, output=log.fileno(), errors=log.fileno()
-                )
-                self.ending = self._processes.wait()
-                if self.ending is None or self.ending.status >= 0 or self.pruned:  # only what was killed starts again
-                    return
-
-    @property
-    def over(self) -> bool:
-        """Has it ended?"""
-        return not self._thread.is_alive()
-
-    def prune(self) -> None:
-        """Let it write a checkpoint and end."""
-        self.pruned = True
-        if self._processes is not None:
-            self._processes.signal(signal.SIGTERM)
-
-
 class SweepRunner:
     """One sweep in a folder of its own; goes on with an earlier one that it finds there."""
 
@@ -85,7 +53,10 @@ class SweepRunner:
         self._optuna, self.spec, self.folder, self._command, self._tell = optuna, spec, folder, list(command), tell
         (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_same_spec()
+        self._backend: Backend = make_backend(spec)
         self.records: list[TrialRecord] = []
+        self.mix: TrialMix | None = planned_mix(spec, folder) if spec.mode == "auto" else None
+        self._clock = _Clock(folder / SECONDS)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
         self._study = optuna.create_study(
@@ -93,31 +64,30 @@ class SweepRunner:
             study_name="sweep",
             load_if_exists=True,
             direction=spec.direction,
-            sampler=self._sampler(),
             pruner=optuna.pruners.MedianPruner(n_startup_trials=3)
             if spec.pruner == "median"
             else optuna.pruners.NopPruner(),
         )
 
-    def _sampler(self) -> Any:
-        """A sampler whose next trial depends on the trials so far, not on when the sweep was started."""
+    def _sampler(self, number: int) -> Any:
+        """The sampler of one trial: with "random" its settings depend on its number alone, whenever it is asked for."""
         samplers = self._optuna.samplers
-        known = len(list((self.folder / TRIALS).iterdir()))
-        seed = self.spec.seed + 1000 * known
+        seed = (1_000_003 * self.spec.seed + number) % (1 << 32)
         return samplers.RandomSampler(seed) if self.spec.sampler == "random" else samplers.TPESampler(seed=seed)
 
     def _check_same_spec(self) -> None:
-        """Raise ConfigError if the folder holds a sweep of another space or target."""
+        """Raise ConfigError if the folder holds a sweep whose trials are others."""
         path, told = self.folder / SPEC, asdict(self.spec)
         if path.exists():
             before = json.loads(path.read_text())
-            for key in ("target", "space", "metric", "direction"):
-                if before[key] != json.loads(json.dumps(told[key])):
+            for key in _FIXED:
+                if key in before and before[key] != json.loads(json.dumps(told[key])):
                     raise ConfigError(f"{self.folder} holds a sweep with another {key}; give another --out")
-        path.write_text(json.dumps(told))
+        write_whole(path, json.dumps(told))
 
     def run(self) -> list[TrialRecord]:
         """Run all trials that are left; returns those of this and of earlier calls."""
+        self._began, self._ended = time.monotonic(), 0
         states = self._optuna.trial.TrialState
         waiting = []
         for trial in self._study.get_trials():
@@ -129,29 +99,59 @@ class SweepRunner:
                     waiting.append(trial)
                 else:  # it had ended, and the sweep was killed before it knew
                     self._study.tell(trial.number, value)
+        with self._backend:
+            self._run_all(waiting)
+        self.records = [self._record(trial) for trial in self._study.get_trials()]
+        return self.records
+
+    def _run_all(self, waiting: list[Any]) -> None:
+        """Start those that wait and new trials, as ranks become free, until all have ended."""
         running: dict[int, tuple[RunningTrial, Any, int]] = {}
         while True:
-            begun = len(self._study.get_trials())
+            begun = len(self._study.get_trials(deepcopy=False))
             left = max(0, self.spec.trials - begun) + len(waiting)
             free = self.spec.ranks - sum(each.ranks for each, _, _ in running.values())
-            ranks = self.spec.ranks_for(left + len(running))
+            ranks = self._ranks_of_next(left)
             if left and ranks <= free:
-                trial = waiting.pop(0) if waiting else self._ask()
+                trial = waiting.pop(0) if waiting else self._ask(begun)
                 running[trial.number] = (self._start(trial, ranks), trial, 0)
+                if self.mix is not None:
+                    self.mix.begun()
+                self._clock.note()
                 continue
             if not running:
                 break
             time.sleep(_POLL)
+            if self._clock.is_due():
+                self._clock.note()
+                for each, _, _ in running.values():
+                    _note_seconds(each)
             for number, (each, trial, seen) in list(running.items()):
                 running[number] = (each, trial, self._report(each, trial, seen))
                 if each.over:
                     del running[number]
                     self._end(each, trial)
-        self.records = [self._record(trial) for trial in self._study.get_trials()]
-        return self.records
+                    self._clock.note()
 
-    def _ask(self) -> Any:
+    @property
+    def seconds(self) -> float:
+        """What the sweep has taken so far, earlier calls included."""
+        return self._clock.seconds
+
+    @property
+    def mix_text(self) -> str:
+        """How the planner shares the ranks; empty in other modes."""
+        return "" if self.mix is None else self.mix.told(self.spec.trials)
+
+    def _ranks_of_next(self, left: int) -> int:
+        """Ranks of the next of so many trials that have not begun."""
+        if self.mix is not None and left:
+            return self.mix.next_ranks(min(left, self.spec.trials))
+        return self.spec.ranks if self.spec.mode == "data" else 1
+
+    def _ask(self, number: int) -> Any:
         """A new trial, whose settings are on disk before anything else: a kill from now on loses nothing."""
+        self._study.sampler = self._sampler(number)
         trial = self._study.ask()
         values = self.spec.suggested(trial)
         folder = self._folder(trial.number)
@@ -169,7 +169,7 @@ class SweepRunner:
             folder.mkdir(parents=True, exist_ok=True)
             write_settings(self.spec.settings_of(dict(trial.params)), folder / CONFIG)
         self._tell(f"trial {trial.number} on {ranks} rank{'s'[: ranks > 1]}")
-        return RunningTrial(self._command, folder, ranks, self.spec.restarts)
+        return RunningTrial(self._backend.start, self._command, folder, ranks, self.spec.restarts, _seconds(folder))
 
     def _report(self, running: RunningTrial, trial: Any, seen: int) -> int:
         """Tell Optuna of new validations, and prune the trial if it says so. Returns how many it knows of.
@@ -189,17 +189,20 @@ class SweepRunner:
     def _end(self, running: RunningTrial, trial: Any) -> None:
         """Tell Optuna how a trial ended."""
         states = self._optuna.trial.TrialState
-        seconds = time.monotonic() - running.began + _seconds(running.folder)
-        (running.folder / SECONDS).write_text(json.dumps({"seconds": seconds, "ranks": running.ranks}))
+        seconds = _note_seconds(running)
         value = _value(running.folder, self.spec.metric)
-        if running.pruned:
+        if running.pruned and value is None:  # else it had ended before it could be stopped
             self._study.tell(trial.number, state=states.PRUNED)
-        elif running.ending is not None or value is None:
-            words = running.ending.words if running.ending is not None else f"it has no {self.spec.metric}"
+        elif running.failure or value is None:
+            words = running.failure or f"it has no {self.spec.metric}"
             self._tell(f"trial {trial.number} failed: {words}")
             self._study.tell(trial.number, state=states.FAIL)
         else:
-            self._tell(f"trial {trial.number}: {self.spec.metric} {value:.6g} after {seconds:.1f} s")
+            self._ended += 1
+            pace = (time.monotonic() - self._began) / self._ended
+            left = self.spec.trials - len([each for each in self._study.get_trials() if each.state.is_finished()]) - 1
+            rest = f", {left} left, about {max(0, left) * pace:.0f} s" if left > 0 else ""
+            self._tell(f"trial {trial.number}: {self.spec.metric} {value:.6g} after {seconds:.1f} s{rest}")
             self._study.tell(trial.number, value)
 
     def _record(self, trial: Any) -> TrialRecord:
@@ -214,6 +217,34 @@ class SweepRunner:
             told.get("seconds", 0.0),
             told.get("ranks", 1),
         )
+
+
+class _Clock:
+    """Seconds of a sweep over all calls, written to a file every now and then: a kill loses the last two at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._began, self._noted = path, time.monotonic(), 0.0
+        self._before = float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Up to the last note: after the sweep none are added, and a call that had nothing to do adds none."""
+        return self._before + (self._noted - self._began if self._noted else 0.0)
+
+    def is_due(self) -> bool:
+        """Is it time to write?"""
+        return time.monotonic() - self._noted > _NOTED
+
+    def note(self) -> None:
+        """Write the seconds so far."""
+        self._noted = time.monotonic()
+        write_whole(self._path, json.dumps({"seconds": self.seconds}))
+
+
+def _note_seconds(running: RunningTrial) -> float:
+    """Write what a trial has taken, earlier attempts included; returns it."""
+    write_whole(running.folder / SECONDS, json.dumps({"seconds": running.seconds, "ranks": running.ranks}))
+    return running.seconds
 
 
 def _seconds(folder: Path) -> float:

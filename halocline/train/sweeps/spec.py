@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, did_you_mean
 from ..config import make_settings, read_toml
 from ..settings import Settings
 from ..task import defaults_of
@@ -19,7 +19,7 @@ class SweepSpec:
     """A sweep, as its TOML file describes it.
 
     ``mode``: "experiment" runs as many trials at once as there are ranks, each on one; "data" one after another, each
-    on all ranks; "auto" gives each of the trials that are left as many ranks as there are for it.
+    on all ranks; "auto" the mix of both that is over first, by the planner's prices on ``machine``.
     """
 
     target: str  # a workload, or the TOML file of a run
@@ -33,6 +33,8 @@ class SweepSpec:
     pruner: str = "none"  # or "median": ends trials whose validations are worse than the median of the others'
     seed: int = 0
     restarts: int = 1  # of a trial whose process was killed, from its last checkpoint
+    machine: str | None = None  # for mode "auto": its name or file; default: what `halocline calibrate` wrote
+    backend: str = "processes"  # of this machine; or "ray": on all machines of a Ray cluster
     settings: list[str] = field(default_factory=list)  # changes for all trials, such as "steps=200"
 
     def settings_of(self, values: dict[str, Any]) -> Settings:
@@ -48,12 +50,6 @@ class SweepSpec:
     def suggested(self, trial: Any) -> dict[str, Any]:
         """The values that an Optuna trial is to try."""
         return {key: _suggest(trial, key, told) for key, told in self.space.items()}
-
-    def ranks_for(self, left: int) -> int:
-        """Ranks of the next trial, if so many are left."""
-        if self.mode == "auto":
-            return max(1, self.ranks // max(1, left))
-        return self.ranks if self.mode == "data" else 1
 
 
 def _written(value: Any) -> str:
@@ -78,7 +74,8 @@ def read_spec(path: Path) -> SweepSpec:
     known = {each.name for each in fields(SweepSpec)}
     unknown = [key for key in told if key not in known]
     if unknown:
-        raise ConfigError(f"{path}: {unknown[0]} is no setting of a sweep; there are {', '.join(sorted(known))}")
+        near = did_you_mean(unknown[0], known)
+        raise ConfigError(f"{path}: {unknown[0]} is no setting of a sweep{near}; there are {', '.join(sorted(known))}")
     if "target" not in told or not told.get("space"):
         raise ConfigError(f"{path}: give target = a workload or a TOML file, and [space] with the settings that vary")
     spec = SweepSpec(**told)
@@ -94,6 +91,7 @@ def _check(spec: SweepSpec, path: Path) -> None:
         "direction": (spec.direction, ("minimize", "maximize")),
         "sampler": (spec.sampler, ("tpe", "random")),
         "pruner": (spec.pruner, ("none", "median")),
+        "backend": (spec.backend, ("processes", "ray")),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:

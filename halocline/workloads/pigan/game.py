@@ -44,6 +44,8 @@ class GameSettings:
     equation: float = 1.0
     boundary: float = 10.0
     lr: float = 1e-3
+    steps: int = 2000  # of the generators, over which the learning rate falls to ``final`` of its start
+    final: float = 0.1
     seed: int = 0
     flow: FlowSettings = field(default_factory=FlowSettings)
 
@@ -78,6 +80,13 @@ class Game:
         made = perceptron([2 * len(self.places[player]), *[settings.width] * settings.depth, 1]).to(self.dtype)
         initialise(made, settings.seed + 1 + player)
         return made
+
+    def set_rate(self, step: int, *optimizers: torch.optim.Optimizer) -> None:
+        """Set the learning rate of a step, which falls exponentially; it stays low if steps go on after the last."""
+        settings = self.settings
+        rate = settings.lr * settings.final ** min(1.0, step / settings.steps)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
 
     def snapshots(self, player: int) -> Tensor:
         """What a player's sensors have seen, [snapshots, 2 * sensors]."""
@@ -185,7 +194,13 @@ class PiganRank(nn.Module):
 
     def step(self) -> tuple[float, float]:
         """Some steps of the discriminator and one of the generators. By all ranks together; returns both losses."""
+        judged, made = self.make_step()
+        return judged.item(), made.item()
+
+    def make_step(self) -> tuple[Tensor, Tensor]:
+        """As :meth:`step`, and the losses stay where they are."""
         game, who = self.game, (self.player, self.replica)
+        game.set_rate(self.steps, self.critic, self.maker)
         for turn in range(game.settings.critic_steps):
             self.critic.zero_grad()
             loss = game.critic_loss(self.generators, self.discriminator, self.real, *who, self.steps, turn)
@@ -198,7 +213,7 @@ class PiganRank(nn.Module):
         self.maker.step()
         self.discriminator.requires_grad_(True)
         self.steps += 1
-        return loss.item(), made.item()
+        return loss.detach(), made.detach()
 
 
 class SoloGame:
@@ -217,6 +232,7 @@ class SoloGame:
     def step(self) -> None:
         """As :meth:`PiganRank.step`, for all players and replicas."""
         game, replicas = self.game, range(self.replicas)
+        game.set_rate(self.steps, self.maker, *self.critics)
         for player, (discriminator, critic) in enumerate(zip(self.discriminators, self.critics, strict=True)):
             for turn in range(game.settings.critic_steps):
                 critic.zero_grad()
