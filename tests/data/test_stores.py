@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,24 @@ def test_many_files_are_open_by_turns(tmp_path: Path) -> None:
     store = HDF5(tmp_path, "x", "W")
     found = [int(store.read_new(sample, (Interval(1, 2),))[0]) for sample in [*range(40), *range(40)]]
     assert found == [*range(40), *range(40)] and len(store._open) <= 32
+
+
+def test_headers_of_npy_files_are_parsed_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3)))
+    parsing, together, original = threading.Semaphore(1), [], np.lib.format.open_memmap
+
+    def parse(*arguments: Any, **options: Any) -> Any:
+        alone = parsing.acquire(blocking=False)
+        together.append(not alone)
+        time.sleep(0.02)
+        if alone:
+            parsing.release()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", parse)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: Npy(tmp_path / "a.npy", "NW"), range(8)))
+    assert together == [False] * len(together) and len(together) >= 8
 
 
 @pytest.mark.long

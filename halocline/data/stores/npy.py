@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from ...errors import DataError
 from .files import FileStore, Index
 from .store import Array
+
+
+# Headers are Python literals, and in CPython 3.11 two threads that parse one at the same time may fail with a SystemError.
+_HEADER = threading.Lock()
+
+
+def map_file(path: Path, mode: Literal["r", "r+"]) -> np.memmap[Any, Any]:
+    """Maps an existing file; only its header is read. Any thread may call it."""
+    with _HEADER:
+        return np.lib.format.open_memmap(path, mode)
 
 
 class Npy(FileStore):
@@ -31,8 +43,7 @@ class OpenedNpy:
     chunks = None
 
     def __init__(self, path: Path) -> None:
-        # Nothing is read yet but the header.
-        data = np.lib.format.open_memmap(path, mode="r")
+        data = map_file(path, "r")
         if data.dtype.kind not in "biufc":
             raise DataError(f"{path} holds {data.dtype}, and not numbers")
         self._data, self.shape, self.dtype = data, data.shape, data.dtype

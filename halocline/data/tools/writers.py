@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import DataError
 from ..stores.files import Index
 from ..stores.hdf5 import HDF5
-from ..stores.npy import Npy
+from ..stores.npy import Npy, map_file
 from ..stores.store import Array, Store
 from ..stores.zarr import COMPLETE, Zarr
 
@@ -55,7 +55,7 @@ class NpyWriter:
 
     def write(self, index: Index, numbers: Array) -> None:
         """Mapped anew each time: what is mapped counts as memory of this process."""
-        np.lib.format.open_memmap(self._path, "r+")[index] = numbers
+        map_file(self._path, "r+")[index] = numbers
 
     def close(self) -> None:
         """Nothing is open."""
