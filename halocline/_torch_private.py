@@ -225,15 +225,6 @@ def sharers(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is this very look
 
 
-def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Register a hook on a gradient that runs before those that the tensor has already."""
-    tensor.register_hook(hook)
-    hooks: Any = tensor._backward_hooks
-    ordered = [hooks.popitem(), *hooks.items()]
-    hooks.clear()  # torch reads them as a plain dict, for which move_to_end changes nothing
-    hooks.update(ordered)
-
-
 def weak_memory(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to a tensor's memory. While it lives, no other memory has the same ``cdata``."""
     return StorageWeakRef(tensor.untyped_storage())

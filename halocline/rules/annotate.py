@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._torch_private import running_modules
 from ..errors import ShardingError
-from ..tensor import Cut, ShardedTensor, Sharding, check_entering, here, make_sharding
+from ..tensor import Cut, ShardedTensor, Sharding, enter, here, make_sharding
 from ..world import Label, Mesh
 from .api import cut_like
 from .partial import PARTIAL, PartialMark, PartialTensor, complete, into_parts, scatter
@@ -61,7 +61,7 @@ def annotate(
     if not isinstance(tensor, ShardedTensor):
         if not sharding.axes:
             return tensor
-        check_entering(tensor, mesh, sharding.axes, Label("annotate", here()))
+        tensor = enter(tensor, mesh, sharding.axes, Label("annotate", here()))
     return tensor if getattr(tensor, "sharding", None) is sharding else cut_like(tensor, sharding)
 
 

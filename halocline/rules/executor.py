@@ -21,9 +21,9 @@ from ..tensor import (
     ShardedTensor,
     Sharding,
     Strides,
-    check_entering,
     counting_writes,
     dispatched_by,
+    enter,
     family_of,
     here,
     note_write,
@@ -40,7 +40,7 @@ from .asking_torch import planned
 from .boxes import Boxes, in_boxes
 from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
-from .operands import bring, check_whole_operands, enter, preloaded, put_back_results
+from .operands import bring, enter_whole, preloaded, put_back_results, with_factors
 from .partial import PartialTensor, keep_part, on_parts
 from .plan import CallPlan, bound, make_plan, substitute
 from .product import TiledProduct, with_tiles
@@ -180,9 +180,9 @@ def _run_steady(plan: CallPlan, tiles: list[Tensor], args: tuple[Any, ...], kwar
     entering = plan.factors and torch.is_grad_enabled()
     # One hook on the node of the call is cheaper than a Function before each operand.
     if entering and plan.hooked:
-        check_whole_operands(plan, tiles)
+        enter_whole(plan, tiles)
     elif entering:
-        enter(plan, tiles)
+        with_factors(plan, tiles)
     result = _call(plan, plan.call, tiles, args, kwargs)
     if result is NotImplemented:  # an operator that torch declines; Python asks the other operand, or raises
         return NotImplemented
@@ -274,10 +274,10 @@ def _overlapped(plan: CallPlan, work: Halo | Boxes | Ring, tiles: list[Tensor], 
         route = Route(plan.mesh.world, plan.mesh.ranks_along([work.axis]), label)
         return in_ring(work, route, *operands)
     fetch = plan.fetches[plan.recipe.reads[0].operand.index]
-    for operand in operands[1:]:
+    for place, operand in enumerate(operands[1:], 1):
         # The mark is on parameters whose gradients an engine averages.
         if not getattr(operand, AVERAGED, False):
-            check_entering(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
+            operands[place] = enter(operand, plan.mesh, fetch.work_axes, label)  # type: ignore[union-attr]
     route = Route(plan.mesh.world, fetch.ranks, label)  # type: ignore[union-attr]
     return in_boxes(work, route, *operands) if isinstance(work, Boxes) else with_halo(work, route, *operands)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sizes import size_text
 from ..tensor import (
     Fetch,
-    check_entering,
+    enter,
     from_preloaded_halo,
     here,
     recut,
@@ -28,23 +28,22 @@ _WORTH_WARNING = 1 << 12  # bytes of a gathered operand
 _WORTH_ADVICE = 1 << 20
 
 
-def check_whole_operands(plan: CallPlan, tiles: list[Tensor]) -> None:
-    """Raise unless the gradients of whole operands that enter cut work are averaged."""
+def enter_whole(plan: CallPlan, tiles: list[Tensor]) -> None:
+    """What stands for whole operands in cut work, in place of them. Raises unless their gradients are averaged."""
     for _, places in plan.factors:
         for place in places:
             tile = tiles[place]
             if not getattr(tile, AVERAGED, False) and tile.requires_grad:
-                fetch = plan.fetches[place]
-                _check(plan, fetch, tile, Label(plan.name, here()))  # type: ignore[arg-type]
+                tiles[place] = _entered(plan, plan.fetches[place], tile, Label(plan.name, here()))  # type: ignore[arg-type]
 
 
-def _check(plan: CallPlan, fetch: Fetch, tile: Tensor, label: Label) -> None:
-    check_entering(tile, plan.mesh, fetch.work_axes - fetch.axes, label, is_tile=bool(fetch.axes))
+def _entered(plan: CallPlan, fetch: Fetch, tile: Tensor, label: Label) -> Tensor:
+    return enter(tile, plan.mesh, fetch.work_axes - fetch.axes, label, is_tile=bool(fetch.axes))
 
 
-def enter(plan: CallPlan, tiles: list[Tensor]) -> None:
+def with_factors(plan: CallPlan, tiles: list[Tensor]) -> None:
     """Law 3: whole operands of cut work, in place of themselves."""
-    check_whole_operands(plan, tiles)
+    enter_whole(plan, tiles)
     for factor, places in plan.factors:
         entering = [place for place in places if tiles[place].requires_grad]
         if len(entering) == 1:
@@ -73,18 +72,18 @@ def bring(plan: CallPlan, tiles: list[Tensor], label: Label, ready: dict[int, Te
         _count_gathers(plan, tiles, label)
     brought = list(tiles)
     if plan.factors and torch.is_grad_enabled():
-        enter(plan, brought)
-    # Where something was preloaded, the other operands are fetched one by one.
-    together = ready or (_together(plan, tiles, label) if plan.joined else {})
-    for place, moved in together.items():
-        brought[place] = moved
+        with_factors(plan, brought)
     for place in plan.touched:
         fetch = plan.fetches[place]
-        # A whole operand that enters cut work: its gradient must be averaged.
         if fetch.adjoint_scale != 1:  # type: ignore[union-attr]
-            _check(plan, fetch, tiles[place], label)  # type: ignore[arg-type]
+            brought[place] = _entered(plan, fetch, tiles[place], label)  # type: ignore[arg-type]
+    # Where something was preloaded, the other operands are fetched one by one.
+    together = ready or (_together(plan, brought, label) if plan.joined else {})
+    for place in plan.touched:
         if place not in together:
-            brought[place] = fetch(tiles[place], label)  # type: ignore[misc]
+            brought[place] = plan.fetches[place](brought[place], label)  # type: ignore[misc]
+    for place, moved in together.items():
+        brought[place] = moved
     return brought
 
 

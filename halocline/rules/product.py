@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch_private import count_in_checkpoint, quick_apply
+from .._torch_private import backward_number, count_in_checkpoint, quick_apply
 from ..tensor import arrival_of
 from ..world import MovementFunction, PendingSum, Route, Sum, all_the_same, worth_comparing
 from .double_backward import Autocast, differentiated, in_autocast_dtype
@@ -162,7 +162,6 @@ class ProductOfPlain(MovementFunction):
         whole, rows = _rows(gradient), _rows(input)
         slope = rows.new_empty(rows.shape) if needed[0] else None
         under_way: list[PendingSum] = []
-        # Its hook would take the mean of what it cannot compare.
         if slope is not None and ctx.arrival.entries == 1 and worth_comparing(slope):
             route.world.meet(route.ranks, route.label, str(tuple(slope.shape)), slope.device)
             done = 0
@@ -170,7 +169,7 @@ class ProductOfPlain(MovementFunction):
                 torch.mm(whole[done : done + len(part)], weight, out=part)
                 under_way.append(_begin(part, route))
                 done += len(part)
-            ctx.arrival.summed = True
+            ctx.arrival.summed_in = backward_number()
         elif slope is not None:
             torch.mm(whole, weight, out=slope)
         others = how.of_others(whole, rows, bias, needed)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import Refused
 from ..geometry import Interval, Partition
-from ..tensor import Cut, ShardedTensor, Sharding, check_entering, here, make_sharding, unwrap, wrap
+from ..tensor import Cut, ShardedTensor, Sharding, enter, here, make_sharding, unwrap, wrap
 from ..world import Label, Mesh, MovementFunction, Receive, Route, Send
 from ..world.movement import recompute_first
 from .families.whole_axis import embedding as dense_embedding
@@ -103,7 +103,7 @@ def looked_up(index: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
         raise IndexError("index out of range in self")
     axes = index.sharding.axes if isinstance(index, ShardedTensor) else frozenset[str]()
     if not isinstance(table, ShardedTensor):
-        check_entering(table, mesh, axes, label)
+        table = enter(table, mesh, axes, label)
     cut = sharding.cuts[0]
     partition = cut.partition if cut else Partition((0, sharding.shape[0]))
     route = Route(mesh.world, mesh.ranks_along({cut.axis} if cut else ()), label)

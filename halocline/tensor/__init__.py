@@ -6,8 +6,7 @@ from .fetch import (
     ArrivalMean,
     Fetch,
     arrival_of,
-    check_entering,
-    entering,
+    enter,
     recut,
 )
 from .foreign import node_of, trust
@@ -34,12 +33,11 @@ __all__ = [
     "Strides",
     "arrival_of",
     "become_cut",
-    "check_entering",
     "counting_writes",
     "current_module",
     "dense_strides",
     "dispatched_by",
-    "entering",
+    "enter",
     "family_of",
     "from_preloaded_halo",
     "here",

@@ -10,11 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch_private import hook_first, quick_apply
+from .._torch_private import backward_number, quick_apply
 from ..errors import Refused
 from ..geometry import DimMove, Interval, Slabs, Transfer, plan_transfer, slabs_of, whole
 from ..reduction import is_averaged
-from ..world import AVERAGED, Label, Mesh, MoveBoxes, Route, Sum, all_the_same, is_movement, placement_of, scaled
+from ..world import (
+    AVERAGED,
+    Label,
+    MeanOfGradient,
+    Mesh,
+    MoveBoxes,
+    Route,
+    is_movement,
+    placement_of,
+    scaled,
+)
 from .sharding import Sharding
 
 
@@ -136,34 +146,24 @@ def _keeps_some(dim: DimMove) -> bool:
     )
 
 
-def entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label) -> Tensor:
-    """A whole operand of work that ``axes`` cut: itself forward, its gradient times the ranks it works for."""
-    if not operand.requires_grad:
-        return operand
-    check_entering(operand, mesh, axes, label)
-    return scaled((1.0, float(mesh.count(axes))), operand)
-
-
 _MEAN = "_halocline_mean"
 
 
 class ArrivalMean:
-    """Kept on a whole tensor: over which axes the mean of its gradient is taken as that arrives, and for whom.
+    """Kept on a whole intermediate result that has entered cut work: ``alias`` stands for it there.
 
-    ``version`` is the tensor's: a write in place gives it another node, without the hook. ``entries`` counts the calls
-    that it has entered; the only one may sum its gradient by itself, and then says so in ``summed``.
+    The alias takes the mean, over ``axes``, of the gradient that arrives at it. ``version`` is the tensor's: after a
+    write in place it needs another alias. ``entries`` counts the calls that the tensor has entered; the only one may
+    sum its gradient by itself, and then notes the backward pass in ``summed_in``.
     """
 
     def __init__(self, version: int) -> None:
-        self.version, self.axes, self.entries, self.summed = version, frozenset[str](), 0, False
+        self.version, self.axes, self.entries, self.summed_in = version, frozenset[str](), 0, -1
+        self.alias: Tensor | None = None
 
-    def mean(self, gradient: Tensor | None, route: Route) -> Tensor | None:
-        """The hook on the tensor. What else it enters may have added what is not the same on all ranks."""
-        summed, self.summed = self.summed, False
-        share = 1.0 / len(route.ranks)
-        if gradient is None or (summed and all_the_same(gradient, route)):
-            return None
-        return Sum.apply(gradient, route, (share, share))
+    def is_summed(self) -> bool:
+        """Has the one call that the tensor entered summed its gradient, in this backward pass?"""
+        return self.summed_in == backward_number()
 
 
 def arrival_of(operand: Tensor) -> ArrivalMean | None:
@@ -172,20 +172,27 @@ def arrival_of(operand: Tensor) -> ArrivalMean | None:
     return found if found is not None and found.version == operand._version else None
 
 
-def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, is_tile: bool = False) -> None:
-    """Make sure that the gradient of a whole operand, of which each rank holds a share, becomes the true one.
+def enter(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, is_tile: bool = False) -> Tensor:
+    """What stands for a whole operand in work that ``axes`` cut: its gradient becomes the true one.
 
-    Leaves must be averaged by someone when backward ends. An intermediate result takes the mean as its gradient
-    arrives: users may ask for that gradient (``autograd.grad``, ``retain_grad``) or compute it by a Function of theirs.
-    The tile of a sharded tensor (``is_tile``) does not: whoever asks for its gradient takes the mean then.
+    Each rank holds a share of it. Leaves must be averaged by someone when backward ends. An intermediate result takes
+    the mean as its gradient arrives: users may ask for that gradient (``autograd.grad``, ``retain_grad``) or compute it
+    by a Function of theirs. The tile of a sharded tensor (``is_tile``) does not: whoever asks for its gradient takes
+    the mean then.
     """
     if not torch.is_grad_enabled() or not operand.requires_grad:
-        return
+        return operand
     arrival = arrival_of(operand) or ArrivalMean(operand._version)
     arrival.entries += 1
     missing = axes - arrival.axes
-    if arrival.axes and mesh.count(missing) == 1:
-        return
+    if not arrival.axes or mesh.count(missing) > 1:
+        _check_leaves(operand, axes, label)
+        if not operand.is_leaf and mesh.count(missing) > 1:
+            _average_on_arrival(operand, mesh, missing, label, arrival, is_tile)
+    return operand if arrival.alias is None else arrival.alias
+
+
+def _check_leaves(operand: Tensor, axes: frozenset[str], label: Label) -> None:
     unwatched = [leaf for leaf in _leaves(operand) if not getattr(leaf, AVERAGED, False)]
     for leaf in unwatched:
         _refuse_placed(leaf, axes, label)
@@ -197,12 +204,18 @@ def check_entering(operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Lab
             f"a whole leaf of shape {list(unwatched[0].shape)} meets cut tensors, and nobody averages its gradient",
             "call hc.distribute(model, mesh) on its model, or hc.average_gradients([leaf], mesh)",
         )
-    if not operand.is_leaf and mesh.count(missing) > 1:
-        # Remembered on the tensor: the next operation that it enters adds no second hook.
-        arrival.axes |= missing
-        setattr(operand, _MEAN, arrival)
-        if not is_tile:
-            _average_on_arrival(operand, mesh, missing, label, arrival)
+
+
+def _average_on_arrival(
+    operand: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, arrival: ArrivalMean, is_tile: bool
+) -> None:
+    """Remembered on the tensor: the next operation that it enters takes the same alias."""
+    arrival.axes |= axes
+    setattr(operand, _MEAN, arrival)
+    if not is_tile:
+        route = Route(mesh.world, mesh.ranks_along(axes), Label("mean of a gradient", label.place))
+        before = operand if arrival.alias is None else arrival.alias
+        arrival.alias = quick_apply(MeanOfGradient, before, route, arrival.is_summed)
 
 
 def _refuse_placed(leaf: Tensor, axes: frozenset[str], label: Label) -> None:
@@ -215,11 +228,6 @@ def _refuse_placed(leaf: Tensor, axes: frozenset[str], label: Label) -> None:
                 f"a parameter of shape {list(leaf.shape)} is {kind} on {axis}, along which the work is cut",
                 f"gather its inputs over {axis!r} first, or give it inputs that are not cut",
             )
-
-
-def _average_on_arrival(tensor: Tensor, mesh: Mesh, axes: frozenset[str], label: Label, arrival: ArrivalMean) -> None:
-    route = Route(mesh.world, mesh.ranks_along(axes), Label("mean of a gradient", label.place))
-    hook_first(tensor, lambda gradient: arrival.mean(gradient, route))
 
 
 def _leaves(operand: Tensor) -> Iterator[Tensor]:

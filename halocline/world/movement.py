@@ -6,7 +6,7 @@ and of the adjoint (law 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +131,30 @@ class Sum(MovementFunction):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         return Sum.apply(tangent, ctx.route, ctx.scales)
+
+
+class MeanOfGradient(MovementFunction):
+    """The identity, whose adjoint is the mean over the ranks of a route, unless ``is_summed()`` says that it is taken.
+
+    A node of its own: ``torch.autograd.grad`` may hand out a result's gradient before the result's hooks have run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, route: Route, is_summed: Callable[[], bool]):  # type: ignore[no-untyped-def]
+        # Nothing is saved: a checkpoint's recomputation finds the alias that its forward has made.
+        ctx.route, ctx.is_summed = route, is_summed
+        return whole.detach()  # an alias that is no view to autograd does not keep its base
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # type: ignore[no-untyped-def]
+        if ctx.is_summed():
+            return gradient, None, None
+        share = 1.0 / len(ctx.route.ranks)
+        return Sum.apply(gradient, ctx.route, (share, share)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        return tangent.clone()  # torch wants a tensor of its own
 
 
 class ScaleGradient(MovementFunction):

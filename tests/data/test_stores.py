@@ -222,7 +222,9 @@ def test_many_files_are_open_by_turns(tmp_path: Path) -> None:
     assert found == [*range(40), *range(40)] and len(store._open) <= 32
 
 
-def test_headers_of_npy_files_are_parsed_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_of_npy_files_are_parsed_by_one_thread_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 3)))
     parsing, together, original = threading.Semaphore(1), [], np.lib.format.open_memmap
 

@@ -121,7 +121,12 @@ def looks(model: Gated, x: Tensor) -> list[Tensor]:
     z = torch.cos(y)
     third = mean_square(model.rise(z)) + (z * y).sum() + first
     seen += [torch.autograd.grad(third, [each], retain_graph=True)[0] for each in (z, y, z)]
-    return [hc.gather(each) for each in seen]
+    # Of results that are made from each other, at once: torch takes the later one's before its hooks run.
+    seen += torch.autograd.grad(third, [y, z], retain_graph=True)
+    slopes = torch.autograd.grad(third, [z, y], create_graph=True)
+    penalty = slopes[0].square().sum() + slopes[1].square().sum()
+    seen += [*slopes, *torch.autograd.grad(penalty, [y, z, *model.norm.parameters()])]
+    return [hc.gather(each).detach() for each in seen]
 
 
 @pytest.mark.parametrize("tile", TILES)

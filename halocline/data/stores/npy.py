@@ -12,8 +12,8 @@ from ...errors import DataError
 from .files import FileStore, Index
 from .store import Array
 
-
-# Headers are Python literals, and in CPython 3.11 two threads that parse one at the same time may fail with a SystemError.
+# Headers are Python literals, and in CPython 3.11 two threads that parse one at the same time may fail with a
+# SystemError.
 _HEADER = threading.Lock()
 
 
