@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..world import Arrival, GradientArrival, World, send_gradient, send_tile
-from ..world.base import PendingExchange
+from ..world import Arrival, GradientArrival, PendingExchange, World, send_gradient, send_tile
 from .actions import FORWARD, INPUT, WEIGHT, Action, PipelineSchedule
 from .borders import Border
 from .replay import StageProgram, StageRun

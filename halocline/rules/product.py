@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch_private import backward_number, count_in_checkpoint, quick_apply
 from ..tensor import arrival_of
-from ..world import MovementFunction, PendingSum, Route, Sum, all_the_same, worth_comparing
+from ..world import MovementFunction, PendingExchange, PendingSum, Route, Sum, begin_comparison, worth_comparing
 from .double_backward import Autocast, differentiated, in_autocast_dtype
 
 _MOST_TILES = 8
@@ -70,6 +70,11 @@ def _begin(tile: Tensor, route: Route) -> PendingSum:
     return route.world.begin_sum(tile, route.ranks, route.label)
 
 
+def _begin_meeting(rows: Tensor, route: Route) -> PendingExchange:
+    """Begin to check that all ranks are about to sum these rows; work that needs no sum hides the check."""
+    return route.world.begin_meeting(route.ranks, route.label, str(tuple(rows.shape)), rows.device)
+
+
 class ProductThenSum(MovementFunction):
     """Saves its operands. The sum of a tile begins when its product is computed."""
 
@@ -84,10 +89,10 @@ class ProductThenSum(MovementFunction):
         if world.tape is not None:  # it records whole sums
             how.product(rows, weight, bias, result)
             return world.sum(result, route.ranks, route.label).view(shape)
-        world.meet(route.ranks, route.label, str(shape), rows.device)
-        under_way, done = [], 0
+        meeting, under_way, done = _begin_meeting(result, route), [], 0
         for part in how.tiles(result):
             how.product(rows[done : done + len(part)], weight, bias, part)
+            meeting.wait()
             under_way.append(_begin(part, route))
             done += len(part)
         for pending in under_way:
@@ -104,11 +109,13 @@ class ProductThenSum(MovementFunction):
             return *_summed_backward(how, route, (input, weight, bias), gradient, needed), None, None
         whole, rows = _rows(gradient), _rows(input)
         slope = rows.new_empty(rows.shape) if needed[0] else None
-        if how.to_plain and all_the_same(whole, route):
-            if slope is not None:
-                torch.mm(whole, weight, out=slope)
-        else:
+        are_same = begin_comparison(whole, route) if how.to_plain and worth_comparing(whole) else None
+        if are_same is not None and slope is not None:  # nearly always they are, and the product hides the comparison
+            torch.mm(whole, weight, out=slope)
+        if are_same is None or not are_same():
+            meeting = _begin_meeting(whole, route)
             whole = whole.clone(memory_format=torch.contiguous_format)
+            meeting.wait()
             _mean_and_product(how, route, whole, weight, slope)
         of_input = None if slope is None else slope.view(input.shape)
         return of_input, *how.of_others(whole, rows, bias, needed), None, None
@@ -116,7 +123,6 @@ class ProductThenSum(MovementFunction):
 
 def _mean_and_product(how: TiledProduct, route: Route, whole: Tensor, weight: Tensor, slope: Tensor | None) -> None:
     """Make ``whole`` its mean over the ranks, and ``slope`` its product with the weight."""
-    route.world.meet(route.ranks, route.label, str(tuple(whole.shape)), whole.device)
     under_way, done = [(part, _begin(part, route)) for part in how.tiles(whole)], 0
     for part, pending in under_way:
         pending.wait()
@@ -163,10 +169,10 @@ class ProductOfPlain(MovementFunction):
         slope = rows.new_empty(rows.shape) if needed[0] else None
         under_way: list[PendingSum] = []
         if slope is not None and ctx.arrival.entries == 1 and worth_comparing(slope):
-            route.world.meet(route.ranks, route.label, str(tuple(slope.shape)), slope.device)
-            done = 0
+            meeting, done = _begin_meeting(slope, route), 0
             for part in how.tiles(slope):
                 torch.mm(whole[done : done + len(part)], weight, out=part)
+                meeting.wait()
                 under_way.append(_begin(part, route))
                 done += len(part)
             ctx.arrival.summed_in = backward_number()

@@ -1,6 +1,6 @@
 """Ranks, the mesh they are laid out on, and the movements between them."""
 
-from .base import PendingExchange, PendingSum, Receive, Send, Tape, World
+from .base import Receive, Send, Tape, World
 from .capabilities import Capabilities
 from .comm_thread import CommThread
 from .crossing import (
@@ -40,10 +40,11 @@ from .movement import (
     unpack,
 )
 from .mpi import MpiWorld
+from .pending import PendingExchange, PendingSum
 from .placement import place_buffers, place_parameter, placement_of, ranks_with_same
 from .process import ProcessWorld
 from .rendezvous import new_group, serve_store
-from .sameness import SumToPlain, all_the_same, worth_comparing
+from .sameness import SumToPlain, begin_comparison, worth_comparing
 from .secret import SECRET, new_secret
 from .submesh import SubWorld
 from .tensor_bytes import in_host_memory, memory_of
@@ -95,9 +96,9 @@ __all__ = [
     "Traffic",
     "Waited",
     "World",
-    "all_the_same",
     "as_world",
     "begin",
+    "begin_comparison",
     "broadcast_text",
     "cross",
     "cross_back",

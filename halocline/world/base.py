@@ -20,6 +20,7 @@ from ..errors import MeshError
 from .caller import LauncherCalls, call_path, describe_path
 from .capabilities import Capabilities
 from .events import Begun, Event, EventStream, Label, Redistributed, Summed, Traffic, Waited
+from .pending import DONE, PendingExchange, PendingSum
 from .tags import counted_tag, size_bits, sum_tag
 
 
@@ -42,6 +43,7 @@ Incoming = tuple[int, Tensor, int]  # peer, buffer, tag
 Combine = Callable[[Tensor, Tensor], Tensor]
 CHANNELS = ("moves", "control", "gradients")
 
+FEW = 8  # ranks among which a message from each to each other takes less time than rounds of messages
 _LARGE = 1 << 18  # bytes from which the transport's own sum beats recursive doubling
 
 
@@ -225,21 +227,35 @@ class World(ABC):
         if tensor.nbytes < _LARGE:
             result = self._double(tensor, ranks, torch.add, label)
         else:
-            self.meet(ranks, label, str(tuple(tensor.shape)), tensor.device)
+            meeting = self.begin_meeting(ranks, label, str(tuple(tensor.shape)), tensor.device)
             result = tensor.clone(memory_format=torch.contiguous_format)
+            meeting.wait()
             self.begin_sum(result, ranks, label).wait()
         count_in_checkpoint()
         return result
 
-    def meet(self, ranks: tuple[int, ...], label: Label, detail: str, device: torch.device) -> None:
-        """Check by a small sum, which has a tag, that all ranks mean the sums that follow."""
-        self._double(torch.ones(1, device=device), ranks, torch.add, label, detail)
+    def begin_meeting(self, ranks: tuple[int, ...], label: Label, detail: str, device: torch.device) -> PendingExchange:
+        """Begin to check, by small messages that have tags, that all ranks mean the large sums that follow.
+
+        Wait for it before the first of these sums begins. No rank's wait ends well unless all ranks mean the same.
+        """
+        message, label = torch.ones(1, device=device), label._replace(operation=f"{label.operation}{detail}")
+        if len(ranks) <= FEW:
+            return self.begin_telling(message, ranks, label)
+        self._double(message, ranks, torch.add, label)
+        return PendingExchange(self, DONE, [], label, 0)
+
+    def begin_telling(self, message: Tensor, ranks: tuple[int, ...], label: Label) -> PendingExchange:
+        """Begin to send a small message to all other ranks, in one round; its wait returns theirs, in their order."""
+        others = [rank for rank in ranks if rank != self.rank]
+        sends, receives = [Send(rank, message) for rank in others], [Receive(rank, message.numel()) for rank in others]
+        return self.begin(sends, receives, message, (*ranks, -1), _reduction(label), self.path(label))
 
     def begin_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> PendingSum:
         """Begin to sum ``tensor`` in place. All ranks must begin the sums of a channel in the same order."""
         number, size = next(self.events.numbers), tensor.nbytes
         self.emit(Summed(number, self.number, self.events.clock(), label, ranks, size, tensor.dtype))
-        return PendingSum(self, _DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
+        return PendingSum(self, DONE if len(ranks) == 1 else self.post_sum(tensor, ranks, label), label, number)
 
     def maximum(self, tensor: Tensor, ranks: tuple[int, ...], label: Label) -> Tensor:
         """The maximum over ``ranks``, element by element."""
@@ -265,17 +281,14 @@ class World(ABC):
             step *= 2
         return value.view(tensor.shape)
 
-    def _double(
-        self, tensor: Tensor, ranks: tuple[int, ...], combine: Combine, label: Label, detail: str = ""
-    ) -> Tensor:
+    def _double(self, tensor: Tensor, ranks: tuple[int, ...], combine: Combine, label: Label) -> Tensor:
         """Recursive doubling in ceil(log2 P) rounds. Both partners compute the same a + b, so all ranks get equal
         bits."""
         me, count = ranks.index(self.rank), len(ranks)
         if count == 1:
             return tensor
         path = self.path(label)
-        channel = "control" if label.channel == "moves" else label.channel
-        label = Label(f"{label.operation}{detail} reduction", label.place, channel)
+        label = _reduction(label)
         shape, value = tensor.shape, tensor.reshape(-1)
         power = 1 << (count.bit_length() - 1)
         extra = count - power
@@ -359,41 +372,13 @@ class World(ABC):
         return seconds
 
 
-class PendingExchange:
-    """An exchange under way. Holds its buffers, and the messages through what the transport posted."""
-
-    def __init__(self, world: World, posted: Any, buffers: list[Tensor], label: Label, number: int) -> None:
-        self._world, self.posted, self._buffers, self.label, self._number = world, posted, buffers, label, number
-
-    def wait(self) -> list[Tensor]:
-        """The received messages, in the order in which they were asked for. RankFailure at the deadline."""
-        if self.posted is not _DONE:
-            began = self._world.events.clock()
-            self._world.complete(self.posted, self.label)
-            self._world.waited(self.label, self._number, began)
-            self.posted = _DONE
-            if self.label.channel == "moves":  # exchanges of a sum are counted once, by the sum
-                count_in_checkpoint()
-        return self._buffers
-
-
-class PendingSum:
-    """A sum under way."""
-
-    def __init__(self, world: World, posted: object, label: Label, number: int) -> None:
-        self._world, self._posted, self._label, self._number = world, posted, label, number
-
-    def wait(self) -> None:
-        """Block until the tensor holds the sum. RankFailure at the deadline."""
-        posted, self._posted = self._posted, _DONE
-        if posted is not _DONE:
-            began = self._world.events.clock()
-            self._world.complete_sum(posted, self._label)
-            self._world.waited(self._label, self._number, began)
-
-
-_DONE: Any = object()
 _NOTHING = ((0, torch.empty(0), 0),)
+
+
+def _reduction(label: Label) -> Label:
+    """The label of the messages that a sum or another reduction with this label sends."""
+    channel = "control" if label.channel == "moves" else label.channel
+    return Label(f"{label.operation} reduction", label.place, channel)
 
 
 def _sizes(messages: Sequence[Outgoing | Incoming]) -> tuple[tuple[int, int], ...]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..geometry import Box, Crossing, shape_of, slices, volume
-from .base import PendingExchange, World
+from .base import World
 from .events import Label
 from .movement import MovementFunction
+from .pending import PendingExchange
 from .tags import crossing_tag
 
 

@@ -12,9 +12,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..errors import RankFailure
-from .base import Incoming, Outgoing, PendingExchange, World
+from .base import Incoming, Outgoing, World
 from .capabilities import Capabilities
 from .events import Label
+from .pending import PendingExchange
 from .tags import diverged, divergence
 
 _current = threading.local()  # the world of this thread, if it is a rank of its own

@@ -16,8 +16,9 @@ from .._torch_private import function_of, quick_apply
 from ..errors import Refused
 from ..geometry import PackedMessage, Slices, Transfer
 from ..kernels.layout import memory_format_of
-from .base import PendingExchange, Receive, Send, World
+from .base import Receive, Send, World
 from .events import Label
+from .pending import PendingExchange
 
 #: A leaf with this attribute has its gradient averaged over all ranks when backward ends.
 AVERAGED = "_halocline_averaged"

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailure, Refused
-from .base import CHANNELS, Incoming, Outgoing, PendingExchange
+from .base import CHANNELS, Incoming, Outgoing
 from .capabilities import Capabilities
 from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .mpi_library import at_the_end, ending_process, library, not_at_the_end, poll, progress, started_library
+from .pending import PendingExchange
 from .tags import folded
 from .tensor_bytes import in_host_memory
 from .transport_errors import Diverged, TransportError

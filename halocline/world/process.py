@@ -19,13 +19,14 @@ from torch import Tensor
 
 from .._torch_private import set_group_timeout
 from ..errors import RankFailure
-from .base import Incoming, Outgoing, PendingExchange
+from .base import Incoming, Outgoing
 from .capabilities import Capabilities
 from .connection import PendingReceive
 from .events import Label
 from .joined import DEFAULT_DEADLINE, JoinedWorld
 from .launcher import LOOPBACK, adopt_environment, is_local, node_info_of, rank_info_of, ranks_on_this_node
 from .nccl import NcclGroups, nccl_groups
+from .pending import PendingExchange
 from .rendezvous import BoundedStore, gloo_group, init_process_group, meeting_point, own_store, world_number
 from .secret import Secret, agree_on_secret
 from .tags import folded

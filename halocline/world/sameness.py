@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import struct
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch_private import count_in_checkpoint
+from .base import FEW
 from .events import Label
 from .movement import MovementFunction, Route, Sum, recompute_first
 from .tensor_bytes import memory_of
@@ -21,18 +25,32 @@ def worth_comparing(tensor: Tensor) -> bool:
 
 
 def all_the_same(tensor: Tensor, route: Route) -> bool:
-    """Compare the tensor's bits among the ranks of the route, by their digests in one small exchange.
+    """Do all ranks of the route hold the same bits? False where a comparison would not pay: all ranks decide alike."""
+    return begin_comparison(tensor, route)()
 
-    False without a comparison where it would not pay, or where a derivative is to come: all ranks decide alike.
+
+def begin_comparison(tensor: Tensor, route: Route) -> Callable[[], bool]:
+    """Begin to compare the tensor's bits among the ranks of the route by a small digest; returns the wait for the
+    verdict, which is the same on all ranks.
+
+    It is False without a comparison where that would not pay, or where a derivative is to come.
     """
-    world = route.world
     if not worth_comparing(tensor) or torch.is_grad_enabled():
-        return False
-    digest = torch.tensor(list(_digest(tensor)), dtype=torch.uint8, device="cpu")
-    # The most and the least of every byte, as one maximum: all ranks come to the same verdict.
+        return lambda: False
+    world, mine = route.world, torch.frombuffer(bytearray(_digest(tensor)), dtype=torch.uint8)
     label = Label("comparing gradients", route.label.place)
-    most, least = world.maximum(torch.cat([digest, 255 - digest]), route.ranks, label).chunk(2)
-    return bool((most + least == 255).all())
+    if len(route.ranks) > FEW or world.tape is not None:
+        # The most and the least of every byte, as one maximum.
+        most, least = world.maximum(torch.cat([mine, 255 - mine]), route.ranks, label).chunk(2)
+        return lambda: bool((most + least == 255).all())
+    exchange = world.begin_telling(mine, route.ranks, label)
+
+    def verdict() -> bool:
+        others = exchange.wait()
+        count_in_checkpoint()
+        return not world.capabilities.moves_data or all(torch.equal(other, mine) for other in others)
+
+    return verdict
 
 
 class SumToPlain(MovementFunction):
@@ -59,6 +77,8 @@ class SumToPlain(MovementFunction):
 
 
 def _digest(tensor: Tensor) -> bytes:
+    """Two checksums, ten times faster than a cryptographic hash: what differs here differs by chance, not by intent."""
     if tensor.is_meta:  # a dry run takes the ranks to agree
-        return bytes(32)
-    return hashlib.sha256(memory_of(tensor.detach().contiguous())).digest()
+        return bytes(8)
+    memory = memory_of(tensor.detach().contiguous())
+    return struct.pack("II", zlib.crc32(memory), zlib.adler32(memory))

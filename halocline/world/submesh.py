@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .base import Incoming, Outgoing, PendingExchange, PendingSum, Receive, Send, World
+from .base import Incoming, Outgoing, Receive, Send, World
 from .events import Label
+from .pending import PendingExchange, PendingSum
 
 
 class SubWorld(World):

@@ -99,6 +99,40 @@ def test_processes_that_diverge_raise_long_before_the_deadline(program: Callable
         assert seconds < 30.0, text
 
 
+def large_sums_by_some(some: list[int], ranks: int = 4) -> None:
+    """The sums have one size, so that only the messages before them can tell that they are different ones."""
+    x = cut(hc.Mesh(height=ranks), ranks, 1 << 15)
+    if x.sharding.mesh.rank in some:
+        x.sum(2)
+    x.sum(2)
+
+
+@pytest.mark.parametrize(("ranks", "some"), [(4, [1]), (4, [2, 3]), (4, [0, 2]), (9, [8]), (9, [3, 4])])
+def test_large_sums_of_different_lines_end_on_no_rank(ranks: int, some: list[int]) -> None:
+    with pytest.raises(hc.RankFailure, match="different paths"):
+        run_local(ranks, lambda: large_sums_by_some(some, ranks))
+
+
+def seconds_until_large_sums_fail(some: list[int]) -> tuple[str, float]:
+    forget()
+    hc.init(deadline=60.0)
+    began = time.monotonic()
+    try:
+        large_sums_by_some(some)
+    except hc.RankFailure as error:
+        return str(error), time.monotonic() - began
+    return "a sum has ended", 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("some", [[1], [2, 3], [0, 2]])
+def test_large_sums_of_different_lines_fail_on_every_rank(some: list[int]) -> None:
+    with RankPool(4) as pool:
+        outcomes = [outcome.value for outcome in pool.outcomes(seconds_until_large_sums_fail, some, deadline=90.0)]
+    assert all("rank" in text and seconds < 30.0 for text, seconds in outcomes), outcomes
+    assert sum("while rank" in text and text.count("(large_sums_by_some)") == 2 for text, _ in outcomes) >= 2, outcomes
+
+
 def replicas_on_their_own(steps: int) -> list[float]:
     """Nothing crosses ``data``, so that each replica may do as it likes."""
     mesh = hc.Mesh(data=2, height=2)
