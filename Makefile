@@ -25,7 +25,7 @@ test: .venv/.stamp ## Run the tests
 	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 long: .venv/.stamp ## Run the tests that take longer: whole programs, kills, trainings, more random set-ups
-	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m '(long or sweep) and not trial and not integration'
+	@HALOCLINE_SWEEP=$${HALOCLINE_SWEEP:-0.8} $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m '(long or sweep) and not trial and not integration'
 
 trials: .venv/.stamp ## Run what takes longest: stopped ranks, hundreds of models, every layout (on a quiet machine)
 	@$(BIN)/python -m pytest -q -m trial
