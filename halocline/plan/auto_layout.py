@@ -64,8 +64,8 @@ class LayoutChoice:
 def said(priced: PricedLayout) -> str:
     """An estimate in words."""
     return (
-        f"{priced.seconds * 1e3:.3g} ms a step ({priced.communication * 1e3:.3g} of it communication), "
-        f"{size_text(priced.memory)} a rank, {priced.share:.0%} of the parameters cut"
+        f"{priced.seconds * 1e3:.3g} ms per step ({priced.communication * 1e3:.3g} ms of it communication), "
+        f"{size_text(priced.memory)} per rank, {priced.share:.0%} of the parameters cut"
     )
 
 
