@@ -11,10 +11,8 @@ from typing import Any
 from ..errors import HaloclineError
 from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
-from ..train.launch import say_last_words, this_rank
+from ..train.launch import REQUEST, say_last_words, this_rank
 from . import end_at_once_on_failure
-
-REQUEST = "request.json"  # what the command asks of its ranks
 
 
 def run_here(request: dict[str, Any]) -> int:

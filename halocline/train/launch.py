@@ -20,6 +20,7 @@ from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_ran
 from .template import ForkedRank, RankTemplate, deaf_to_interrupts
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
+REQUEST, RESULT = "request.json", "result.json"  # in a run's folder: what a command asks of ranks, and their answer
 WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
 _STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
