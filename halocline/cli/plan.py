@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..errors import did_you_mean
+from ..errors import HaloclineError, did_you_mean
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
 from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
 from .plan_table import show_candidates, show_difference, show_pipelines
 
 if TYPE_CHECKING:
     from ..arrangement import Arrangement
+    from ..plan.candidate import Candidate
 
 Target = Annotated[str, typer.Argument(help="A workload such as unet3d, zoo/network, or package.module:factory.")]
 MachineName = Annotated[
@@ -120,10 +121,9 @@ def plan(
     **Exit status**: 0, or 2 if nothing fits or the plan cannot be made as asked; the message says what would help.
     """
     with clear_errors("plan", debug):
-        from ..errors import HaloclineError
         from ..plan.api import check_devices, check_layout, check_stages
         from ..plan.cost import Prices
-        from ..plan.explain import as_plan, difference, lost_by, said_difference
+        from ..plan.explain import as_plan, difference, said_difference
         from ..plan.front import memory_curve, over_devices
         from ..plan.machine import load_machine
         from ..plan.pipelines import explain_pipelines, pipelines
@@ -142,22 +142,15 @@ def plan(
         refused: list[RefusedCut] = []
         with progress_bar() as bar:
             task = bar.add_task("recording meshes", total=None)
-
-            def tell(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
             candidates = search(
-                subject, described, gpus, batch, prices, device, tell, relative, input_bytes, refused, layout
-            )
+                subject, described, gpus, batch, prices, device,
+                lambda done, total: bar.update(task, completed=done, total=total),
+                relative, input_bytes, refused, layout,
+            )  # fmt: skip
         staged = pipelines(subject, described, gpus, batch, prices) if stages else []
         best = chosen(candidates, described, layout == "auto-memory", staged)
-        answer = None
-        if other:
-            try:
-                rival = price(subject, described, other, batch, prices, device, relative, input_bytes)
-                answer = lost_by(best, rival)
-            except HaloclineError as error:
-                answer = f"{other} is refused: {error}"
+        told = (batch, prices, device, relative, input_bytes)
+        answer = _why_not(best, other, lambda: price(subject, described, other, *told)) if other else None
         made = as_plan(target, subject, described, best, candidates, refused, relative, input_bytes, staged)
         if out is not None:
             made.save(out)
@@ -193,6 +186,16 @@ def _rival(why_not: str, subject: Any, gpus: int, batch: int | None) -> Arrangem
             f"{batch or 'one on each rank of the data axis'}"
         )
     return Arrangement(other)
+
+
+def _why_not(best: Candidate, other: Arrangement, price: Callable[[], Candidate]) -> str:
+    """What the other cut would lose, or why it is refused."""
+    from ..plan.explain import lost_by
+
+    try:
+        return lost_by(best, price())
+    except HaloclineError as error:
+        return f"{other} is refused: {error}"
 
 
 def subject_of(

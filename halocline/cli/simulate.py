@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +13,9 @@ from ..errors import did_you_mean
 from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
 from .output import Debug, Json, clear_errors, print_json, progress_console, say
 from .plan import MachineName, subject_of
+
+if TYPE_CHECKING:
+    from ..simulate.step import Simulation
 
 Target = Annotated[
     str | None, typer.Argument(help="A workload such as stemdl, at full size, or package.module:factory.")
@@ -117,20 +122,17 @@ def simulate(
     """
     from . import simulate_table as show
 
-    progress = progress_console()
+    tell = partial(say, progress_console())
     with clear_errors("simulate", debug):
         from ..simulate import what_if
         from ..simulate.long_run import long_run, staging
         from ..simulate.scenario import ScenarioError
         from ..simulate.step import simulate as simulated
-        from ..simulate.sweep import strong as strong_sweep
-        from ..simulate.sweep import usual_sizes, weak
         from ..simulate.trace import chrome_trace
+        from ..simulate.validate import validate as validated
 
         if validate:
-            from ..simulate.validate import validate as validated
-
-            result = validated(lambda text: say(progress, text), seed)
+            result = validated(tell, seed)
             print_json(result) if as_json else show.show_validation(result)
             raise typer.Exit(0 if result["rows"] == result["rows_within"] else 1)
         if target is None:
@@ -144,35 +146,21 @@ def simulate(
             {"bandwidth": bandwidth, "latency": latency, "card": card},
         )  # fmt: skip
         found = simulated(scenario, base, seed, trace=trace is not None)
-        report: dict[str, Any] = show.as_json(found)
         if trace is not None:
             trace.write_text(chrome_trace(found), "utf-8")
-        points = stages = improvements = None
-        if sweep or strong or sizes:
-            chosen = _sizes(sizes) or usual_sizes(scenario.machine, gpus, scenario.replica)
-            if strong:
-                points = strong_sweep(scenario, chosen, seed, lambda text: say(progress, text))
-            else:
-                points = weak(scenario, chosen, base, seed, lambda text: say(progress, text))
-            report["sweep"] = [show.as_json(each) for each in points]
-        if waterfall:
-            stages = what_if.waterfall(scenario, seed, lambda text: say(progress, text))
-            report["waterfall"] = [{"lever": each.name, **show.as_json(each.found)} for each in stages]
-        if reach is not None:
-            improvements = what_if.to_reach(scenario, reach, base, seed)
-            report["reach"] = [vars(each) for each in improvements]
+        points = _swept(scenario, _sizes(sizes), strong, base, seed, tell) if sweep or strong or sizes else None
+        stages = what_if.waterfall(scenario, seed, tell) if waterfall else None
+        improvements = None if reach is None else what_if.to_reach(scenario, reach, base, seed)
         state = found.slowest_class.recorded
         run = long_run(scenario.machine, gpus, state.weights + state.optimizer)
-        report["long_run"] = vars(run)
         staged = None if dataset is None else staging(scenario.machine, gpus, dataset)
-        report["staging"] = staged and vars(staged)
         if picture is not None:
             from ..train.reporting.simulation_picture import draw_sweep, draw_waterfall
 
             text = draw_waterfall(target, stages) if stages else draw_sweep(target, points or [], strong)
             picture.write_text(text, "utf-8")
     if as_json:
-        print_json(report)
+        print_json(show.all_as_json(found, points, stages, improvements, run, staged))
         return
     show.show_step(target, found, run, staged)
     if points:
@@ -223,6 +211,18 @@ def _scenario(
     if batch is not None:
         samples = local_batch(batch, gpus, math.prod(cut.values()))
     return Scenario(target, subject, described, gpus, samples, cut, Levers(**levers), input_bytes)
+
+
+def _swept(
+    scenario: Any, sizes: list[int], strong: bool, base: int | None, seed: int, tell: Callable[[str], None]
+) -> list[Simulation]:
+    """The scenario on other numbers of devices, by default the usual ones up to its own."""
+    from ..simulate import sweep
+
+    chosen = sizes or sweep.usual_sizes(scenario.machine, scenario.devices, scenario.replica)
+    if strong:
+        return sweep.strong(scenario, chosen, seed, tell)
+    return sweep.weak(scenario, chosen, base, seed, tell)
 
 
 def _sizes(text: str | None) -> list[int]:

@@ -57,6 +57,25 @@ def as_json(found: Simulation) -> dict[str, Any]:
     }
 
 
+def all_as_json(
+    found: Simulation,
+    points: Sequence[Simulation] | None,
+    stages: Sequence[Stage] | None,
+    improvements: Sequence[Improvement] | None,
+    run: LongRun,
+    staged: StagingTime | None,
+) -> dict[str, Any]:
+    """A simulation, and what else was asked for."""
+    report = as_json(found)
+    if points is not None:
+        report["sweep"] = [as_json(each) for each in points]
+    if stages is not None:
+        report["waterfall"] = [{"lever": each.name, **as_json(each.found)} for each in stages]
+    if improvements is not None:
+        report["reach"] = [vars(each) for each in improvements]
+    return {**report, "long_run": vars(run), "staging": staged and vars(staged)}
+
+
 def show_step(target: str, found: Simulation, run: LongRun, staged: StagingTime | None) -> None:
     """One step of the whole run."""
     scenario = found.scenario

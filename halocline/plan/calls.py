@@ -23,12 +23,12 @@ from ..errors import HaloclineError
 from ..program import dry
 from ..program.autocast import autocast_on_meta
 from ..program.record import computed, is_free
+from ..program.streaming.trace import same_everywhere
 from ..random.state import State, current, swap
-from ..rules import Operand, Recipe, follow
+from ..rules import Recipe
 from ..rules.asking_torch import planned, planning
 from ..rules.executor import recorders
 from ..rules.plan import recipe_of
-from ..rules.recipe import as_called
 from ..rules.table import RuleEntry, entries, name_of
 from ..tensor import here, watch
 from ..tree import map_tensors, tensors_in
@@ -185,6 +185,10 @@ class RuleRecorder(TorchFunctionMode):
             self._inside.pop()
 
     def _run(self, function: Any, recipe: Recipe | None, args: Any, kwargs: Any) -> Any:
+        """Run a call on meta tensors, and write it down with its recipe and the work that it does.
+
+        Calls that make nothing new and do no work are left out. A call without a recipe takes whole operands.
+        """
         given = tensors_in((args, kwargs))
         operands = tuple(self._number(tensor) for tensor in given)
         recorder = recorders.pop(get_ident(), None)
@@ -202,7 +206,7 @@ class RuleRecorder(TorchFunctionMode):
         if not (new or inplace or work.events) or not given:
             return result
         if recipe is None and len(made) == 1 and made[0].shape == given[0].shape:
-            recipe = _same_everywhere(made[0])
+            recipe = same_everywhere(made[0], torch.clone)
         results = tuple(self._add(tensor) for tensor in made)
         if recipe is not None and len(recipe.outputs) != len(results):
             recipe = None
@@ -222,12 +226,14 @@ class RuleRecorder(TorchFunctionMode):
         return self._twins[id(tensor)]
 
     def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor's value; one that no call has made is entered now, as a parameter or a constant."""
         if id(tensor) not in self._numbers:
             name = self._parameters.get(id(tensor))
             self._add(tensor, CallValue(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, parameter=name))
         return self._numbers[id(tensor)]
 
     def _add(self, tensor: Tensor, value: CallValue | None = None) -> int:
+        """A new value, which the tensor stands for from now on: also where a call has written to a known one."""
         self._alive.append(tensor)
         self._numbers[id(tensor)] = len(self.found.values)
         self.found.values.append(value or CallValue(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
@@ -249,12 +255,6 @@ def _result(function: Any, recipe: Recipe | None, args: Any, kwargs: Any) -> Any
         flows = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         made = [each.requires_grad_() if flows and each.is_floating_point() else each for each in made]
         return made[0] if len(made) == 1 else tuple(made)
-
-
-def _same_everywhere(made: Tensor) -> Recipe:
-    """A function of one tensor, element by element, such as a change of dtype."""
-    operand = Operand(0, tuple(made.shape), made.dtype, frozenset())
-    return Recipe(space=operand.shape, reads=(follow(operand),), local=as_called(torch.clone), runs_empty=True)
 
 
 def _picture(value: Any) -> Hashable:

@@ -166,6 +166,7 @@ def _placed(
     flops: float,
     moved: int,
 ) -> Placed:
+    """Where an operation lies among measured ones: its kind, the logarithms of its sizes, and the terms of its time."""
     terms = (1e-6, moved / _BYTES, flops / _FLOPS)
     if name == "convolution":
         return _convolution((name, dtype), shapes[0], shapes[1], options[-6:], (True, True), terms, moved)
@@ -188,6 +189,7 @@ def _convolution(
     terms: tuple[float, ...],
     moved: int,
 ) -> Placed:
+    """The same of a convolution, whose time also depends on the backend's algorithm and on how memory is laid out."""
     stride, _, dilation, transposed, _, groups = cast(tuple[Any, ...], options)
     backend = convolution_backend((volume, weight), function[1] or torch.float32, options)
     kernel, voxels = math.prod(weight[2:]), math.prod(volume[2:])

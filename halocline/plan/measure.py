@@ -20,6 +20,7 @@ from .._torch_private import TorchDispatchMode, schema_of
 from ..program.record import computed, is_free
 from ..program.work import size_of
 from ..rules import planning
+from ..tree import map_leaves
 from ..world import this_world
 from ..world.events import Computed
 from .cost import Key, key_of
@@ -74,6 +75,7 @@ def time_call(function: Any, args: Any, kwargs: Any, device: torch.device) -> fl
 
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device, repeat: int) -> float:
+    """Seconds of a call, the mean of ``repeat`` in a row; a GPU is waited for once at the end."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(repeat):
@@ -109,6 +111,7 @@ def _writes_in_place(call: OperationCall) -> bool:
 
 
 def _start_peak(device: torch.device) -> None:
+    """From here on the peak of memory is counted anew, by the driver or by the kernel."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -150,15 +153,8 @@ def _process_memory(label: str) -> int:
 
 def materialized(value: Any, device: torch.device) -> Any:
     """The same arguments with real tensors in the places of those without values."""
-    if isinstance(value, Tensor):
-        return _real(value, device)
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, tuple | list):
-        return type(value)(materialized(item, device) for item in value)
-    if isinstance(value, dict):
-        return {name: materialized(item, device) for name, item in value.items()}
-    return value
+    leaves = (Tensor, torch.device)
+    return map_leaves(leaves, lambda leaf: _real(leaf, device) if isinstance(leaf, Tensor) else device, value)
 
 
 def _real(tensor: Tensor, device: torch.device) -> Tensor:

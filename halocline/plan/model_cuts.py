@@ -94,6 +94,7 @@ def _inputs(subject: Subject, samples: int) -> Sequence[Tensor]:
 def _cut(
     subject: Subject, machine: Machine, sizes: dict[str, int], samples: int, calls: Calls, prices: Prices, kind: str
 ) -> ModelCut | None:
+    """The best layout of the weights for one mesh; None where cutting none of them is best."""
     arrangement = Arrangement(sizes)
     volume = subject.shapes[0]
     cuts = [

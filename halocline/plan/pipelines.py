@@ -127,6 +127,10 @@ def _candidate(
     stages: int, replicas: int, name: str, count: int, batch: int, record: ModelRecord, costs: CallCosts,
     machine: Machine, update: float,
 ) -> PipelineCandidate:  # fmt: skip
+    """Price one schedule on meshes of stages and replicas. Seconds are of a step, bytes of the rank with most of them.
+
+    A cut that fits is taken before a faster one that does not.
+    """
     link = machine.link_between(0, replicas)  # ranks of a stage are neighbours
     per_byte, latency = link.shared_by / (link.gb_per_s.value * 1e9), link.latency_us.value * 1e-6
     own = CallCosts(costs.seconds, per_byte, latency, costs.forward)

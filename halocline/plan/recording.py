@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -23,6 +24,7 @@ from ..program.autocast import autocast_on_meta
 from ..program.memory import peak_of
 from ..program.record import computed, is_free
 from ..tensor import unwrap
+from ..tree import tensors_in
 from ..world import World
 from .replay import Replay
 
@@ -157,7 +159,7 @@ def record_step(
         recorded: list[Record] = []
         with beside or nullcontext():
             peak = peak_of(lambda: recorded.append(record(step, mesh)), workspace)
-        state = 0 if optimizer is None else _bytes(_state_tensors(optimizer))
+        state = 0 if optimizer is None else _bytes(tensors_in(optimizer.state))
     held = _bytes([*model.parameters(), *model.buffers()])
     samples_held = _bytes([unwrap(each) for each in (*inputs, *targets)])
     return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak, model)
@@ -194,8 +196,14 @@ def _target(target: TargetShape, arrangement: Arrangement, samples: int) -> Tens
     return arrangement.shard(torch.empty((samples, *target.shape[1:]), dtype=target.dtype), target.letters)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are meta tensors."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -113,6 +113,7 @@ class Replay:
         self.timeline.communication[begun.kind] += begun.ends - begun.starts
 
     def _wait(self, waited: UnderWay) -> None:
+        """Wait for communication: computing meanwhile hides it, but for the share that overlap costs."""
         hidden = max(0.0, min(self._now, waited.ends) - waited.starts)
         exposed = self._waiting * (self._loss * hidden + max(0.0, waited.ends - self._now))
         self.timeline.exposed[waited.kind] += exposed

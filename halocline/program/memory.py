@@ -34,6 +34,7 @@ class _Living(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
+        """Count a storage until it is freed, once however many tensors view it."""
         key, size = storage_key(storage), storage.nbytes()
         if key in self._known:
             return

@@ -22,7 +22,7 @@ from ..reduction import is_averaged
 from ..rules import gather
 from ..rules.api import cut_like
 from ..tensor import ShardedTensor, here, one_rank_strides
-from ..tree import map_tensors
+from ..tree import map_tensors, tensors_in
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout)
 _ALPHA_DROPOUTS = (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
@@ -70,14 +70,9 @@ class ScriptFunctions(TorchFunctionMode):
 
 
 def _unknown_leaves(args: Any) -> list[Tensor]:
-    """Parameters among the arguments, or in a list of them, whose gradients nobody averages."""
-    found = []
-    for value in args:
-        if isinstance(value, (list, tuple)):
-            found += _unknown_leaves(value)
-        elif type(value) in (Tensor, nn.Parameter) and value.requires_grad and value.is_leaf and not is_averaged(value):
-            found.append(value)
-    return found
+    """Parameters among the arguments whose gradients nobody averages."""
+    plain = [tensor for tensor in tensors_in(args) if type(tensor) in (Tensor, nn.Parameter)]
+    return [tensor for tensor in plain if tensor.requires_grad and tensor.is_leaf and not is_averaged(tensor)]
 
 
 def _refusal(operation: str, why: str) -> Refused:
@@ -158,6 +153,7 @@ def _categories(function: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _table() -> dict[Any, Callable[[Any, Any, Any], Tensor]]:
+    """The functions that draw, and who answers for each."""
     return {
         **{
             function: _in_place

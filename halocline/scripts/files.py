@@ -107,6 +107,7 @@ def _unmarked(value: Any) -> Any:
 
 
 def _unmarked_leaf(tensor: Tensor) -> Tensor:
+    """Without the attributes that Halocline sets, which would be pickled, and read where it is not installed."""
     if not any(name.startswith("_halocline") for name in vars(tensor)):
         return tensor
     bare = tensor.detach()

@@ -85,6 +85,7 @@ def generator_states() -> tuple[bytes, Any, Any]:
 
 
 def _numpy_state(numpy: Any) -> Any:
+    """NumPy's global state in a form that can be compared; None where the script has not imported NumPy."""
     if numpy is None:
         return None
     name, words, *rest = numpy.random.get_state()

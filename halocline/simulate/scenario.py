@@ -153,6 +153,7 @@ def _paced(device: Device, factor: float) -> Device:
 
 
 def _scaled(quantity: Any, factor: float) -> Any:
+    """A quantity times a factor, its range too."""
     ends = {
         end: None if value is None else value * factor
         for end, value in (("low", quantity.low), ("high", quantity.high))

@@ -109,6 +109,7 @@ def _spread(graph: TaskGraph, phase: int, column: int) -> list[int]:
 
 
 def _some_of_window(graph: TaskGraph, phase: int, column: int) -> list[int]:
+    """A random part of the window, the same on every rank: drawn by graph, phase and columns alone."""
     return [
         each
         for each in _window(graph, phase, column)

@@ -55,6 +55,7 @@ def kernel_seconds(kernel: str, iterations: int, calls: int) -> float:
 
 
 def _prepare(runtime: str, graph: TaskGraph, fault: Fault | None) -> GraphRun:
+    """This rank's part of a graph on a runtime. By all ranks together: worlds are made on first use."""
     prefix, _, transport = runtime.partition("-")
     if runtime in _BARE:
         return MessageRun(graph, dist.get_world_size(), dist.get_rank(), _BARE[runtime], fault)

@@ -62,6 +62,7 @@ class ShardedRun(GraphRun):
         self._brought: Tensor | None = None
 
     def _window(self, phase: int) -> OneHotWindow:
+        """The convolution whose halo is the pattern, with a channel for each neighbour: no two inputs are added."""
         graph = self.graph
         if graph.pattern == "stencil_3d":
             return _faces(*graph.grid[1:])

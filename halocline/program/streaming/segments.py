@@ -162,6 +162,7 @@ class Streamed:
     # ---- what is kept between segments ----
 
     def _keep(self, value: int, box: Box, data: Tensor) -> None:
+        """Put a tile's part of a border value into the whole, which is allocated with the first part."""
         known = self.trace.values[value]
         if box == known.box:
             self.kept[value] = data

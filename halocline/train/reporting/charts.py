@@ -129,9 +129,7 @@ class Series:
     words: Words = field(default=short)
 
 
-def curve_chart(
-    title: str, series: Sequence[Series], words: Words = short, log: bool | None = None, zero: bool = False
-) -> str:
+def curve_chart(title: str, series: Sequence[Series], log: bool | None = None, zero: bool = False) -> str:
     """A chart of series over steps. Values that are not finite are crosses at the upper edge."""
     everything = np.concatenate([each.values for each in series])
     across = step_scale(np.concatenate([each.steps for each in series]))
@@ -140,7 +138,7 @@ def curve_chart(
     crosses = [_crosses(each, across) for each in series if each.raw or each.dots]
     strips = _strips(next((each for each in series if not each.dots), series[0]), across, up)
     dots = [_dots(each, across, up) for each in series if each.dots]
-    return svg(title, frame(across, up, "step", words), *drawn, *crosses, strips, *dots)
+    return svg(title, frame(across, up, "step", short), *drawn, *crosses, strips, *dots)
 
 
 def _curve(series: Series, across: ChartScale, up: ChartScale) -> str:
@@ -189,12 +187,12 @@ def _strips(series: Series, across: ChartScale, up: ChartScale) -> str:
     return "".join(strips)
 
 
-def thinned(steps: Array, values: Array, most: int = POINTS) -> tuple[Array, Array]:
-    """At most so many points: the least and the greatest value of each stretch, so that spikes are kept."""
-    if len(steps) <= most:
+def thinned(steps: Array, values: Array) -> tuple[Array, Array]:
+    """At most ``POINTS`` points: the least and the greatest value of each stretch, so that spikes are kept."""
+    if len(steps) <= POINTS:
         return steps, values
     kept: list[int] = []
-    for stretch in np.array_split(np.arange(len(steps)), most // 2):
+    for stretch in np.array_split(np.arange(len(steps)), POINTS // 2):
         finite = stretch[np.isfinite(values[stretch])]
         ends = {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])} if finite.size else set()
         kept += sorted(ends or {int(stretch[0])})
