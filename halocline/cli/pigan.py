@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..train.launch import launched, this_rank
 from .local_ranks import ask_ranks
 from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
+from .parsing import parse_numbers
 from .pigan_rank import play
 
 Subdomains = Annotated[int, typer.Option("--subdomains", min=1, help="Tiles of the domain, each with a discriminator.")]
@@ -80,9 +81,6 @@ def pigan(
 
 def _flow(dims: int, lengths: str) -> dict[str, Any]:
     """The settings of the flow: every length has the same share of the variance of log K."""
-    try:
-        parts = tuple(float(length) for length in lengths.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--lengths {lengths}: give numbers, such as 0.4,0.08") from error
+    parts = parse_numbers("--lengths", lengths, float, "give numbers, such as 0.4,0.08")
     deviation = 0.5 / len(parts) ** 0.5
     return {"dims": dims, "points": 65 if dims == 1 else 33, "lengths": parts, "deviations": (deviation,) * len(parts)}

@@ -12,8 +12,9 @@ import typer
 from rich.markup import escape
 
 from ..errors import HaloclineError, did_you_mean
-from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
+from .check import Arguments, Shapes, parse_arguments, parse_shapes
 from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
+from .parsing import parse_cut, parse_numbers
 from .plan_table import show_candidates, show_difference, show_pipelines
 
 if TYPE_CHECKING:
@@ -131,11 +132,12 @@ def plan(
         from ..plan.search import RefusedCut, chosen, price, search
         from ..train.reporting.plan_picture import draw_plan
 
-        described, relative = load_machine(machine), parse_speeds(speeds)
+        described = load_machine(machine)
+        relative = parse_numbers("--speeds", speeds, float, "a number for each device, such as 2,1") if speeds else []
         check_devices(described, gpus)
         check_layout(layout)
         check_stages(stages, batch)
-        subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
+        subject = subject_of(target, parse_arguments(args), parse_shapes(shape), dtype, optimizer)
         other = _rival(why_not, subject, gpus, batch) if why_not else None
         earlier = read_plan(compare) if compare else None
         prices, device = Prices(described.device), _device(described) if measure else None
@@ -179,7 +181,7 @@ def _rival(why_not: str, subject: Any, gpus: int, batch: int | None) -> Arrangem
     from ..arrangement import Arrangement
     from ..plan.search import NoPlan, meshes
 
-    other = _whole_mesh(parse_cut(why_not), subject, gpus)
+    other = _whole_mesh(parse_cut(why_not, "--why-not"), subject, gpus)
     if other not in meshes(subject, gpus, batch):
         raise NoPlan(
             f"--why-not {why_not}: no mesh of this cut fits samples of {list(subject.shapes[0])} and batch "
@@ -243,16 +245,6 @@ def _device(machine: Any) -> Any:
     if device.type == "cpu":
         torch.set_num_threads(1)
     return device
-
-
-def parse_speeds(text: str | None) -> list[float]:
-    """Such as "2,1"; nothing where all devices are equal."""
-    from ..testing.task import BadUsage
-
-    try:
-        return [float(speed) for speed in text.split(",")] if text else []
-    except ValueError:
-        raise BadUsage(f"--speeds {text}: a number for each device, such as 2,1") from None
 
 
 def _whole_mesh(cut: Mapping[str, int], subject: Any, gpus: int) -> dict[str, int]:

@@ -13,9 +13,9 @@ from rich.markup import escape
 
 from ..errors import ConfigError
 from ..train.launch import REQUEST, LocalRanks
-from .check import parse_cut
 from .local_ranks import rank_command, started_by_launcher
 from .output import Debug, clear_errors, say, stderr
+from .parsing import parse_cut
 from .run_rank import run_here
 from .stopping import Stop
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import did_you_mean
-from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
+from .check import Arguments, Shapes, parse_arguments, parse_shapes
 from .output import Debug, Json, clear_errors, print_json, progress_console, say
+from .parsing import parse_cut, parse_numbers
 from .plan import MachineName, subject_of
 
 if TYPE_CHECKING:
@@ -141,14 +142,15 @@ def simulate(
             raise ScenarioError("--picture draws a sweep or a waterfall; give --sweep, --strong or --waterfall too")
         levers = {"control": control, "grouping": grouping, "lag": lag, "wire": wire, "rings": rings}
         scenario = _scenario(
-            target, machine, gpus, [tuple(parse_shape(one)) for one in shape or ()], parse_arguments(args),
+            target, machine, gpus, [tuple(one) for one in parse_shapes(shape)], parse_arguments(args),
             local, batch, parse_cut(cut) if cut else {}, precision, levers, input_bytes,
             {"bandwidth": bandwidth, "latency": latency, "card": card},
         )  # fmt: skip
         found = simulated(scenario, base, seed, trace=trace is not None)
         if trace is not None:
             trace.write_text(chrome_trace(found), "utf-8")
-        points = _swept(scenario, _sizes(sizes), strong, base, seed, tell) if sweep or strong or sizes else None
+        chosen = parse_numbers("--sizes", sizes, int, "numbers of devices, such as 6,96,1536") if sizes else []
+        points = _swept(scenario, chosen, strong, base, seed, tell) if sweep or strong or chosen else None
         stages = what_if.waterfall(scenario, seed, tell) if waterfall else None
         improvements = None if reach is None else what_if.to_reach(scenario, reach, base, seed)
         state = found.slowest_class.recorded
@@ -223,12 +225,3 @@ def _swept(
     if strong:
         return sweep.strong(scenario, chosen, seed, tell)
     return sweep.weak(scenario, chosen, base, seed, tell)
-
-
-def _sizes(text: str | None) -> list[int]:
-    from ..simulate.scenario import ScenarioError
-
-    try:
-        return [int(each) for each in text.split(",")] if text else []
-    except ValueError:
-        raise ScenarioError(f"--sizes {text}: numbers of devices, such as 6,96,1536") from None

@@ -98,7 +98,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         "preempted": result.preempted,
         "seconds": time.monotonic() - began,
     }
-    if first:
+    if this_rank() == 0:  # asked anew: ranks of a pool learn it when they join
         write_whole(folder / RESULT, json_line(outcome))
     return outcome
 

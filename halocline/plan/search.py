@@ -91,9 +91,7 @@ def search(
             found.candidates.append(candidate)
     if refused is not None:
         refused += [RefusedCut(arrangement, str(error)) for arrangement, error in found.refused]
-    if not found.candidates:
-        raise found.refused[0][1]
-    return sorted(found.candidates, key=_by_memory if layout == "auto-memory" else _rank)
+    return found.ranked(_by_memory if layout == "auto-memory" else _rank)
 
 
 class Findings:
@@ -118,6 +116,12 @@ class Findings:
         self._events += len(candidate.recorded.record.events)
         self.candidates.append(candidate)
         self._recorded[kind] += 1
+
+    def ranked(self, key: Callable[[Candidate], tuple[float, float]]) -> list[Candidate]:
+        """The candidates, the best first; raises the first refusal where there is none."""
+        if not self.candidates:
+            raise self.refused[0][1]
+        return sorted(self.candidates, key=key)
 
     def has(self, option: Option) -> bool:
         """Was it recorded, or refused?"""

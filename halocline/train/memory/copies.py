@@ -7,7 +7,6 @@ What only this node has (its parts of weights that are cut) is also sent to the 
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import zlib
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...background import in_background
+from ...sizes import free_memory
 from ...tensor import ShardedTensor, unwrap
 from ...world import Mesh, ranks_with_same, this_rank_info
 from ...world.placement import place_on, placement_of
@@ -51,7 +51,7 @@ class StateCopies:
 
         def connected() -> str:
             _check_possible(parent)
-            clients.append(HolderClient(folder, limit or int(_free_memory() * _SHARE), parent))
+            clients.append(HolderClient(folder, limit or int(free_memory() * _SHARE), parent))
             return clients[0].holder
 
         holders = self._peers.agree(connected)
@@ -216,7 +216,3 @@ def _check_possible(parent: int | None) -> None:
             "copies.every: copies of the state in memory outlive a rank that a launcher has started, and this process "
             "was started alone; give --restarts, or start it with torchrun, or set copies.every = 0"
         )
-
-
-def _free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

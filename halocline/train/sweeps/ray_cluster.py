@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, first_line
 from ..launch import Ending, LocalRanks
 from .backends import Backend, TrialRanks
 
@@ -79,7 +79,7 @@ class _RayRanks:
         except self._ray.exceptions.RayTaskError:
             raise
         except self._ray.exceptions.RayError as error:
-            return Ending(0, _KILLED, f"its Ray worker was lost: {str(error).strip().splitlines()[0]}")
+            return Ending(0, _KILLED, f"its Ray worker was lost: {first_line(error)}")
         return None if told is None else Ending(*told)
 
     def signal(self, number: int) -> None:
