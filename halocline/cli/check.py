@@ -213,7 +213,7 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
     facts["peak activations"] = peaks + ratio
     if report.cut_share is not None:
         facts["parameters cut"] = f"{report.cut_share:.0%} of their bytes"
-        layout = (f"{name} {said_dims(dims)}" for name, dims in report.layout.items())
+        layout = (f"{name} {dims_text(dims)}" for name, dims in report.layout.items())
         facts["layout"] = escape(", ".join(islice(layout, MOST_NAMES)))
     facts["moved"] = f"{size_text(report.moved_bytes or 0)} in {report.messages} messages a rank and step"
     facts["gathered"] = escape(f"{size_text(report.gathered_bytes or 0)} a rank and step{where}")
@@ -221,7 +221,7 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
     return facts
 
 
-def said_dims(dims: Mapping[int, str]) -> str:
+def dims_text(dims: Mapping[int, str]) -> str:
     """Such as "0: model"."""
     return "{" + ", ".join(f"{dim}: {axis}" for dim, axis in dims.items()) + "}"
 

@@ -22,8 +22,8 @@ from ..train.launch import (
     LaunchError,
     LocalRanks,
     launched,
-    say_last_words,
     this_rank,
+    write_rank_error,
 )
 from .output import is_quiet
 from .stopping import Stop
@@ -68,11 +68,11 @@ def work_as_rank(folder: Path, work: Callable[[], object]) -> None:
     except Exception as error:  # the user's own code may raise anything
         if os.environ.get("HALOCLINE_DEBUG") == "1":
             raise
-        say_last_words(folder, this_rank(), _last_words(error, folder))
+        write_rank_error(folder, this_rank(), _error_line(error, folder))
         raise SystemExit(WRONG_SETTINGS if isinstance(error, ConfigError) else 1) from None
 
 
-def _last_words(error: Exception, folder: Path) -> str:
+def _error_line(error: Exception, folder: Path) -> str:
     """An error in one line. The traceback of an error in the user's own code goes to a file, which the line names."""
     if isinstance(error, (HaloclineError, OSError)):
         return explain(error)

@@ -124,7 +124,7 @@ def plan(
     with clear_errors("plan", debug):
         from ..plan.api import check_devices, check_layout, check_stages
         from ..plan.cost import Prices
-        from ..plan.explain import as_plan, difference, said_difference
+        from ..plan.explain import as_plan, difference, difference_text
         from ..plan.front import memory_curve, over_devices
         from ..plan.machine import load_machine
         from ..plan.pipelines import explain_pipelines, pipelines
@@ -173,7 +173,7 @@ def plan(
         say(stdout(), answer)
     if earlier:
         show_difference(earlier, made, difference(earlier, made))
-        say(stdout(), said_difference(earlier, made))
+        say(stdout(), difference_text(earlier, made))
 
 
 def _rival(why_not: str, subject: Any, gpus: int, batch: int | None) -> Arrangement:

@@ -107,9 +107,9 @@ def main() -> None:
     """``python -m halocline.cli.train_rank FOLDER``, for the processes that ``halocline train`` starts."""
     from ..train.config import read_settings
 
-    folder, tie = Path(sys.argv[1]), follow_launcher()
+    folder, link = Path(sys.argv[1]), follow_launcher()
     set_quiet("--quiet" in sys.argv)
-    work_as_rank(folder, lambda: run_rank(read_settings(folder), folder, tie.lock))
+    work_as_rank(folder, lambda: run_rank(read_settings(folder), folder, link.lock))
 
 
 if __name__ == "__main__":

@@ -52,14 +52,14 @@ def _on_first(plain: Callable[..., Any], first: FirstRank) -> Callable[..., Any]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         is_path = args and isinstance(args[0], (str, os.PathLike))
-        if not first.together or (is_path and _is_nobodys(args[0])):
+        if not first.together or (is_path and _is_no_output(args[0])):
             return plain(*args, **kwargs)
         return first.call(plain, *args, **kwargs)
 
     return run
 
 
-def _is_nobodys(path: Any) -> bool:
+def _is_no_output(path: Any) -> bool:
     """Is this no output of the script: a descriptor, a device, or a file below a hidden folder of the user's home?
 
     Libraries keep caches there, which one rank may find and another not.
@@ -128,7 +128,7 @@ class Opening:
         self._first, self._private, self._plain, self._count = first, private, plain, 0
 
     def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not set(mode) & set("wax+") or not self._first.together or _is_nobodys(file):
+        if not set(mode) & set("wax+") or not self._first.together or _is_no_output(file):
             return self._plain(file, mode, *args, **kwargs)
         copy = None if self._first.is_first else self._copied(file, mode)
         opened: list[Any] = []

@@ -26,7 +26,7 @@ from ...world import Mesh, ranks_with_same, this_rank_info
 from ...world.placement import place_on, placement_of
 from ..checkpoints import CheckpointError, Loaded
 from ..checkpoints.peers import Peers
-from ..checkpoints.tree import Parts, as_it_is
+from ..checkpoints.tree import Parts, uncopied
 from .client import HolderClient
 from .rooms import Box, CopiedPiece, laid_out, view
 
@@ -91,7 +91,7 @@ class StateCopies:
         def written() -> list[int]:
             if self._step >= 0:
                 self._client.forget(self._step)  # that one is complete, on all ranks: earlier ones are not needed
-            parts = Parts({"tensors": tensors, "state": state}, as_it_is, self._place, as_dtensors=False)
+            parts = Parts({"tensors": tensors, "state": state}, uncopied, self._place, as_dtensors=False)
             for kind, names in self._shares(parts.tensors).items():
                 tree = parts.tree if kind == "here" and self._mesh.rank == self._nodes[self._node][0] else None
                 if names or tree is not None:

@@ -58,7 +58,7 @@ class TrialMix:
             left -= beside
         return found
 
-    def told(self, left: int) -> str:
+    def text(self, left: int) -> str:
         """The waves and what they take, in words."""
         shares: list[tuple[int, int]] = []  # trials and ranks of each, over waves of the same ranks
         for beside, each in self.waves(left):

@@ -97,7 +97,7 @@ def train_on_worker(
     folder, over = Path(place), threading.Event()
     with (folder / "output.log").open("ab") as log:
         running = LocalRanks([sys.executable, *words], ranks, folder, output=log.fileno(), errors=log.fileno())
-        threading.Thread(target=_hand_on, args=(running, folder / _SIGNALS, over), daemon=True).start()
+        threading.Thread(target=_forward_signals, args=(running, folder / _SIGNALS, over), daemon=True).start()
         try:
             ending = running.wait()
         finally:
@@ -105,7 +105,7 @@ def train_on_worker(
     return None if ending is None else (ending.rank, ending.status, ending.words)
 
 
-def _hand_on(running: LocalRanks, path: Path, over: threading.Event) -> None:
+def _forward_signals(running: LocalRanks, path: Path, over: threading.Event) -> None:
     """Send the ranks the signals that the sweep writes down."""
     sent = 0
     while not over.wait(_LOOK):

@@ -141,7 +141,7 @@ class SweepRunner:
     @property
     def mix_text(self) -> str:
         """How the planner shares the ranks; empty in other modes."""
-        return "" if self.mix is None else self.mix.told(self.spec.trials)
+        return "" if self.mix is None else self.mix.text(self.spec.trials)
 
     def _ranks_of_next(self, left: int) -> int:
         """Ranks of the next of so many trials that have not begun."""
