@@ -80,7 +80,7 @@ def run(
 def _request(
     script: Path, arguments: list[str], cut: str | None, numbers: str, seed: int, deadline: float | None, debug: bool
 ) -> dict[str, Any]:
-    """What each rank is told. Raises ConfigError."""
+    """The request that each rank reads. Raises ConfigError."""
     if not script.is_file():
         raise ConfigError(f"there is no script {script}; give a Python file, then -- and its own arguments")
     if numbers not in ("torch", "indexed"):

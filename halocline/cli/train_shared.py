@@ -26,7 +26,7 @@ from .train_rank import progress_line, step_facts
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-SHARED = "shared.json"  # in the first run's folder: what came of all of them
+SHARED = "shared.json"  # in the first run's folder: the outcome of all runs
 Runs = list[tuple["Settings", Path]]
 
 
@@ -105,7 +105,7 @@ def shared_on_this_machine(ranks: int, runs: Runs, memory: str | None, turn: int
 
 
 def show_shared(outcome: dict[str, Any], folders: list[Path], as_json: bool) -> None:
-    """Print what came of the runs, and the makespan, as JSON or as tables."""
+    """Print the outcome of the runs and the makespan, as JSON or as tables."""
     if as_json:
         losses = [[entry["loss"] for entry in read_log(folder, "step")] for folder in folders]
         runs = [{**one, "losses": each} for one, each in zip(outcome["runs"], losses, strict=True)]

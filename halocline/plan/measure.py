@@ -140,7 +140,7 @@ def return_memory_at_once() -> None:
 
 
 def return_free_memory() -> None:
-    """Give memory that nobody uses back to the system."""
+    """Return unused memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

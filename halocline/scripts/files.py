@@ -1,7 +1,7 @@
 """Files that a script writes: rank 0 writes them, and all ranks see them written at the same point of the script.
 
-A file that a script opens for writing is a real one on rank 0; other ranks write to a file of their own, which nobody
-sees. Functions that change folders run on rank 0, and all ranks get their outcome, exceptions included.
+A file that a script opens for writing is a real one on rank 0; other ranks write to a file of their own, which is
+discarded. Functions that change folders run on rank 0, and all ranks get their outcome, exceptions included.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SPILL = "spill"  # folder in that of a run
 
 @dataclass
 class Shared:
-    """What came of runs in turns: results in their order, and where the seconds of this rank went."""
+    """The outcome of runs in turns: results in their order, and how this rank spent its time."""
 
     results: list[Result]
     own_seconds: list[float]  # set-up and steps of each run: what it takes alone
@@ -77,7 +77,7 @@ class _Run:
         torch.set_rng_state(generator)
 
     def leave(self) -> None:
-        """Keep the random state, and let go of gradients, which the next step would."""
+        """Keep the random state, and free the gradients, as the next step would."""
         self._random = current(), torch.get_rng_state()
         self.active.optimizer.zero_grad(set_to_none=True)
 

@@ -149,7 +149,7 @@ class Trainer:
             return exhausted(self.steps())
 
     def steps(self) -> Generator[None, bool | None, Result]:
-        """The same, step by step: whoever runs it may do something else after each, and send True to have it stop.
+        """The same, step by step: the caller may do other work after each step, and sends True to stop the run.
 
         It yields once before it begins; from then on closing it closes the run.
         """

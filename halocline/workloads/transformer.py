@@ -25,7 +25,7 @@ from .metrics import Confusion
 from .workload import Batch, Workload, WorkloadSize
 
 VOCABULARY = 32  # of the small size: half keys, half values
-IGNORED = -100  # the class of tokens that nobody asks for
+IGNORED = -100  # the class of tokens that do not count in the loss
 SHAPES = ((1, 24),)
 
 

@@ -85,7 +85,7 @@ class BatchLayout:
         return with_rim(self.tile(name, where), each.dims, self.shape(name), each.rim)
 
     def batch(self, samples: int) -> Partition:
-        """How a batch of so many samples is cut over the batch axis."""
+        """How a batch of that size is cut over the batch axis."""
         return Partition.even(samples, self.groups)
 
     def group(self, where: Coordinates) -> int:
@@ -93,7 +93,7 @@ class BatchLayout:
         return where[self.batch_axis] if self.batch_axis else 0
 
     def positions(self, samples: int, where: Coordinates) -> Interval:
-        """Places in a batch of so many samples."""
+        """This rank's places in a batch of that size."""
         return self.batch(samples).piece(self.group(where))
 
     def at(self, name: str, sample: int, epoch: int, box: Box) -> At:

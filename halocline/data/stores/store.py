@@ -166,7 +166,7 @@ class Store(ABC):
 
 
 def _delivered(stored: str, order: str | None) -> str:
-    """The order in which dims are handed out; raises for letters that repeat or have no known order."""
+    """The order in which dims are returned; raises for letters that repeat or have no known order."""
     unknown = sorted(set(stored) - set(ORDER)) if order is None else []
     if len(set(stored)) != len(stored) or SAMPLES in stored:
         raise DataError(f"dims {stored!r} must name each dim of a sample by a different letter")

@@ -183,7 +183,7 @@ class StateCopies:
     def close(self, end: bool) -> None:
         """Leave; with ``end`` the copies go, since the run is over."""
         if self._pending is not None and end:
-            with suppress(Exception):  # of a copy that nobody needs any more
+            with suppress(Exception):  # of a copy that is no longer needed
                 self._pending.result(self._peers.deadline)
         self._client.close(end)
 

@@ -91,17 +91,25 @@ def step_scale(steps: Array) -> ChartScale:
     return ChartScale(low, high, LEFT, WIDTH - RIGHT)
 
 
-def frame(across: ChartScale | None, up: ChartScale, x_label: str, words: Words = short) -> str:
-    """Grid, ticks and the label of the horizontal axis; the vertical one is named in the heading."""
+def frame(
+    across: ChartScale | None,
+    up: ChartScale,
+    x_label: str,
+    words: Words = short,
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Grid, ticks and the label of the horizontal axis; the vertical one is named in the heading.
+
+    Ticks of the horizontal axis are ``marks`` (a coordinate and its text) and the whole numbers of ``across``.
+    """
     parts = []
     for value in up.ticks():
         y = up(value)
         parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(element("text", text(words(value)), x=LEFT - 7, y=y + 4, class_="tick end"))
-    if across is not None:
-        for value in (each for each in across.ticks() if each == int(each)):
-            place = {"x": across(value), "y": HEIGHT - BOTTOM + 17}
-            parts.append(element("text", text(short(value)), **place, class_="tick mid"))
+    whole = [(across(value), short(value)) for value in across.ticks() if value == int(value)] if across else []
+    for x, mark in [*marks, *whole]:
+        parts.append(element("text", text(mark), x=x, y=HEIGHT - BOTTOM + 17, class_="tick mid"))
     parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
     parts.append(element("text", text(x_label), x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="label mid"))
     return "".join(parts)
