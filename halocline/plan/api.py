@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..layout import AUTO_LAYOUTS
+from ..parts.record import meta_copy
 from ..tree import tensors_in
 from .cost import Prices
 from .explain import as_plan
 from .machine import Machine, MachineError, load_machine
 from .pipelines import pipelines
 from .plan_file import Plan, read_plan
-from .recording import LETTERS, Subject, TargetShape, without_values
+from .recording import LETTERS, Subject, TargetShape
 from .search import RefusedCut, chosen, price, search
 
 Shape = Sequence[int]
@@ -114,7 +115,7 @@ def make_subject(
             f"hc.plan takes the shape of one sample with a batch of one and channels, such as (1, 1, 64, 64, 64); it "
             f"was given {list(shapes)}"
         )
-    make = (lambda: without_values(model)) if isinstance(model, nn.Module) else model
+    make = (lambda: meta_copy(model)) if isinstance(model, nn.Module) else model
     first = next((p.dtype for p in model.parameters()), None) if isinstance(model, nn.Module) else None
     return Subject(
         make,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..arrangement import AXIS_OF_LETTER
 from ..errors import MeshError
 from ..layout import AUTO_LAYOUTS, Layout
+from ..parts.record import meta_copy
 from ..program import dry
 from ..sizes import size_text
 from ..tensor import ShardedTensor
@@ -31,7 +32,6 @@ from .cost import Prices
 from .layout_cost import Decision, LayoutCosts
 from .layout_search import LEAST, LayoutSearch, PricedLayout
 from .machine import Machine, load_machine
-from .recording import without_values
 
 _log = logging.getLogger("halocline")
 SHARE = 0.5  # of the parameters' bytes that are cut at least: an axis that cuts nothing else is there for that
@@ -138,7 +138,7 @@ def _recorded(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
     given, named = map_tensors(on_meta, (tuple(args), kwargs))
     device = max(tensors_in((args, kwargs)), key=Tensor.numel).device
-    return record_calls(without_values(model), given, keywords=named, device=device)
+    return record_calls(meta_copy(model), given, keywords=named, device=device)
 
 
 def best_layout(

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_private import TorchDispatchMode, torch_function_enabled
+from .._torch_private import torch_function_enabled
 from ..errors import HaloclineError
 from ..program import dry
 from ..program.autocast import autocast_on_meta
-from ..program.record import computed, is_free
+from ..program.record import OperationWatch
 from ..program.streaming.trace import same_everywhere
 from ..random.state import State, current, swap
 from ..rules import Recipe
@@ -103,20 +103,6 @@ class Calls:
         return {value.parameter: n for n, value in enumerate(self.values) if value.parameter is not None}
 
 
-class _Work(TorchDispatchMode):
-    """Collects the local operations of one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Computed] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not planning() and not is_free(function):
-            self.events.append(computed(this_world(), function, args, result)._replace(number=0, time=0.0, place=""))
-        return result
-
-
 class RuleRecorder(TorchFunctionMode):
     """Sees every torch function that the network calls, and writes down those that make tensors."""
 
@@ -193,8 +179,9 @@ class RuleRecorder(TorchFunctionMode):
         operands = tuple(self._number(tensor) for tensor in given)
         recorder = recorders.pop(get_ident(), None)
         before, self._paused = self._paused, True
+        work: list[Computed] = []
         try:
-            with _Work() as work:
+            with OperationWatch(this_world(), lambda event, *_: work.append(event)):
                 result = _result(function, recipe, args, kwargs)
         finally:
             self._paused = before
@@ -203,7 +190,7 @@ class RuleRecorder(TorchFunctionMode):
         made = tensors_in(result)
         new = [tensor for tensor in made if id(tensor) not in self._numbers]
         inplace = recipe is not None and recipe.inplace
-        if not (new or inplace or work.events) or not given:
+        if not (new or inplace or work) or not given:
             return result
         if recipe is None and len(made) == 1 and made[0].shape == given[0].shape:
             recipe = same_everywhere(made[0], torch.clone)
@@ -212,7 +199,8 @@ class RuleRecorder(TorchFunctionMode):
             recipe = None
         key = (function, recipe is None, _picture((args, kwargs)), tuple(self.found.values[n].shape for n in results))
         number = self._keys.setdefault(key, len(self._keys))
-        call = RuleCall(name_of(function), here(), number, recipe, operands, results, tuple(work.events))
+        events = tuple(event._replace(number=0, time=0.0, place="") for event in work)
+        call = RuleCall(name_of(function), here(), number, recipe, operands, results, events)
         self.found.add(call, self._signs)
         return result
 

@@ -159,6 +159,7 @@ class Estimator:
         return sum(sizes.get(axis, 1) > 1 for axis in self._volume)
 
     def _communication(self, event: Begun | Summed, rank: int) -> float:
+        """Seconds on this machine, beside ranks that compute."""
         if isinstance(event, Begun):
             return exchange_seconds(self.machine, rank, event.sends, self.prices.load)
         return sum_seconds(self.machine, event.bytes, event.ranks, self.prices.load)
@@ -342,6 +343,7 @@ def _weight_of(event: Computed) -> int | None:
 
 
 def _kind(event: Computed) -> object:
+    """What operations must share to be counted as one: all that decides their price, and the phase."""
     return key_of(event), event.phase
 
 
@@ -351,5 +353,6 @@ def _plain(event: Computed) -> Computed:
 
 
 def _shared(event: Computed, share: float, shapes: tuple[tuple[int, ...], ...]) -> Computed:
+    """A share of the work and bytes, at local shapes."""
     work, size = event.flops * share, int(event.bytes * share)
     return _plain(event)._replace(flops=work, bytes=size, shapes=shapes)

@@ -34,6 +34,7 @@ class CallCost:
 
     @property
     def seconds(self) -> float:
+        """Of computing and communicating one after the other: nothing is taken to overlap."""
         return self.compute + self.communication
 
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import TorchDispatchMode, schema_of
-from ..program.record import computed, is_free
+from .._torch_private import schema_of
+from ..program.record import OperationWatch
 from ..program.work import size_of
-from ..rules import planning
 from ..tree import map_leaves
 from ..world import this_world
 from ..world.events import Computed
@@ -40,20 +39,16 @@ class OperationCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Catalogue(TorchDispatchMode):
+class Catalogue(OperationWatch):
     """Collects one call of every kind of operation that runs inside."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._world = this_world()
+        super().__init__(this_world(), self._keep)
         self.calls: dict[Key, OperationCall] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not planning() and not is_free(function):
-            event = computed(self._world, function, args, result)
-            self.calls.setdefault(key_of(event), OperationCall(event, function, args, dict(kwargs or {})))
-        return result
+    def _keep(self, event: Computed, function: Any, args: Any, kwargs: Any) -> None:
+        """The first call of each kind counts."""
+        self.calls.setdefault(key_of(event), OperationCall(event, function, args, dict(kwargs)))
 
 
 def measure(calls: Mapping[Key, OperationCall], known: dict[Key, float], device: torch.device) -> None:
@@ -107,6 +102,7 @@ def workspace_of(call: OperationCall, device: torch.device) -> int:
 
 
 def _writes_in_place(call: OperationCall) -> bool:
+    """Does the operation write into its operands? Then its results take no new memory."""
     return any(result.alias_info is not None for result in schema_of(call.function).returns)
 
 

@@ -68,6 +68,7 @@ def model_cuts(
 
 
 def _samples(sizes: dict[str, int], batch: int | None) -> int:
+    """Of a step over all ranks; one on each rank of the data axis unless the batch is given."""
     return sizes[DATA] if batch is None else batch
 
 
@@ -83,6 +84,7 @@ def _meshes(subject: Subject, devices: int, batch: int | None) -> Iterator[dict[
 
 
 def _calls(subject: Subject, samples: int) -> Calls:
+    """Recorded once for a number of samples: meshes that share it share the record."""
     model = subject.meta_model().to(subject.dtype)
     return record_calls(model, _inputs(subject, samples), subject.around)
 

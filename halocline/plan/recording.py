@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import threading
@@ -90,6 +89,7 @@ class RecordedStep:
 
     @property
     def memory(self) -> int:
+        """Bytes at the peak of a step: what stays from step to step, and the most that lives beside it."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -181,6 +181,7 @@ def _without_hints() -> Iterator[None]:
 
 
 def _workspace(world: World, pricing: Replay, function: Any, args: Any, result: Any) -> int:
+    """Bytes that cuDNN and others take while the operation runs; views and marks take none."""
     return 0 if is_free(function) else pricing.workspace(computed(world, function, args, result))
 
 
@@ -193,17 +194,8 @@ def _input(subject: Subject, shape: tuple[int, ...], arrangement: Arrangement, s
 
 
 def _target(target: TargetShape, arrangement: Arrangement, samples: int) -> Tensor:
+    """The part of a target that this rank holds, without values."""
     return arrangement.shard(torch.empty((samples, *target.shape[1:]), dtype=target.dtype), target.letters)
-
-
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are meta tensors."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

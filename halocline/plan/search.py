@@ -157,10 +157,12 @@ class Findings:
 
 
 def _axes_cut(arrangement: Arrangement) -> list[str]:
+    """The spatial axes that divide samples, and the axis that divides weights."""
     return [axis for axis, size in arrangement.sizes.items() if size > 1 and axis != DATA]
 
 
 def _kind(option: Option) -> tuple[object, ...]:
+    """Options that err alike: a recorded one corrects the estimates of the others."""
     arrangement = option.arrangement
     cut = len(_axes_cut(arrangement))
     return arrangement.sizes[DATA], cut, arrangement.multiple, bool(arrangement.recompute), bool(arrangement.gather)

@@ -44,6 +44,7 @@ class _Living(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
+        """When the storage is freed: called by its finalizer, which keeps no reference to it."""
         self._known.discard(key)
         self.bytes -= size
 

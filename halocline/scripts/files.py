@@ -117,6 +117,7 @@ def _unmarked_leaf(tensor: Tensor) -> Tensor:
 
 
 def _drop_marks(thing: Any) -> None:
+    """Remove the attributes that this library has set."""
     for name in [name for name in vars(thing) if name.startswith("_halocline")]:
         del vars(thing)[name]
 

@@ -113,6 +113,7 @@ def _is_numeric(sample: Any) -> bool:
 
 
 def _fingerprint(sample: Any) -> int:
+    """A number of one sample's values, by which ranks notice that their data differ."""
     return number_of(repr([fingerprint(tensor) for tensor in tensors_in(default_collate([sample]))]).encode())
 
 

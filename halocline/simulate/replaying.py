@@ -186,6 +186,7 @@ def ring_steps(factors: Sequence[int]) -> int:
 
 
 def _cost(link: NetworkLevel, flows: int) -> LinkCost:
+    """Latency in seconds and seconds a byte, where ``flows`` rings share the link."""
     return LinkCost(link.latency_us.value * 1e-6, flows / (link.gb_per_s.value * 1e9))
 
 

@@ -80,6 +80,7 @@ class Scenario:
 
     @property
     def arrangement(self) -> Arrangement:
+        """The mesh: devices that do not share a sample are data parallel."""
         axes = {axis: self.cut.get(axis, 1) for axis in self.subject.volume}
         return Arrangement({DATA: self.devices // self.replica, **axes})
 

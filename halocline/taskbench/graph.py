@@ -100,10 +100,12 @@ class TaskGraph:
 
 
 def _window(graph: TaskGraph, phase: int, column: int) -> range:
+    """``radix`` columns around the task's own; those outside the row are dropped later."""
     return range(column - graph.radix // 2, column + (graph.radix - 1) // 2 + 1)
 
 
 def _spread(graph: TaskGraph, phase: int, column: int) -> list[int]:
+    """``radix`` columns at equal distances, which shift from row to row."""
     width, radix = graph.width, graph.radix
     return [(column + k * width // radix + (phase if k else 0)) % width for k in range(radix)]
 

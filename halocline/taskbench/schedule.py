@@ -81,4 +81,5 @@ def _plan(graph: TaskGraph, step: int, ranks: int, rank: int) -> PlannedRow:
 
 @lru_cache(maxsize=64)
 def _owners(width: int, ranks: int) -> tuple[int, ...]:
+    """The rank of each column: neighbours share one, as even as they can."""
     return tuple(rank for rank in range(ranks) for _ in own_columns(width, ranks, rank))

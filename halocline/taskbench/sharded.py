@@ -108,6 +108,7 @@ def unfit_for_rule(graph: TaskGraph, ranks: int) -> str:
 
 
 def _sides(graph: TaskGraph) -> tuple[int, ...]:
+    """The sizes of a row as a tensor: three dims for ``stencil_3d``, else one."""
     return graph.grid if graph.pattern == "stencil_3d" else (graph.width,)
 
 

@@ -236,6 +236,7 @@ class _Search:
 
 
 def _is_convolution(operation: Operation) -> bool:
+    """With a weight among its operands: such operations may take workspace."""
     return operation.name.startswith("conv") and len(operation.operands) > 1
 
 
