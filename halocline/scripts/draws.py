@@ -79,9 +79,14 @@ def _refusal(operation: str, why: str) -> Refused:
     return Refused(operation, here(), why, _REMEDY)
 
 
+def _on_whole(function: Any, args: Any, kwargs: Any) -> Any:
+    """The function on gathered tensors, with the same result on every rank."""
+    return function(*map_tensors(gather, list(args)), **map_tensors(gather, kwargs))
+
+
 def _read(function: Any, args: Any, kwargs: Any) -> Any:
     """Values of a cut tensor, gathered on every rank. An array cannot be written to: the tensor would not change."""
-    result = function(*map_tensors(gather, list(args)), **map_tensors(gather, kwargs))
+    result = _on_whole(function, args, kwargs)
     if function in (Tensor.numpy, Tensor.__array__):
         result.flags.writeable = False
     return result
@@ -147,11 +152,6 @@ def _in_place(function: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor.copy_(cut_like(whole, tensor.sharding))
 
 
-def _categories(function: Any, args: Any, kwargs: Any) -> Tensor:
-    """Numbers of categories, whole on every rank."""
-    return function(*map_tensors(gather, list(args)), **map_tensors(gather, kwargs))
-
-
 def _table() -> dict[Any, Callable[[Any, Any, Any], Tensor]]:
     """The functions that draw, and who answers for each."""
     return {
@@ -163,7 +163,7 @@ def _table() -> dict[Any, Callable[[Any, Any, Any], Tensor]]:
         **{function: _like for function, kernel in KERNELS.items() if kernel.new},
         **dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS, *_IN_PLACE), _dropout),
         **dict.fromkeys(_VALUE_DEPENDENT, _by_values),
-        **dict.fromkeys((torch.multinomial, Tensor.multinomial), _categories),
+        **dict.fromkeys((torch.multinomial, Tensor.multinomial), _on_whole),
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import HaloclineError
 from ..tensor import unwrap
 from ..world import Label, Mesh, placement_of, ranks_with_same
-from ..world.agreement import extremes
+from ..world.agreement import extremes, gather_rows
 
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
     from .settings import GuardSettings
@@ -181,9 +181,8 @@ class Guard:
 
     def _compare_times(self, step: int) -> None:
         """Warn of a rank that is far slower than the others, since all wait for it. By all ranks together."""
-        table = torch.zeros(self._mesh.size, dtype=torch.float64)
-        table[self._mesh.rank] = statistics.median(self._busy)
-        times = self._mesh.world.maximum(table, self._everyone, _LABEL).tolist()
+        own = torch.tensor(statistics.median(self._busy), dtype=torch.float64)
+        times = gather_rows(self._mesh.world, own, _LABEL).tolist()
         slowest = max(range(len(times)), key=times.__getitem__)
         usual = statistics.median(seconds for rank, seconds in enumerate(times) if rank != slowest)
         if not times[slowest] > self._settings.slow * usual > 0:

@@ -45,12 +45,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, tokens, width] to the same."""
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in self._projections())
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.query, self.key, self.value
 
 
 class TransformerBlock(nn.Module):
