@@ -67,6 +67,11 @@ class PlanError(HaloclineError, ValueError):
     """A plan that cannot be made, read or followed. Says why, and what would help."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that is spelt most like this one, for an error message; "" if none is.
 

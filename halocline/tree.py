@@ -11,17 +11,22 @@ from torch import Tensor
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with ``function`` applied to every tensor; what is no tensor stays."""
-    if isinstance(value, Tensor):
+    return map_leaves(Tensor, function, value)
+
+
+def map_leaves(kind: type | tuple[type, ...], function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure with ``function`` applied to every instance of ``kind``; what is none stays."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
-        return _rebuilt(value, {key: map_tensors(function, item) for key, item in value.items()})
+        return _rebuilt(value, {key: map_leaves(kind, function, item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
+        return type(value)(*(map_leaves(kind, function, item) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)([map_tensors(function, item) for item in value])
+        return type(value)([map_leaves(kind, function, item) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: map_tensors(function, getattr(value, name)) for name in names})
+        return dataclasses.replace(value, **{name: map_leaves(kind, function, getattr(value, name)) for name in names})
     return value
 
 

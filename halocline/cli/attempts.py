@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -15,14 +14,14 @@ from rich.markup import escape
 
 from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.elastic import RankCount, for_ranks
-from ..train.launch import LaunchError, LocalRanks
+from ..train.launch import RESULT, LaunchError, LocalRanks
 from ..train.log import LOG, read_log, with_numbers
 from ..train.signals import PREEMPTED
 from ..train.template import RankTemplate
-from .output import is_quiet, say, stderr
+from .local_ranks import rank_command
+from .output import say, stderr
 from .rank_template import serve
 from .stopping import Stop
-from .train_rank import RESULT
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
@@ -68,7 +67,7 @@ def _attempts(
     template: RankTemplate | None,
 ) -> dict[str, Any]:
     """Start the ranks until they succeed; LaunchError if they fail too often, or would fail again."""
-    command = [sys.executable, "-m", "halocline.cli.train_rank", str(folder), *(["--quiet"] if is_quiet() else [])]
+    command = rank_command("train_rank", str(folder))
     failures, furthest, ranks = 0, -1, counts.most
     while True:
         before, ranks = ranks, _number(counts, stop)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from ..layout import AUTO_LAYOUTS
 from ..testing.check import BadUsage, NetworkReport, check_network
 from .output import Debug, Json, activity, clear_errors, fact_table, print_json, say, size_text, stdout
+from .parsing import parse_cut, parse_numbers
 from .zoo import check_all, list_names
 
 MOST_NAMES = 24  # of cut parameters that are shown
@@ -130,7 +131,7 @@ def check(
             if names:
                 raise typer.Exit(list_names(named))
             raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
-        inputs = {"arguments": parse_arguments(args), "shapes": [parse_shape(one) for one in shape or ()]}
+        inputs = {"arguments": parse_arguments(args), "shapes": parse_shapes(shape)}
         # Progress goes to stderr, so that stdout holds the result alone.
         with activity("starting ranks") as tell:
             report = check_network(target, say=tell, **inputs, **settings)  # type: ignore[arg-type]
@@ -163,12 +164,10 @@ def parse_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def parse_shape(text: str) -> list[int]:
-    """A shape such as ``1,1,32,32,32``. Raises BadUsage."""
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError as error:
-        raise BadUsage(f"--shape {text}: a shape is a row of sizes, such as 1,1,32,32,32") from error
+def parse_shapes(texts: list[str] | None) -> list[list[int]]:
+    """Shapes such as ``1,1,32,32,32``. Raises ConfigError."""
+    hint = "a shape is a row of sizes, such as 1,1,32,32,32"
+    return [parse_numbers("--shape", text, int, hint) for text in texts or ()]
 
 
 def parse_layout(text: str) -> dict[str, dict[int, str]] | str:
@@ -183,18 +182,6 @@ def parse_layout(text: str) -> dict[str, dict[int, str]] | str:
             f'\'{{"*.weight": {{"0": "model"}}}}\' ({error}); or {" or ".join(AUTO_LAYOUTS)}'
         ) from error
     return layout
-
-
-def parse_cut(text: str) -> dict[str, int]:
-    """A cut such as ``depth=2,height=2``. Raises BadUsage."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    try:
-        cut = {axis.strip(): int(size) for axis, _, size in pairs}
-    except ValueError as error:
-        raise BadUsage(f"--cut {text}: a cut is axes and numbers of ranks, such as depth=2,height=2") from error
-    if len(cut) < len(pairs):  # a dict keeps the last of two
-        raise BadUsage(f"--cut {text}: an axis is named twice; name each once, such as depth=2,height=2")
-    return cut
 
 
 def show(report: NetworkReport) -> None:
@@ -226,7 +213,7 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
     facts["peak activations"] = peaks + ratio
     if report.cut_share is not None:
         facts["parameters cut"] = f"{report.cut_share:.0%} of their bytes"
-        layout = (f"{name} {said_dims(dims)}" for name, dims in report.layout.items())
+        layout = (f"{name} {dims_text(dims)}" for name, dims in report.layout.items())
         facts["layout"] = escape(", ".join(islice(layout, MOST_NAMES)))
     facts["moved"] = f"{size_text(report.moved_bytes or 0)} in {report.messages} messages a rank and step"
     facts["gathered"] = escape(f"{size_text(report.gathered_bytes or 0)} a rank and step{where}")
@@ -234,7 +221,7 @@ def measured_facts(report: NetworkReport) -> dict[str, str]:
     return facts
 
 
-def said_dims(dims: Mapping[int, str]) -> str:
+def dims_text(dims: Mapping[int, str]) -> str:
     """Such as "0: model"."""
     return "{" + ", ".join(f"{dim}: {axis}" for dim, axis in dims.items()) + "}"
 

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from .data_options import Cut, Dataset, Dims, Source, by_letter
-from .output import Debug, Json, clear_errors, fact_table, print_json, say, size_text, stdout
+from .output import Debug, Json, clear_errors, fact_table, number_table, print_json, say, size_text, stdout
 
 _WIDE = 120  # columns of a terminal in which all facts of an array fit into one line
 _HEADINGS = ("name", "shape", "dims", "dtype", "chunks", "compression", "checksum", "attributes")
@@ -107,12 +106,8 @@ def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
             facts = dict(zip(_HEADINGS[1:], map(escape, _row(array)[1:]), strict=True))
             stdout().print(fact_table(escape(array["name"] or "the array"), facts))
     else:
-        table = Table(title=escape(title), title_style="bold", title_justify="left")
-        for heading in _HEADINGS:
-            table.add_column(heading, overflow="fold")
-        for array in result["arrays"]:
-            table.add_row(*map(escape, _row(array)))
-        stdout().print(table)
+        rows = [tuple(map(escape, _row(array))) for array in result["arrays"]]
+        stdout().print(number_table(escape(title), _HEADINGS, rows, texts=_HEADINGS))
     if "samples" in result:
         stdout().print(fact_table("samples, as they are handed out", _sample_facts(result["samples"])))
     else:

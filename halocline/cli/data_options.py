@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..errors import DataError
+from ..errors import ConfigError
 from .output import progress_console
+from .parsing import parse_sizes
 
 Source = Annotated[
     str, typer.Argument(metavar="PATH", help="A file (.h5, .zarr, .npy, .nii), a folder of them, or a quoted pattern.")
@@ -33,17 +34,12 @@ Cut = Annotated[
 
 
 def by_letter(text: str | None, option: str) -> dict[str, int] | None:
-    """A text such as ``D=2,H=2`` as numbers by letter; None stays None. Raises DataError, which names ``option``."""
+    """A text such as ``D=2,H=2`` as numbers by letter; None stays None. Raises ConfigError, which names ``option``."""
     if text is None:
         return None
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        numbers = {letter.strip(): int(number) for letter, number in pairs}
-    except ValueError:
-        raise DataError(f"{option} {text}: give letters and numbers, such as D=2,H=2") from None
-    # A dict keeps the last of two equal letters: compare the counts.
-    if len(numbers) != len(pairs) or any(len(letter) != 1 or not number > 0 for letter, number in numbers.items()):
-        raise DataError(f"{option} {text}: give each letter once, with a number from 1, such as D=2,H=2")
+    numbers = parse_sizes(option, text, "D=2,H=2")
+    if any(len(letter) != 1 or number < 1 for letter, number in numbers.items()):
+        raise ConfigError(f"{option} {text}: give letters, each with a number from 1, such as D=2,H=2")
     return numbers
 
 

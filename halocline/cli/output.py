@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.core
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -189,11 +189,20 @@ def clear_errors(command: str, debug: bool) -> Iterator[None]:
         raise typer.Exit(USAGE) from error
 
 
-def number_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of numbers: the first column names the row, the others are aligned right."""
-    table = Table(title=title, title_style="bold", title_justify="left")
+def number_table(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    texts: Container[str] = (),
+    whole: bool = False,
+    **style: Any,
+) -> Table:
+    """A table of numbers, aligned right, and of ``texts``, aligned left; with ``whole`` no number is folded."""
+    table = Table(title=title, title_style="bold", title_justify="left", **style)
     for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")  # never "12,3…"
+        left = heading in texts
+        justify: JustifyMethod = "left" if left else "right"
+        table.add_column(heading, justify=justify, no_wrap=whole and not left, overflow="fold")  # never "12,3…"
     for row in rows:
         table.add_row(*row)
     return table

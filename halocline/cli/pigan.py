@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import ConfigError
-from ..train.launch import LaunchError, LocalRanks, launched, this_rank
-from .output import Debug, Json, clear_errors, fact_table, is_quiet, print_json, stdout
-from .pigan_rank import REQUEST, RESULT, play
-from .stopping import Stop
+from ..train.launch import launched, this_rank
+from .local_ranks import ask_ranks
+from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
+from .parsing import parse_numbers
+from .pigan_rank import play
 
 Subdomains = Annotated[int, typer.Option("--subdomains", min=1, help="Tiles of the domain, each with a discriminator.")]
 TwoLevels = Annotated[bool, typer.Option("--two-levels", help="One more discriminator, for the whole domain.")]
@@ -58,13 +57,7 @@ def pigan(
     """
     with clear_errors("pigan", debug):
         request = {
-            "game": {
-                "subdomains": subdomains,
-                "two_levels": two_levels,
-                "seed": seed,
-                "steps": steps,
-                "noise": noise,
-            },
+            "game": {"subdomains": subdomains, "two_levels": two_levels, "seed": seed, "steps": steps, "noise": noise},
             "flow": _flow(dims, lengths),
             "data_only": data_only,
             "out": str(out),
@@ -78,7 +71,7 @@ def pigan(
             if this_rank() != 0:
                 return
         else:
-            result = _on_this_machine(request, ranks, out)
+            result = ask_ranks("pigan_rank", request, ranks, out)
     if as_json:
         print_json(result)
     else:
@@ -88,21 +81,6 @@ def pigan(
 
 def _flow(dims: int, lengths: str) -> dict[str, Any]:
     """The settings of the flow: every length has the same share of the variance of log K."""
-    try:
-        parts = tuple(float(length) for length in lengths.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--lengths {lengths}: give numbers, such as 0.4,0.08") from error
+    parts = parse_numbers("--lengths", lengths, float, "give numbers, such as 0.4,0.08")
     deviation = 0.5 / len(parts) ** 0.5
     return {"dims": dims, "points": 65 if dims == 1 else 33, "lengths": parts, "deviations": (deviation,) * len(parts)}
-
-
-def _on_this_machine(request: dict[str, Any], ranks: int, out: Path) -> dict[str, Any]:
-    """Play in processes that are started here."""
-    (out / REQUEST).write_text(json.dumps(request))
-    command = [sys.executable, "-m", "halocline.cli.pigan_rank", str(out), *(["--quiet"] if is_quiet() else [])]
-    with Stop() as stop:
-        ending = stop.follow(lambda: LocalRanks(command, ranks, out))
-    if ending is not None:
-        raise LaunchError(f"rank {ending.rank}: {ending.words}")
-    found: dict[str, Any] = json.loads((out / RESULT).read_text())
-    return found

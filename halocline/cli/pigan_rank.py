@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from ..train.heartbeat import follow_launcher
-from ..train.launch import say_last_words, this_rank
+from ..train.launch import REQUEST, RESULT, this_rank
 from . import end_at_once_on_failure
+from .local_ranks import work_as_rank
 from .output import progress_bar, say, set_quiet
-from .train_rank import last_words
-
-REQUEST, RESULT = "request.json", "result.json"
 
 
 def play(request: dict[str, Any]) -> dict[str, Any]:
@@ -71,13 +69,10 @@ def _reported(game: Any, generators: Any, seconds: float, request: dict[str, Any
 
 def main() -> None:
     """``python -m halocline.cli.pigan_rank FOLDER``, for the processes that ``halocline pigan`` starts."""
-    folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
+    follow_launcher()
     set_quiet("--quiet" in sys.argv)
-    try:
-        play(json.loads((folder / REQUEST).read_text()))
-    except Exception as error:  # noqa: BLE001 - the error goes to the launcher
-        say_last_words(folder, rank, last_words(error, folder, rank))
-        raise SystemExit(1) from None
+    folder = Path(sys.argv[1])
+    work_as_rank(folder, lambda: play(json.loads((folder / REQUEST).read_text())))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..errors import did_you_mean
-from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
+from ..errors import HaloclineError, did_you_mean
+from .check import Arguments, Shapes, parse_arguments, parse_shapes
 from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
+from .parsing import parse_cut, parse_numbers
 from .plan_table import show_candidates, show_difference, show_pipelines
 
 if TYPE_CHECKING:
     from ..arrangement import Arrangement
+    from ..plan.candidate import Candidate
 
 Target = Annotated[str, typer.Argument(help="A workload such as unet3d, zoo/network, or package.module:factory.")]
 MachineName = Annotated[
@@ -120,10 +122,9 @@ def plan(
     **Exit status**: 0, or 2 if nothing fits or the plan cannot be made as asked; the message says what would help.
     """
     with clear_errors("plan", debug):
-        from ..errors import HaloclineError
         from ..plan.api import check_devices, check_layout, check_stages
         from ..plan.cost import Prices
-        from ..plan.explain import as_plan, difference, lost_by, said_difference
+        from ..plan.explain import as_plan, difference, difference_text
         from ..plan.front import memory_curve, over_devices
         from ..plan.machine import load_machine
         from ..plan.pipelines import explain_pipelines, pipelines
@@ -131,33 +132,27 @@ def plan(
         from ..plan.search import RefusedCut, chosen, price, search
         from ..train.reporting.plan_picture import draw_plan
 
-        described, relative = load_machine(machine), parse_speeds(speeds)
+        described = load_machine(machine)
+        relative = parse_numbers("--speeds", speeds, float, "a number for each device, such as 2,1") if speeds else []
         check_devices(described, gpus)
         check_layout(layout)
         check_stages(stages, batch)
-        subject = subject_of(target, parse_arguments(args), [parse_shape(one) for one in shape or ()], dtype, optimizer)
+        subject = subject_of(target, parse_arguments(args), parse_shapes(shape), dtype, optimizer)
         other = _rival(why_not, subject, gpus, batch) if why_not else None
         earlier = read_plan(compare) if compare else None
         prices, device = Prices(described.device), _device(described) if measure else None
         refused: list[RefusedCut] = []
         with progress_bar() as bar:
             task = bar.add_task("recording meshes", total=None)
-
-            def tell(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
             candidates = search(
-                subject, described, gpus, batch, prices, device, tell, relative, input_bytes, refused, layout
-            )
+                subject, described, gpus, batch, prices, device,
+                lambda done, total: bar.update(task, completed=done, total=total),
+                relative, input_bytes, refused, layout,
+            )  # fmt: skip
         staged = pipelines(subject, described, gpus, batch, prices) if stages else []
         best = chosen(candidates, described, layout == "auto-memory", staged)
-        answer = None
-        if other:
-            try:
-                rival = price(subject, described, other, batch, prices, device, relative, input_bytes)
-                answer = lost_by(best, rival)
-            except HaloclineError as error:
-                answer = f"{other} is refused: {error}"
+        told = (batch, prices, device, relative, input_bytes)
+        answer = _why_not(best, other, lambda: price(subject, described, other, *told)) if other else None
         made = as_plan(target, subject, described, best, candidates, refused, relative, input_bytes, staged)
         if out is not None:
             made.save(out)
@@ -178,7 +173,7 @@ def plan(
         say(stdout(), answer)
     if earlier:
         show_difference(earlier, made, difference(earlier, made))
-        say(stdout(), said_difference(earlier, made))
+        say(stdout(), difference_text(earlier, made))
 
 
 def _rival(why_not: str, subject: Any, gpus: int, batch: int | None) -> Arrangement:
@@ -186,13 +181,23 @@ def _rival(why_not: str, subject: Any, gpus: int, batch: int | None) -> Arrangem
     from ..arrangement import Arrangement
     from ..plan.search import NoPlan, meshes
 
-    other = _whole_mesh(parse_cut(why_not), subject, gpus)
+    other = _whole_mesh(parse_cut(why_not, "--why-not"), subject, gpus)
     if other not in meshes(subject, gpus, batch):
         raise NoPlan(
             f"--why-not {why_not}: no mesh of this cut fits samples of {list(subject.shapes[0])} and batch "
             f"{batch or 'one on each rank of the data axis'}"
         )
     return Arrangement(other)
+
+
+def _why_not(best: Candidate, other: Arrangement, price: Callable[[], Candidate]) -> str:
+    """What the other cut would lose, or why it is refused."""
+    from ..plan.explain import lost_by
+
+    try:
+        return lost_by(best, price())
+    except HaloclineError as error:
+        return f"{other} is refused: {error}"
 
 
 def subject_of(
@@ -240,16 +245,6 @@ def _device(machine: Any) -> Any:
     if device.type == "cpu":
         torch.set_num_threads(1)
     return device
-
-
-def parse_speeds(text: str | None) -> list[float]:
-    """Such as "2,1"; nothing where all devices are equal."""
-    from ..testing.task import BadUsage
-
-    try:
-        return [float(speed) for speed in text.split(",")] if text else []
-    except ValueError:
-        raise BadUsage(f"--speeds {text}: a number for each device, such as 2,1") from None
 
 
 def _whole_mesh(cut: Mapping[str, int], subject: Any, gpus: int) -> dict[str, int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
-from .output import number_text, say, size_text, stdout
+from .output import number_table, number_text, say, size_text, stdout
 
 if TYPE_CHECKING:
     from ..plan.candidate import Candidate, RefusedCut
@@ -22,21 +22,16 @@ if TYPE_CHECKING:
 SHOWN = 10  # candidates
 LONGEST = 3  # modules that a cell names
 
+_table = partial(number_table, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
 
 def show_candidates(
     target: str, machine: Machine, best: Candidate, candidates: Sequence[Candidate], refused: Sequence[RefusedCut] = ()
 ) -> None:
     """The candidates, the best first, and what a step of the best is made of."""
-    table = Table(
-        title=f"{target} on {best.arrangement.ranks:,} devices of {machine.name}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("mesh", "step", "range", "a sample", "compute", "waits", "memory", "bound by"):
-        left = name in ("mesh", "bound by")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "mesh", overflow="fold")
+    headings = ("mesh", "step", "range", "a sample", "compute", "waits", "memory", "bound by")
+    title = f"{target} on {best.arrangement.ranks:,} devices of {machine.name}"
+    table = _table(title, headings, texts=("mesh", "bound by"), whole=True)
     for each in candidates[:SHOWN]:
         style = "bold" if each is best else "" if each.fits else "dim"
         table.add_row(
@@ -60,17 +55,20 @@ def show_candidates(
         cuts = [str(each.arrangement) for each in refused if each.reason == reason]
         more = f" and {len(cuts) - LONGEST} more" if len(cuts) > LONGEST else ""
         say(stdout(), f"Refused: {', '.join(cuts[:LONGEST])}{more}: {reason}.")
-    assumed = ", ".join(path for path, _ in machine.assumed())
+    say_assumed(machine.assumed())
+
+
+def say_assumed(constants: Iterable[tuple[str, object]]) -> None:
+    """Which constants of the machine nobody measured."""
+    assumed = ", ".join(path for path, _ in constants)
     if assumed:
         say(stdout(), f"Assumed, not measured: {assumed}.")
 
 
 def show_pipelines(candidates: Sequence[PipelineCandidate]) -> None:
     """Meshes of stages and data, the best first."""
-    table = Table(title="Pipelines", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("mesh", "step", "a sample", "lanes wait", "gradients", "memory"):
-        left = name == "mesh"
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    headings = ("mesh", "step", "a sample", "lanes wait", "gradients", "memory")
+    table = _table("Pipelines", headings, texts=("mesh",), whole=True)
     for each in candidates[:SHOWN]:
         seconds = each.seconds, each.seconds_per_sample, each.bubble, each.gradients
         table.add_row(str(each), *map(time_text, seconds), size_text(each.memory), style="" if each.fits else "dim")
@@ -102,9 +100,7 @@ def _made_of(candidate: Candidate) -> str:
 
 def show_difference(first: Plan, second: Plan, differences: Sequence[Difference]) -> None:
     """Two plans term by term."""
-    table = Table(title="Difference", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("", str(first), str(second), "difference"):
-        table.add_column(name, justify="left" if not name else "right", overflow="fold")
+    table = _table("Difference", ("", str(first), str(second), "difference"), texts=("",))
     in_bytes = False
     for each in differences:
         in_bytes = in_bytes or each.term.startswith("bytes")

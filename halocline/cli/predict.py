@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from ..errors import ConfigError
-from ..train.launch import LaunchError, LocalRanks, launched, this_rank
+from ..train.launch import this_rank
 from .data_options import Dataset, Dims
-from .output import Debug, Json, clear_errors, fact_table, is_quiet, print_json, stdout
-from .predict_rank import REQUEST, answer
-from .stopping import Stop
-from .train_rank import RESULT
+from .local_ranks import ask_ranks, started_by_launcher
+from .output import Debug, Json, clear_errors, fact_table, print_json, stdout
+from .predict_rank import answer
 
 Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", file_okay=False)]
 In = Annotated[str, typer.Argument(metavar="IN", help="Samples: .h5, .zarr, .npy, .nii, a folder or a quoted pattern.")]
@@ -74,32 +70,13 @@ def predict(
     with clear_errors("predict", debug):
         if debug:  # for ranks that are started here
             os.environ["HALOCLINE_DEBUG"] = "1"
-        if ranks > 1 and launched():
-            raise ConfigError("--ranks is for ranks that this command starts; here a launcher did")
-        if ranks > 1:
-            result = _on_this_machine(request, ranks)
-        else:
+        if started_by_launcher(ranks) or ranks == 1:
             result = answer(request)
             if this_rank() != 0:  # rank 0 prints for all
                 return
+        else:
+            result = {**ask_ranks("predict_rank", request, ranks), "ranks": ranks}
     if as_json:
         print_json(result)
     else:
         stdout().print(fact_table("answers", {name: escape(str(value)) for name, value in result.items()}))
-
-
-def _on_this_machine(request: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Predict with processes that are started here; they get the request, and leave the result, in files."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / REQUEST).write_text(json.dumps(request))
-        command = [sys.executable, "-m", "halocline.cli.predict_rank", name, *(["--quiet"] if is_quiet() else [])]
-        with Stop() as stop:
-            ending = stop.follow(lambda: LocalRanks(command, ranks, folder))
-        if ending is not None and stop.asked:  # the ranks have removed what they had written
-            raise LaunchError("stopped on request before everything was written")
-        if ending is not None:
-            raise LaunchError(f"rank {ending.rank}: {ending.words.partition(' (traceback in ')[0]}")
-        return {**json.loads((folder / RESULT).read_text()), "ranks": ranks}

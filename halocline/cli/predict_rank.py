@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..train.heartbeat import follow_launcher
-from ..train.launch import say_last_words, this_rank
+from ..train.launch import REQUEST, RESULT, this_rank
 from . import end_at_once_on_failure
+from .local_ranks import work_as_rank
 from .output import progress_bar, set_quiet
 from .stopping import exit_on_sigterm
-from .train_rank import RESULT, last_words
-
-REQUEST = "request.json"  # arguments of ``predict``, left by the command for its ranks
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -34,16 +31,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """``python -m halocline.cli.predict_rank FOLDER``, for the processes that ``halocline predict`` starts."""
-    folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
-    set_quiet(rank != 0 or "--quiet" in sys.argv)
-    try:
-        result = answer(json.loads((folder / REQUEST).read_text()))
-    except Exception as error:  # the user's own code may raise anything
-        if os.environ.get("HALOCLINE_DEBUG") == "1":
-            raise
-        say_last_words(folder, rank, last_words(error, folder, rank))
-        raise SystemExit(1) from None
-    if rank == 0:
+    follow_launcher()
+    set_quiet(this_rank() != 0 or "--quiet" in sys.argv)
+    work_as_rank(Path(sys.argv[1]), lambda: _answer_in(Path(sys.argv[1])))
+
+
+def _answer_in(folder: Path) -> None:
+    result = answer(json.loads((folder / REQUEST).read_text()))
+    if this_rank() == 0:
         (folder / RESULT).write_text(json.dumps(result))
 
 

@@ -6,16 +6,17 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from ..errors import ConfigError
-from ..train.launch import LocalRanks, launched
-from .check import parse_cut
+from ..train.launch import REQUEST, LocalRanks
+from .local_ranks import rank_command, started_by_launcher
 from .output import Debug, clear_errors, say, stderr
-from .run_rank import REQUEST, run_here
+from .parsing import parse_cut
+from .run_rank import run_here
 from .stopping import Stop
 
 Script = Annotated[Path, typer.Argument(help="The script, as you would give it to python.", show_default=False)]
@@ -71,21 +72,15 @@ def run(
     """
     with clear_errors("run", debug):
         request = _request(script, arguments or [], cut, numbers, seed, deadline, debug)
-        if launched():
-            if ranks > 1:
-                raise ConfigError("--ranks is for ranks that this command starts; here a launcher did")
-            status = run_here(request)
-        elif ranks == 1:
-            status = run_here(request)
-        else:
-            status = _on_this_machine(request, ranks)
+        here = started_by_launcher(ranks) or ranks == 1
+        status = run_here(request) if here else _on_this_machine(request, ranks)
     raise typer.Exit(status)
 
 
 def _request(
     script: Path, arguments: list[str], cut: str | None, numbers: str, seed: int, deadline: float | None, debug: bool
-) -> dict[str, object]:
-    """What each rank is told. Raises ConfigError."""
+) -> dict[str, Any]:
+    """The request that each rank reads. Raises ConfigError."""
     if not script.is_file():
         raise ConfigError(f"there is no script {script}; give a Python file, then -- and its own arguments")
     if numbers not in ("torch", "indexed"):
@@ -101,15 +96,15 @@ def _request(
     }
 
 
-def _on_this_machine(request: dict[str, object], ranks: int) -> int:
+def _on_this_machine(request: dict[str, Any], ranks: int) -> int:
     """Start the ranks, and wait for them. Returns the status to exit with."""
     with tempfile.TemporaryDirectory(prefix="halocline-run-") as place, Stop() as stop:
         folder = Path(place)
         (folder / REQUEST).write_text(json.dumps(request))
-        command = [sys.executable, "-m", "halocline.cli.run_rank", place]
-        deadline = request["deadline"]
-        seconds = deadline if isinstance(deadline, float) else None
-        ending = stop.follow(lambda: LocalRanks(command, ranks, folder, seconds, output=sys.stdout.fileno()))
+        command = rank_command("run_rank", place)
+        ending = stop.follow(
+            lambda: LocalRanks(command, ranks, folder, request["deadline"], output=sys.stdout.fileno())
+        )
     if ending is None:
         return 0
     if ending.rank != 0 or ending.status < 0:  # rank 0 has said on the terminal what happened

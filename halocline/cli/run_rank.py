@@ -11,10 +11,8 @@ from typing import Any
 from ..errors import HaloclineError
 from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
-from ..train.launch import say_last_words, this_rank
+from ..train.launch import REQUEST, this_rank, write_rank_error
 from . import end_at_once_on_failure
-
-REQUEST = "request.json"  # what the command asks of its ranks
 
 
 def run_here(request: dict[str, Any]) -> int:
@@ -73,7 +71,7 @@ def main() -> None:
     folder, rank, _ = Path(sys.argv[1]), this_rank(), follow_launcher()
     status, words = _run(json.loads((folder / REQUEST).read_text()))
     if words:
-        say_last_words(folder, rank, words)
+        write_rank_error(folder, rank, words)
     raise SystemExit(status)
 
 

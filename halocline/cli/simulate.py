@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import did_you_mean
-from .check import Arguments, Shapes, parse_arguments, parse_cut, parse_shape
+from .check import Arguments, Shapes, parse_arguments, parse_shapes
 from .output import Debug, Json, clear_errors, print_json, progress_console, say
+from .parsing import parse_cut, parse_numbers
 from .plan import MachineName, subject_of
+
+if TYPE_CHECKING:
+    from ..simulate.step import Simulation
 
 Target = Annotated[
     str | None, typer.Argument(help="A workload such as stemdl, at full size, or package.module:factory.")
@@ -117,20 +123,17 @@ def simulate(
     """
     from . import simulate_table as show
 
-    progress = progress_console()
+    tell = partial(say, progress_console())
     with clear_errors("simulate", debug):
         from ..simulate import what_if
         from ..simulate.long_run import long_run, staging
         from ..simulate.scenario import ScenarioError
         from ..simulate.step import simulate as simulated
-        from ..simulate.sweep import strong as strong_sweep
-        from ..simulate.sweep import usual_sizes, weak
         from ..simulate.trace import chrome_trace
+        from ..simulate.validate import validate as validated
 
         if validate:
-            from ..simulate.validate import validate as validated
-
-            result = validated(lambda text: say(progress, text), seed)
+            result = validated(tell, seed)
             print_json(result) if as_json else show.show_validation(result)
             raise typer.Exit(0 if result["rows"] == result["rows_within"] else 1)
         if target is None:
@@ -139,40 +142,27 @@ def simulate(
             raise ScenarioError("--picture draws a sweep or a waterfall; give --sweep, --strong or --waterfall too")
         levers = {"control": control, "grouping": grouping, "lag": lag, "wire": wire, "rings": rings}
         scenario = _scenario(
-            target, machine, gpus, [tuple(parse_shape(one)) for one in shape or ()], parse_arguments(args),
+            target, machine, gpus, [tuple(one) for one in parse_shapes(shape)], parse_arguments(args),
             local, batch, parse_cut(cut) if cut else {}, precision, levers, input_bytes,
             {"bandwidth": bandwidth, "latency": latency, "card": card},
         )  # fmt: skip
         found = simulated(scenario, base, seed, trace=trace is not None)
-        report: dict[str, Any] = show.as_json(found)
         if trace is not None:
             trace.write_text(chrome_trace(found), "utf-8")
-        points = stages = improvements = None
-        if sweep or strong or sizes:
-            chosen = _sizes(sizes) or usual_sizes(scenario.machine, gpus, scenario.replica)
-            if strong:
-                points = strong_sweep(scenario, chosen, seed, lambda text: say(progress, text))
-            else:
-                points = weak(scenario, chosen, base, seed, lambda text: say(progress, text))
-            report["sweep"] = [show.as_json(each) for each in points]
-        if waterfall:
-            stages = what_if.waterfall(scenario, seed, lambda text: say(progress, text))
-            report["waterfall"] = [{"lever": each.name, **show.as_json(each.found)} for each in stages]
-        if reach is not None:
-            improvements = what_if.to_reach(scenario, reach, base, seed)
-            report["reach"] = [vars(each) for each in improvements]
+        chosen = parse_numbers("--sizes", sizes, int, "numbers of devices, such as 6,96,1536") if sizes else []
+        points = _swept(scenario, chosen, strong, base, seed, tell) if sweep or strong or chosen else None
+        stages = what_if.waterfall(scenario, seed, tell) if waterfall else None
+        improvements = None if reach is None else what_if.to_reach(scenario, reach, base, seed)
         state = found.slowest_class.recorded
         run = long_run(scenario.machine, gpus, state.weights + state.optimizer)
-        report["long_run"] = vars(run)
         staged = None if dataset is None else staging(scenario.machine, gpus, dataset)
-        report["staging"] = staged and vars(staged)
         if picture is not None:
             from ..train.reporting.simulation_picture import draw_sweep, draw_waterfall
 
             text = draw_waterfall(target, stages) if stages else draw_sweep(target, points or [], strong)
             picture.write_text(text, "utf-8")
     if as_json:
-        print_json(report)
+        print_json(show.all_as_json(found, points, stages, improvements, run, staged))
         return
     show.show_step(target, found, run, staged)
     if points:
@@ -225,10 +215,13 @@ def _scenario(
     return Scenario(target, subject, described, gpus, samples, cut, Levers(**levers), input_bytes)
 
 
-def _sizes(text: str | None) -> list[int]:
-    from ..simulate.scenario import ScenarioError
+def _swept(
+    scenario: Any, sizes: list[int], strong: bool, base: int | None, seed: int, tell: Callable[[str], None]
+) -> list[Simulation]:
+    """The scenario on other numbers of devices, by default the usual ones up to its own."""
+    from ..simulate import sweep
 
-    try:
-        return [int(each) for each in text.split(",")] if text else []
-    except ValueError:
-        raise ScenarioError(f"--sizes {text}: numbers of devices, such as 6,96,1536") from None
+    chosen = sizes or sweep.usual_sizes(scenario.machine, scenario.devices, scenario.replica)
+    if strong:
+        return sweep.strong(scenario, chosen, seed, tell)
+    return sweep.weak(scenario, chosen, base, seed, tell)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .output import fact_table, number_table, number_text, say, size_text, stdout
-from .plan_table import range_text, time_text
+from .plan_table import range_text, say_assumed, time_text
 
 if TYPE_CHECKING:
     from ..simulate.long_run import LongRun, StagingTime
@@ -57,6 +57,25 @@ def as_json(found: Simulation) -> dict[str, Any]:
     }
 
 
+def all_as_json(
+    found: Simulation,
+    points: Sequence[Simulation] | None,
+    stages: Sequence[Stage] | None,
+    improvements: Sequence[Improvement] | None,
+    run: LongRun,
+    staged: StagingTime | None,
+) -> dict[str, Any]:
+    """A simulation, and what else was asked for."""
+    report = as_json(found)
+    if points is not None:
+        report["sweep"] = [as_json(each) for each in points]
+    if stages is not None:
+        report["waterfall"] = [{"lever": each.name, **as_json(each.found)} for each in stages]
+    if improvements is not None:
+        report["reach"] = [vars(each) for each in improvements]
+    return {**report, "long_run": vars(run), "staging": staged and vars(staged)}
+
+
 def show_step(target: str, found: Simulation, run: LongRun, staged: StagingTime | None) -> None:
     """One step of the whole run."""
     scenario = found.scenario
@@ -91,9 +110,7 @@ def show_step(target: str, found: Simulation, run: LongRun, staged: StagingTime 
     room = scenario.machine.device.memory_gb.value * 1e9
     if found.slowest_class.recorded.memory > room:
         say(stdout(), f"It does not fit: a device has {size_text(int(room))}. See `halocline plan`.")
-    assumed = ", ".join(path for path, _ in scenario.machine.assumed(simulated=True))
-    if assumed:
-        say(stdout(), f"Assumed, not measured: {assumed}.")
+    say_assumed(scenario.machine.assumed(simulated=True))
 
 
 def show_sweep(points: Sequence[Simulation], strong: bool) -> None:

@@ -40,9 +40,9 @@ class Stop:
             self.asked = 1
         else:  # the same request, sent twice
             return
-        self._hand_on()
+        self._forward()
 
-    def _hand_on(self) -> None:
+    def _forward(self) -> None:
         """Send the ranks SIGTERM, or after a second signal SIGKILL."""
         for each in self._running:
             # SIGTERM lets ranks write a checkpoint; a second signal means that this takes too long.
@@ -56,7 +56,7 @@ class Stop:
         self._running, self.recalled = [running := start()], False
         try:
             if self.asked:  # while the ranks were starting
-                self._hand_on()
+                self._forward()
             return running.wait() if until is None else running.wait(partial(self._recall, running, until))
         finally:
             self._running = []

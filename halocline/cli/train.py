@@ -22,7 +22,8 @@ from ..train.signals import PREEMPTED
 from ..world import this_rank_info
 from ..world.launcher import rendezvous_of
 from .attempts import on_this_machine
-from .output import Debug, Json, clear_errors, fact_table, stdout
+from .local_ranks import started_by_launcher
+from .output import Debug, Json, clear_errors, fact_table, number_table, stdout
 from .train_rank import run_rank
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
@@ -211,9 +212,8 @@ def _train_shared(
 
     if restarts:
         raise ConfigError("--restarts, --least-ranks and --slots are for one run; start several again by their folders")
-    if launched() and ranks > 1:
-        raise ConfigError("--ranks is for ranks that this command starts; here a launcher did")
-    outcome = (run_shared if launched() or ranks == 1 else partial(shared_on_this_machine, ranks))(runs, memory, turn)
+    here = started_by_launcher(ranks) or ranks == 1
+    outcome = (run_shared if here else partial(shared_on_this_machine, ranks))(runs, memory, turn)
     if this_rank() == 0:
         show_shared(outcome, [folder for _, folder in runs], as_json)
     for result in outcome["runs"]:
@@ -314,10 +314,7 @@ def class_table(metrics: Mapping[str, float]) -> Table | None:
     classes = list(dict.fromkeys(key.partition("/")[2] for key in metrics if "/" in key))
     if not classes:
         return None
-    table = Table(title="validation, by class", title_justify="left", title_style="bold")
-    table.add_column("class", style="cyan", overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("validation, by class", ("class", *names), texts=("class",), whole=True)
     for each in classes:
         values = (metrics.get(f"{name}/{each}") for name in names)
         table.add_row(escape(each), *("" if value is None else f"{value:.4g}" for value in values))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from ..errors import ConfigError, HaloclineError
-from ..train.explain import explain
 from ..train.heartbeat import follow_launcher
-from ..train.launch import LOGS, WRONG_SETTINGS, say_last_words, this_rank
+from ..train.launch import RESULT, this_rank
 from ..train.log import json_line, write_whole
 from . import end_at_once_on_failure
+from .local_ranks import work_as_rank
 from .output import number_text, progress_console, set_quiet
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-RESULT = "result.json"  # in the run's folder, once it has ended
 _WIDE = 110  # columns of a terminal from which progress is shown in full
 
 
@@ -52,10 +48,8 @@ class Show:
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "step":
             self._step(values)
-        elif self._plain is None:
-            self._bar.console.print(progress_line(kind, values), soft_wrap=True, markup=False)
         else:
-            self._plain.print(progress_line(kind, values), soft_wrap=True, markup=False)
+            self._bar.console.print(progress_line(kind, values), soft_wrap=True, markup=False)
 
     def _step(self, values: dict[str, Any]) -> None:
         """Update the bar, or print a line for one step in twenty."""
@@ -104,7 +98,7 @@ def run_rank(settings: Settings, folder: Path, lock: int | None = None) -> dict[
         "preempted": result.preempted,
         "seconds": time.monotonic() - began,
     }
-    if this_rank() == 0:
+    if this_rank() == 0:  # asked anew: ranks of a pool learn it when they join
         write_whole(folder / RESULT, json_line(outcome))
     return outcome
 
@@ -113,25 +107,9 @@ def main() -> None:
     """``python -m halocline.cli.train_rank FOLDER``, for the processes that ``halocline train`` starts."""
     from ..train.config import read_settings
 
-    folder, rank, tie = Path(sys.argv[1]), this_rank(), follow_launcher()
+    folder, link = Path(sys.argv[1]), follow_launcher()
     set_quiet("--quiet" in sys.argv)
-    try:
-        run_rank(read_settings(folder), folder, tie.lock)
-    except Exception as error:  # the user's own code may raise anything
-        if os.environ.get("HALOCLINE_DEBUG") == "1":
-            raise
-        say_last_words(folder, rank, last_words(error, folder, rank))
-        raise SystemExit(WRONG_SETTINGS if isinstance(error, ConfigError) else 1) from None
-
-
-def last_words(error: Exception, folder: Path, rank: int) -> str:
-    """An error in one line. The traceback of an error in the user's own code goes to a file, which the line names."""
-    if isinstance(error, (HaloclineError, OSError)):
-        return explain(error)
-    path = folder / LOGS / f"rank-{rank}.traceback"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(traceback.format_exception(error)))
-    return f"{explain(error)} (traceback in {path})"
+    work_as_rank(folder, lambda: run_rank(read_settings(folder), folder, link.lock))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from ..errors import ConfigError
 from ..sizes import bytes_from, size_text
 from ..train.checkpoints import CHECKPOINTS, Folder
 from ..train.heartbeat import follow_launcher
-from ..train.launch import WRONG_SETTINGS, LaunchError, LocalRanks, say_last_words, this_rank
+from ..train.launch import RESULT, LaunchError, LocalRanks, this_rank
 from ..train.log import json_line, read_log, with_numbers, write_whole
 from ..train.signals import PREEMPTED
 from . import end_at_once_on_failure
-from .output import fact_table, is_quiet, number_table, progress_console, say, set_quiet, stderr, stdout
+from .local_ranks import rank_command, work_as_rank
+from .output import fact_table, number_table, progress_console, say, set_quiet, stderr, stdout
 from .stopping import Stop
-from .train_rank import RESULT, last_words, progress_line, step_facts
+from .train_rank import progress_line, step_facts
 
 if TYPE_CHECKING:  # which needs pydantic; the other commands do without
     from ..train.settings import Settings
 
-SHARED = "shared.json"  # in the first run's folder: what came of all of them
+SHARED = "shared.json"  # in the first run's folder: the outcome of all runs
 Runs = list[tuple["Settings", Path]]
 
 
@@ -88,8 +87,8 @@ def shared_on_this_machine(ranks: int, runs: Runs, memory: str | None, turn: int
             mark_run(folder, settings)
         finally:
             checkpoints.release()
-    told = {"folders": [str(folder) for _, folder in runs], "memory": memory, "turn": turn, "quiet": is_quiet()}
-    command = [sys.executable, "-m", "halocline.cli.train_shared", json.dumps(told)]
+    told = {"folders": [str(folder) for _, folder in runs], "memory": memory, "turn": turn}
+    command = rank_command("train_shared", json.dumps(told))
     settings, folder = runs[0]
     with Stop() as stop:
         ending = stop.follow(lambda: LocalRanks(command, ranks, folder, settings.deadline))
@@ -106,7 +105,7 @@ def shared_on_this_machine(ranks: int, runs: Runs, memory: str | None, turn: int
 
 
 def show_shared(outcome: dict[str, Any], folders: list[Path], as_json: bool) -> None:
-    """Print what came of the runs, and the makespan, as JSON or as tables."""
+    """Print the outcome of the runs and the makespan, as JSON or as tables."""
     if as_json:
         losses = [[entry["loss"] for entry in read_log(folder, "step")] for folder in folders]
         runs = [{**one, "losses": each} for one, each in zip(outcome["runs"], losses, strict=True)]
@@ -132,18 +131,16 @@ def main() -> None:
     from ..train.config import read_settings
 
     told = json.loads(sys.argv[1])
-    folders, rank = [Path(one) for one in told["folders"]], this_rank()
+    folders = [Path(one) for one in told["folders"]]
     follow_launcher()
-    set_quiet(told["quiet"])
-    try:
+    set_quiet("--quiet" in sys.argv)
+
+    def work() -> None:
         outcome = run_shared([(read_settings(one), one) for one in folders], told["memory"], told["turn"])
-        if rank == 0:
+        if this_rank() == 0:
             write_whole(folders[0] / SHARED, json_line(outcome))
-    except Exception as error:  # the user's own code may raise anything
-        if os.environ.get("HALOCLINE_DEBUG") == "1":
-            raise
-        say_last_words(folders[0], rank, last_words(error, folders[0], rank))
-        raise SystemExit(WRONG_SETTINGS if isinstance(error, ConfigError) else 1) from None
+
+    work_as_rank(folders[0], work)
 
 
 if __name__ == "__main__":

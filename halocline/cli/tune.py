@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
 
 from ..errors import HaloclineError
-from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stderr, stdout
+from .output import Debug, Json, clear_errors, number_table, print_json, progress_bar, say, stderr, stdout
 
 
 def tune(as_json: Json = False, debug: Debug = False) -> None:
@@ -48,10 +47,7 @@ def tune(as_json: Json = False, debug: Debug = False) -> None:
     if as_json:
         print_json({"card": card, "file": str(path), "sizes": {name: list(sizes) for name, sizes in measured.items()}})
         return
-    table = Table(title=f"Elements: {card}", title_style="bold", title_justify="left")
-    for heading in ("", "whole up to", "chunks of", "without measuring"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, sizes in measured.items():
-        table.add_row(name, f"{sizes.whole:,}", f"{sizes.chunk:,}", f"{DEFAULTS[name].whole:,}")
-    stdout().print(table)
+    rows = [[name, *(f"{n:,}" for n in (*sizes, DEFAULTS[name].whole))] for name, sizes in measured.items()]
+    headings = ("", "whole up to", "chunks of", "without measuring")
+    stdout().print(number_table(f"Elements: {card}", headings, rows, texts=("",)))
     say(stdout(), f"kept in {path}")

@@ -5,7 +5,7 @@ ahead of the step. :func:`stage` copies files to the storage of each node. ``doc
 """
 
 from .._deprecated import renamed
-from .loading.augment import Augmentation, Crop, Dice, Flip, Rotate90, Shift, ViewChange
+from .loading.augment import Augmentation, AugmentationDraws, Crop, Flip, Rotate90, Shift, ViewChange
 from .loading.fields import Field
 from .loading.loader import Loader, LoaderReport
 from .loading.order import Order
@@ -28,9 +28,9 @@ __all__ = [
     "HDF5",
     "At",
     "Augmentation",
+    "AugmentationDraws",
     "Batch",
     "Crop",
-    "Dice",
     "Field",
     "Flip",
     "Generated",
@@ -61,4 +61,4 @@ __all__ = [
     "stage",
 ]
 
-__getattr__ = renamed(__name__, {"Move": ViewChange, "Report": LoaderReport})
+__getattr__ = renamed(__name__, {"Dice": AugmentationDraws, "Move": ViewChange, "Report": LoaderReport})

@@ -34,7 +34,7 @@ _launch_problem = partial(Finding, "launch", status="problem")
 
 
 def check_software(versions: Mapping[str, str | None], backends: Mapping[str, bool], gpus: int) -> Check:
-    """Check versions (None: not installed) and the backends of torch.distributed, for so many GPUs.
+    """Check versions (None: not installed) and the backends of torch.distributed, for this number of GPUs.
 
     A torch that is too old, or without gloo, is a problem; so are GPUs without NCCL, since ranks with a GPU each use
     it.

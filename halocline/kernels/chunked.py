@@ -17,7 +17,7 @@ from .replace import install, installed
 from .sizes import LARGEST, NEVER, Sizes, forced, sizes
 
 #: Elements of a tensor in forward from which on some operand of the step might be too large.
-SIGHT = LARGEST // 4
+LARGE = LARGEST // 4
 _MOST_KINDS = 256
 _GPU = torch.device("cuda")
 
@@ -43,24 +43,22 @@ def chunked(elements: int | None) -> Iterator[None]:
         yield
 
 
-class InSight(TorchDispatchMode):
-    """A dispatch mode that sees every tensor of a forward before torch works on it,
-    and installs the kernels in time.
-    """
+class LargeTensorMode(TorchDispatchMode):
+    """A dispatch mode that sees every tensor of a forward first, and installs the kernels before a large one."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        least = sizes(_GPU, "norm").whole if "_norm" in function.name() else SIGHT
+        least = sizes(_GPU, "norm").whole if "_norm" in function.name() else LARGE
         if not installed("CUDA") and any(_matters(tensor, least) for tensor in tensors_in((args, kwargs))):
             keep_fast()
         result = function(*args, **(kwargs or {}))
-        if not installed("CUDA") and any(_matters(tensor, SIGHT) for tensor in tensors_in(result)):
+        if not installed("CUDA") and any(_matters(tensor, LARGE) for tensor in tensors_in(result)):
             keep_fast()
         return result
 
 
 def _matters(tensor: Tensor, least: int) -> bool:
     """Norms are slow long before anything else is, but not with channels last."""
-    return tensor.is_cuda and tensor.numel() > least and (least == SIGHT or tensor.is_contiguous())
+    return tensor.is_cuda and tensor.numel() > least and (least == LARGE or tensor.is_contiguous())
 
 
 @constant_in_graphs
@@ -90,7 +88,7 @@ class SizeWatch:
         kind = None
         if torch.backends.cuda.is_built() and not installed("CUDA") and tracing() is None:
             kind = self._kind(module, args, kwargs)
-        mode = InSight() if kind is not None and kind not in self._small else None
+        mode = LargeTensorMode() if kind is not None and kind not in self._small else None
         if mode is not None:
             mode.__enter__()
         # A stack, since a model may be part of another one that is watched too.

@@ -11,6 +11,8 @@ from typing import Any
 
 
 class _CallableRoom(ModuleType):
+    """The room ``halocline.plan`` is also the function ``hc.plan``, which a plain module cannot be."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :func:`halocline.plan.api.plan`."""
         from .api import plan

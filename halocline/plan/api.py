@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..layout import AUTO_LAYOUTS
+from ..parts.record import meta_copy
 from ..tree import tensors_in
 from .cost import Prices
 from .explain import as_plan
@@ -115,7 +115,7 @@ def make_subject(
             f"hc.plan takes the shape of one sample with a batch of one and channels, such as (1, 1, 64, 64, 64); it "
             f"was given {list(shapes)}"
         )
-    make = (lambda: _without_values(model)) if isinstance(model, nn.Module) else model
+    make = (lambda: meta_copy(model)) if isinstance(model, nn.Module) else model
     first = next((p.dtype for p in model.parameters()), None) if isinstance(model, nn.Module) else None
     return Subject(
         make,
@@ -157,13 +157,3 @@ def mean_square(outputs: Any) -> Tensor:
     if not floating:
         raise PlanError("the network gives no tensor of floating-point numbers; give loss=")
     return torch.stack([tensor.square().mean() for tensor in floating]).sum()
-
-
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are meta tensors."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -10,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..arrangement import AXIS_OF_LETTER
 from ..errors import MeshError
 from ..layout import AUTO_LAYOUTS, Layout
+from ..parts.record import meta_copy
 from ..program import dry
 from ..sizes import size_text
 from ..tensor import ShardedTensor
@@ -82,7 +83,6 @@ def choose_for(
     kind: str = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    machine: str | Machine | None = None,
 ) -> LayoutChoice:
     """The layout for a model on the mesh of this run, the same on every rank. By all ranks together.
 
@@ -92,7 +92,7 @@ def choose_for(
         raise MeshError(f"layout {kind!r}: it is {' or '.join(AUTO_LAYOUTS)}, or a mapping of names of parameters")
 
     def decide() -> LayoutChoice | None:
-        return _decided(model, mesh, kind, args, dict(kwargs or {}), machine) if mesh.world.rank == 0 else None
+        return _decided(model, mesh, kind, args, dict(kwargs or {})) if mesh.world.rank == 0 else None
 
     label = Label("automatic layout", "distribute")
     made = agree(mesh.world, decide, label, MeshError)
@@ -107,9 +107,8 @@ def choose_for(
     return LayoutChoice({name: {int(dim): axis for dim, axis in dims.items()} for name, dims in told.items()})
 
 
-def _decided(
-    model: nn.Module, mesh: Mesh, kind: str, args: Sequence[Any], kwargs: dict[str, Any], machine: str | Machine | None
-) -> LayoutChoice:
+def _decided(model: nn.Module, mesh: Mesh, kind: str, args: Sequence[Any], kwargs: dict[str, Any]) -> LayoutChoice:
+    """What rank 0 chooses; the cheap layout by size where the model cannot be recorded or priced."""
     tensors = tensors_in((args, kwargs))
     axes = model_axes(mesh, tensors)
     if not axes:
@@ -120,32 +119,26 @@ def _decided(
     if not tensors:
         return by_size(model, mesh, axes, "without inputs= nothing is known of its work; rows of every weight are cut")
     usual = USUAL.get(max(tensors, key=Tensor.numel).device.type, "dgx-a100")
-    named = machine or (HERE if Path(HERE).is_file() else usual)
-    described = named if isinstance(named, Machine) else load_machine(named)
+    machine = load_machine(HERE if Path(HERE).is_file() else usual)
     cuts = [t.sharding.dims_by_axis() if isinstance(t, ShardedTensor) else {} for t in tensors]
     try:
         calls = _recorded(model, args, kwargs)
     except Exception as error:  # noqa: BLE001 - a network that needs values to run is cut all the same
         return by_size(model, mesh, axes, f"it does not run on shapes alone ({error}); rows of every weight are cut")
     sizes = {axis: mesh.sizes[axis] for axis in mesh.names}
-    choice = best_layout(calls, sizes, cuts, axes, described, Prices(described.device), kind)
+    choice = best_layout(calls, sizes, cuts, axes, machine, Prices(machine.device), kind)
     return choice if choice is not None else by_size(model, mesh, axes, "no layout can be priced; rows are cut")
 
 
 def _recorded(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    twin = copy.deepcopy(model, memo)
+    """One forward of a copy without values: the model's own parameters and their hooks see none of it."""
 
     def on_meta(tensor: Tensor) -> Tensor:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
     given, named = map_tensors(on_meta, (tuple(args), kwargs))
     device = max(tensors_in((args, kwargs)), key=Tensor.numel).device
-    return record_calls(twin, given, keywords=named, device=device)
+    return record_calls(meta_copy(model), given, keywords=named, device=device)
 
 
 def best_layout(
@@ -173,17 +166,10 @@ def best_layout(
     fitting = [each for each in found if each.memory <= room] or [min(found, key=lambda each: each.memory)]
     most = max(each.share for each in fitting)
     sharing = [each for each in fitting if each.share >= min(share, most)]
-    best = min(sharing, key=(_by_memory if kind == "auto-memory" else _by_time))
+    terms = ("memory", "seconds")
+    best = min(sharing, key=attrgetter(*terms if kind == "auto-memory" else reversed(terms)))
     others = tuple(each for each in found if each is not best)
     return LayoutChoice(as_patterns(search.cuts(best.choice), search.parameters), best, others)
-
-
-def _by_time(priced: PricedLayout) -> tuple[float, ...]:
-    return priced.seconds, priced.memory
-
-
-def _by_memory(priced: PricedLayout) -> tuple[float, ...]:
-    return priced.memory, priced.seconds
 
 
 def by_size(model: nn.Module, mesh: Mesh, axes: Sequence[str], note: str) -> LayoutChoice:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..program import dry
 from .cost import Key, dtype_name
@@ -156,13 +155,9 @@ def _curve(device: torch.device, peak: float) -> tuple[float, float]:
         volume = torch.ones(1, 16, side, side, side, device=device)
         weight = torch.ones(16, 16, 3, 3, 3, device=device)
         works.append(2.0 * 16 * 16 * 27 * side**3)
-        times.append(time_call(_convolve, (volume, weight), {}, device))
+        times.append(time_call(F.conv3d, (volume, weight), {"padding": 1}, device))
     rate = max(work / seconds for work, seconds in zip(works, times, strict=True))
     return min(1.0, max(1e-3, rate / peak)), max(1e3, times[0] * rate - works[0])
-
-
-def _convolve(volume: Tensor, weight: Tensor) -> Tensor:
-    return F.conv3d(volume, weight, padding=1)
 
 
 def device_name(device: torch.device) -> str:

@@ -144,6 +144,7 @@ def probe_step_on_ranks(number: int, count: int) -> float:
 
 
 def _typical(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean over ranks of each figure."""
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
@@ -184,6 +185,7 @@ def _seconds_of(call: Callable[[], object], least: float) -> float:
 
 
 def _meet(world: World) -> None:
+    """A barrier, so that ranks begin to time together."""
     world.sum(torch.zeros(1), tuple(range(world.size)), LABEL)
 
 

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_private import TorchDispatchMode, torch_function_enabled
+from .._torch_private import torch_function_enabled
 from ..errors import HaloclineError
 from ..program import dry
 from ..program.autocast import autocast_on_meta
-from ..program.record import computed, is_free
+from ..program.record import OperationWatch
+from ..program.streaming.trace import same_everywhere
 from ..random.state import State, current, swap
-from ..rules import Operand, Recipe, follow
+from ..rules import Recipe
 from ..rules.asking_torch import planned, planning
 from ..rules.executor import recorders
 from ..rules.plan import recipe_of
-from ..rules.recipe import as_called
 from ..rules.table import RuleEntry, entries, name_of
 from ..tensor import here, watch
 from ..tree import map_tensors, tensors_in
@@ -103,20 +103,6 @@ class Calls:
         return {value.parameter: n for n, value in enumerate(self.values) if value.parameter is not None}
 
 
-class _Work(TorchDispatchMode):
-    """Collects the local operations of one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Computed] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not planning() and not is_free(function):
-            self.events.append(computed(this_world(), function, args, result)._replace(number=0, time=0.0, place=""))
-        return result
-
-
 class RuleRecorder(TorchFunctionMode):
     """Sees every torch function that the network calls, and writes down those that make tensors."""
 
@@ -185,12 +171,17 @@ class RuleRecorder(TorchFunctionMode):
             self._inside.pop()
 
     def _run(self, function: Any, recipe: Recipe | None, args: Any, kwargs: Any) -> Any:
+        """Run a call on meta tensors, and write it down with its recipe and the work that it does.
+
+        Calls that make nothing new and do no work are left out. A call without a recipe takes whole operands.
+        """
         given = tensors_in((args, kwargs))
         operands = tuple(self._number(tensor) for tensor in given)
         recorder = recorders.pop(get_ident(), None)
         before, self._paused = self._paused, True
+        work: list[Computed] = []
         try:
-            with _Work() as work:
+            with OperationWatch(this_world(), lambda event, *_: work.append(event)):
                 result = _result(function, recipe, args, kwargs)
         finally:
             self._paused = before
@@ -199,16 +190,17 @@ class RuleRecorder(TorchFunctionMode):
         made = tensors_in(result)
         new = [tensor for tensor in made if id(tensor) not in self._numbers]
         inplace = recipe is not None and recipe.inplace
-        if not (new or inplace or work.events) or not given:
+        if not (new or inplace or work) or not given:
             return result
         if recipe is None and len(made) == 1 and made[0].shape == given[0].shape:
-            recipe = _same_everywhere(made[0])
+            recipe = same_everywhere(made[0], torch.clone)
         results = tuple(self._add(tensor) for tensor in made)
         if recipe is not None and len(recipe.outputs) != len(results):
             recipe = None
         key = (function, recipe is None, _picture((args, kwargs)), tuple(self.found.values[n].shape for n in results))
         number = self._keys.setdefault(key, len(self._keys))
-        call = RuleCall(name_of(function), here(), number, recipe, operands, results, tuple(work.events))
+        events = tuple(event._replace(number=0, time=0.0, place="") for event in work)
+        call = RuleCall(name_of(function), here(), number, recipe, operands, results, events)
         self.found.add(call, self._signs)
         return result
 
@@ -222,12 +214,14 @@ class RuleRecorder(TorchFunctionMode):
         return self._twins[id(tensor)]
 
     def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor's value; one that no call has made is entered now, as a parameter or a constant."""
         if id(tensor) not in self._numbers:
             name = self._parameters.get(id(tensor))
             self._add(tensor, CallValue(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, parameter=name))
         return self._numbers[id(tensor)]
 
     def _add(self, tensor: Tensor, value: CallValue | None = None) -> int:
+        """A new value, which the tensor stands for from now on: also where a call has written to a known one."""
         self._alive.append(tensor)
         self._numbers[id(tensor)] = len(self.found.values)
         self.found.values.append(value or CallValue(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
@@ -249,12 +243,6 @@ def _result(function: Any, recipe: Recipe | None, args: Any, kwargs: Any) -> Any
         flows = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         made = [each.requires_grad_() if flows and each.is_floating_point() else each for each in made]
         return made[0] if len(made) == 1 else tuple(made)
-
-
-def _same_everywhere(made: Tensor) -> Recipe:
-    """A function of one tensor, element by element, such as a change of dtype."""
-    operand = Operand(0, tuple(made.shape), made.dtype, frozenset())
-    return Recipe(space=operand.shape, reads=(follow(operand),), local=as_called(torch.clone), runs_empty=True)
 
 
 def _picture(value: Any) -> Hashable:

@@ -46,6 +46,7 @@ class Candidate:
 
     @property
     def seconds_per_sample(self) -> float:
+        """A step's seconds over the samples of all ranks: what candidates with different batches are compared by."""
         return self.seconds / self.samples
 
     @property

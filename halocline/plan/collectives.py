@@ -47,17 +47,14 @@ class SumGroup:
 
 def group_of(machine: Machine, ranks: Sequence[int]) -> SumGroup:
     """Ranks are devices, numbered node by node."""
-    nodes = len({rank // machine.devices_per_node for rank in ranks})
+    each = machine.devices_per_node
+    nodes = len({rank // each for rank in ranks})
     ordered = sorted(ranks)
     pairs = list(zip(ordered, [*ordered[1:], ordered[0]], strict=True))
     links = [machine.link_between(*pair) for pair in pairs if pair[0] != pair[1]]
-    inside = [link for pair, link in zip(pairs, links, strict=False) if _same_node(machine, *pair)]
+    inside = [link for pair, link in zip(pairs, links, strict=False) if pair[0] // each == pair[1] // each]
     slowest = min(inside or links or [machine.links[0]], key=lambda link: link.gb_per_s.value)
     return SumGroup(len(ordered), nodes, slowest, machine.links[-1] if nodes > 1 else None)
-
-
-def _same_node(machine: Machine, first: int, second: int) -> bool:
-    return first // machine.devices_per_node == second // machine.devices_per_node
 
 
 def sum_seconds(machine: Machine, size: int, ranks: Sequence[int], load: NodeLoad | None = None) -> float:
@@ -79,6 +76,7 @@ def chosen_algorithm(machine: Machine, size: int, ranks: Sequence[int]) -> str:
 
 
 def _nccl(group: SumGroup, size: int, algorithm: str, protocol: int) -> tuple[str, float]:
+    """Name and seconds of one of NCCL's choices, as its tuner models it. A tree's bandwidth is half of the bus."""
     ports = [group.inner.gb_per_s.value] + ([group.outer.gb_per_s.value] if group.outer else [])
     share = (_RING_SHARE if algorithm == "ring" else _TREE_SHARE)[protocol]
     bus = min(min(ports) * share, _MOST[protocol])

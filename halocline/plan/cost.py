@@ -83,7 +83,8 @@ class Prices:
         key = key_of(event)
         alone = self.measured.get(key) or self._alone.get(key)
         if alone is None:
-            alone = self._alone[key] = self._interpolated(event)
+            measured = self.curves.seconds(event) if self.curves is not None else None
+            alone = self._alone[key] = self.roofline(event) if measured is None else measured
         if self.load is not None:
             alone = alone * getattr(self.load, bound_of(event)).value + self.load.host_us.value * 1e-6
         return alone / self.speed
@@ -100,10 +101,6 @@ class Prices:
         """Bytes that the operation takes while it runs, beside its operands and results."""
         return self.curves.workspace(event) if self.curves is not None else 0
 
-    def _interpolated(self, event: Computed) -> float:
-        found = self.curves.seconds(event) if self.curves is not None else None
-        return self.roofline(event) if found is None else found
-
     def roofline(self, event: Computed) -> float:
         """Of an operation of which nothing is known but its work and its bytes."""
         device = self.device
@@ -114,6 +111,7 @@ class Prices:
         return max(moved, arithmetic, device.launch_us.value * 1e-6)
 
     def _peak(self, event: Computed) -> float:
+        """TFLOP/s at the event's dtype; integers and complex numbers count as float32."""
         name = dtype_name(event)
         if name.startswith(_INTEGERS) or name in ("None", "complex64", "complex128"):
             name = "float32"

@@ -86,6 +86,7 @@ class Curves:
         return 0 if curve is None else int(curve.workspace_share(where) * where.touched)
 
     def _curve(self, where: Placed) -> _Curve | None:
+        """The curve of the operation's kind, else of all kinds that differ only in finer traits."""
         return self._curves.get(where.kind) or self._curves.get(where.kind[:COARSE])
 
 
@@ -101,9 +102,11 @@ class _Curve:
         self._shares = np.array([row[2] for row in rows])
 
     def _sum(self, terms: np.ndarray) -> np.ndarray:
+        """Seconds by the fitted terms alone, before neighbours correct them."""
         return np.maximum(terms @ self._factors, 1e-7)
 
     def seconds(self, where: Placed) -> float:
+        """The fitted sum, corrected by how far near measured operations are off theirs."""
         away, distance, near = self._neighbours(where)
         left = _local_line(away[near], distance[near], self._left[near])
         return float(self._sum(np.array(where.terms))) * math.exp(left)
@@ -115,6 +118,7 @@ class _Curve:
         return float(weights @ self._shares[near] / weights.sum())
 
     def _neighbours(self, where: Placed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Differences of logarithms of sizes, distances, and the nearest measured operations."""
         away = self._places - np.array(where.place)
         distance = np.sqrt((away**2).sum(1))
         return away, distance, np.argsort(distance, kind="stable")[:NEAREST]
@@ -137,6 +141,7 @@ def _fitted(terms: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _weights(distance: np.ndarray) -> np.ndarray:
+    """Weights that fall with distance; as wide as the third neighbour is far."""
     width = max(LEAST_WIDTH, float(distance[min(2, len(distance) - 1)]))
     return np.exp(-0.5 * (distance / width) ** 2) + 1e-9
 
@@ -166,6 +171,7 @@ def _placed(
     flops: float,
     moved: int,
 ) -> Placed:
+    """Where an operation lies among measured ones: its kind, the logarithms of its sizes, and the terms of its time."""
     terms = (1e-6, moved / _BYTES, flops / _FLOPS)
     if name == "convolution":
         return _convolution((name, dtype), shapes[0], shapes[1], options[-6:], (True, True), terms, moved)
@@ -188,6 +194,7 @@ def _convolution(
     terms: tuple[float, ...],
     moved: int,
 ) -> Placed:
+    """The same of a convolution, whose time also depends on the backend's algorithm and on how memory is laid out."""
     stride, _, dilation, transposed, _, groups = cast(tuple[Any, ...], options)
     backend = convolution_backend((volume, weight), function[1] or torch.float32, options)
     kernel, voxels = math.prod(weight[2:]), math.prod(volume[2:])

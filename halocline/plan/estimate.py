@@ -67,7 +67,7 @@ class Estimator:
         last = max((n for n, event in enumerate(operations) if event.phase == "backward"), default=len(operations))
         self.of_samples = self._counted(operations[: last + 1])
         self.of_weights = self._counted(operations[last + 1 :])  # the optimizer's: not cut
-        self._seconds = lru_cache(maxsize=None)(self._priced)
+        self._seconds = lru_cache(maxsize=None)(prices.seconds)
         self._blocks = lru_cache(maxsize=None)(self._blocks_of_a_sample)
         self._runs = lru_cache(maxsize=None)(self._forward_runs)
         self._sum_over_all = lru_cache(maxsize=None)(
@@ -81,6 +81,7 @@ class Estimator:
         self._modules = {name for name, part in self.uncut.model.named_modules() if not any(part.children())}
 
     def _counted(self, operations: Sequence[Computed]) -> list[OperationCount]:
+        """Operations that cost the same at every cut are priced once, times how often they come."""
         alike: dict[object, OperationCount] = {}
         for event in operations:
             alike.setdefault(_kind(event), OperationCount(event)).count += 1
@@ -158,6 +159,7 @@ class Estimator:
         return sum(sizes.get(axis, 1) > 1 for axis in self._volume)
 
     def _communication(self, event: Begun | Summed, rank: int) -> float:
+        """Seconds on this machine, beside ranks that compute."""
         if isinstance(event, Begun):
             return exchange_seconds(self.machine, rank, event.sends, self.prices.load)
         return sum_seconds(self.machine, event.bytes, event.ranks, self.prices.load)
@@ -261,9 +263,6 @@ class Estimator:
         local = [self._local(each.event, tile, 1) for each in self.of_samples]
         return sum(each.count * self._seconds(event) for each, event in zip(self.of_samples, local, strict=True))
 
-    def _priced(self, event: Computed) -> float:
-        return self.prices.seconds(event)
-
     def _local(self, event: Computed, tile: tuple[float, ...], local: int) -> Computed:
         """The operation at a rank's share; numbers, place and time are cleared, so that like ones are priced once."""
         weight = _weight_of(event)
@@ -312,6 +311,7 @@ class Estimator:
         return [BlockKind(each.seconds * share, int(each.kept * share), each.paths) for each in self._blocks()]
 
     def _blocks_of_a_sample(self) -> list[BlockKind]:
+        """Blocks that recomputing could leave out, those of equal seconds and bytes together: one sample, not cut."""
         paths = blocks(self.uncut.model)
         ends = {path.count(".") + 1 for path in paths}
         known = set(paths)
@@ -343,6 +343,7 @@ def _weight_of(event: Computed) -> int | None:
 
 
 def _kind(event: Computed) -> object:
+    """What operations must share to be counted as one: all that decides their price, and the phase."""
     return key_of(event), event.phase
 
 
@@ -352,5 +353,6 @@ def _plain(event: Computed) -> Computed:
 
 
 def _shared(event: Computed, share: float, shapes: tuple[tuple[int, ...], ...]) -> Computed:
+    """A share of the work and bytes, at local shapes."""
     work, size = event.flops * share, int(event.bytes * share)
     return _plain(event)._replace(flops=work, bytes=size, shapes=shapes)

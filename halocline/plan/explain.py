@@ -150,7 +150,7 @@ def difference(first: Plan, second: Plan) -> list[Difference]:
     ]
 
 
-def said_difference(first: Plan, second: Plan) -> str:
+def difference_text(first: Plan, second: Plan) -> str:
     """Which of two plans is faster for a sample, and by which term."""
     slower, faster = sorted((first, second), key=lambda plan: -plan.predicted.seconds_per_sample)
     ratio = slower.predicted.seconds_per_sample / faster.predicted.seconds_per_sample

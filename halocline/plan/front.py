@@ -61,6 +61,7 @@ def over_devices(
 
 
 def _estimated(estimator: Estimator, devices: int, batch: int | None) -> list[Option]:
+    """Options for so many devices, none where no mesh divides them; reading is not counted."""
     try:
         wanted = least_surface(meshes(estimator.subject, devices, batch), estimator.subject.volume)
     except NoPlan:

@@ -34,6 +34,7 @@ class CallCost:
 
     @property
     def seconds(self) -> float:
+        """Of computing and communicating one after the other: nothing is taken to overlap."""
         return self.compute + self.communication
 
 
@@ -70,6 +71,7 @@ class LayoutCosts:
 
     @cached_property
     def _rate(self) -> dict[tuple[int, ...], float]:
+        """Seconds a byte of a large bucket's sum, by its ranks: those along every subset of axes."""
         bucket = 1 << 24
         names = self.mesh.names
         sets = [[name for n, name in enumerate(names) if number >> n & 1] for number in range(1 << len(names))]
@@ -80,6 +82,10 @@ class LayoutCosts:
         return [axis for axis in self.mesh.names if axis not in sharding.axes]
 
     def _cost(self, call: RuleCall, shardings: list[Sharding]) -> CallCost:
+        """Price a call at these shardings of its operands, as the executor would run it; infinite where it is refused.
+
+        Movement is counted twice where there is a backward, since every movement has an adjoint of the same size.
+        """
         values = self.calls.values
         passes = 2 if any(values[n].needs_gradient for n in call.results) else 1
         results = tuple(self.whole(n) for n in call.results)
@@ -114,6 +120,7 @@ class LayoutCosts:
     def _made(
         self, call: RuleCall, results: tuple[Sharding, ...], axes: frozenset[str], communication: float, passes: int
     ) -> CallCost:
+        """The cost of a call whose work is divided over ``axes``, with the bytes that autograd keeps of its results."""
         share = 1 / self.mesh.count(axes)
         once = sum(
             self.prices.roofline(event._replace(flops=event.flops * share, bytes=int(event.bytes * share)))

@@ -47,6 +47,8 @@ class PricedLayout:
 
 @dataclass
 class _State:
+    """A layout of the calls so far: how live values lie, which options were taken, and the weighted cost."""
+
     lies: dict[int, Sharding]
     chosen: dict[int, int] = field(default_factory=dict)  # group -> option
     score: float = 0.0
@@ -148,6 +150,7 @@ class LayoutSearch:
     def _grown(
         self, state: _State, call: RuleCall, times: int, options: Mapping[int, int], price: float
     ) -> _State | None:
+        """The state after one more call, with options for weights that it is the first to read; None if refused."""
         chosen = {**state.chosen, **options} if options else state.chosen
         after = _State(state.lies, chosen, state.score)
         cost = self.costs(call, self._operands(after, call))
@@ -170,6 +173,7 @@ class LayoutSearch:
         return len(members) * one + price * STATE_OF_WEIGHTS * beside
 
     def _kept(self, states: Sequence[_State], index: int, last: Mapping[int, int]) -> list[_State]:
+        """The best state for each way in which values that are read later lie; at most ``STATES`` of them."""
         best: dict[object, _State] = {}
         for state in states:
             live = {n: lies for n, lies in state.lies.items() if last.get(n, -1) > index}
@@ -181,6 +185,7 @@ class LayoutSearch:
         return sorted(best.values(), key=lambda state: state.score)[:STATES]
 
     def _groups(self, call: RuleCall) -> Iterator[int]:
+        """The groups whose weights the call reads, directly or through a follower."""
         for n in call.operands:
             group = self._group_of.get(self._leader_of.get(n, n))
             if group is not None:
@@ -190,6 +195,7 @@ class LayoutSearch:
         return [self._lies(state, n) for n in call.operands]
 
     def _lies(self, state: _State, value: int) -> Sharding:
+        """How a value lies: as a call left it, as the options of its group say, or whole."""
         known = state.lies.get(value)
         if known is not None:
             return known

@@ -24,6 +24,8 @@ class MachineError(HaloclineError, ValueError):
 
 
 class Strict(BaseModel):
+    """The base of all that a machine file holds: a misspelt name is an error, and nothing changes after reading."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 

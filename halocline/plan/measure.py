@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import TorchDispatchMode, schema_of
-from ..program.record import computed, is_free
+from .._torch_private import schema_of
+from ..program.record import OperationWatch
 from ..program.work import size_of
-from ..rules import planning
+from ..tree import map_leaves
 from ..world import this_world
 from ..world.events import Computed
 from .cost import Key, key_of
@@ -39,20 +39,16 @@ class OperationCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Catalogue(TorchDispatchMode):
+class Catalogue(OperationWatch):
     """Collects one call of every kind of operation that runs inside."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._world = this_world()
+        super().__init__(this_world(), self._keep)
         self.calls: dict[Key, OperationCall] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not planning() and not is_free(function):
-            event = computed(self._world, function, args, result)
-            self.calls.setdefault(key_of(event), OperationCall(event, function, args, dict(kwargs or {})))
-        return result
+    def _keep(self, event: Computed, function: Any, args: Any, kwargs: Any) -> None:
+        """The first call of each kind counts."""
+        self.calls.setdefault(key_of(event), OperationCall(event, function, args, dict(kwargs)))
 
 
 def measure(calls: Mapping[Key, OperationCall], known: dict[Key, float], device: torch.device) -> None:
@@ -74,6 +70,7 @@ def time_call(function: Any, args: Any, kwargs: Any, device: torch.device) -> fl
 
 
 def _timed(function: Any, args: Any, kwargs: Any, device: torch.device, repeat: int) -> float:
+    """Seconds of a call, the mean of ``repeat`` in a row; a GPU is waited for once at the end."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(repeat):
@@ -105,10 +102,12 @@ def workspace_of(call: OperationCall, device: torch.device) -> int:
 
 
 def _writes_in_place(call: OperationCall) -> bool:
+    """Does the operation write into its operands? Then its results take no new memory."""
     return any(result.alias_info is not None for result in schema_of(call.function).returns)
 
 
 def _start_peak(device: torch.device) -> None:
+    """From here on the peak of memory is counted anew, by the driver or by the kernel."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -137,7 +136,7 @@ def return_memory_at_once() -> None:
 
 
 def return_free_memory() -> None:
-    """Give memory that nobody uses back to the system."""
+    """Return unused memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -150,15 +149,8 @@ def _process_memory(label: str) -> int:
 
 def materialized(value: Any, device: torch.device) -> Any:
     """The same arguments with real tensors in the places of those without values."""
-    if isinstance(value, Tensor):
-        return _real(value, device)
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, tuple | list):
-        return type(value)(materialized(item, device) for item in value)
-    if isinstance(value, dict):
-        return {name: materialized(item, device) for name, item in value.items()}
-    return value
+    leaves = (Tensor, torch.device)
+    return map_leaves(leaves, lambda leaf: _real(leaf, device) if isinstance(leaf, Tensor) else device, value)
 
 
 def _real(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every mesh that so many devices allow, and which of them are worth an estimate.
+"""Every mesh for a number of devices, and which of them are worth an estimate.
 
 The axes that a mesh may have are those of ``factorizations``: data and the dims of the volume. Further axes, of the
 model or of stages, join there, in :data:`halocline.arrangement.AXIS_OF_LETTER` and in :class:`.estimate.Estimator`.

@@ -68,6 +68,7 @@ def model_cuts(
 
 
 def _samples(sizes: dict[str, int], batch: int | None) -> int:
+    """Of a step over all ranks; one on each rank of the data axis unless the batch is given."""
     return sizes[DATA] if batch is None else batch
 
 
@@ -83,6 +84,7 @@ def _meshes(subject: Subject, devices: int, batch: int | None) -> Iterator[dict[
 
 
 def _calls(subject: Subject, samples: int) -> Calls:
+    """Recorded once for a number of samples: meshes that share it share the record."""
     model = subject.meta_model().to(subject.dtype)
     return record_calls(model, _inputs(subject, samples), subject.around)
 
@@ -94,6 +96,7 @@ def _inputs(subject: Subject, samples: int) -> Sequence[Tensor]:
 def _cut(
     subject: Subject, machine: Machine, sizes: dict[str, int], samples: int, calls: Calls, prices: Prices, kind: str
 ) -> ModelCut | None:
+    """The best layout of the weights for one mesh; None where cutting none of them is best."""
     arrangement = Arrangement(sizes)
     volume = subject.shapes[0]
     cuts = [

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch_private import TorchDispatchMode
 from ..errors import HaloclineError, PlanError
 from ..parts import StageCut, make_schedule
 from ..parts.automatic import run_alone
 from ..parts.cutting import CallCosts, best_cut, step_seconds
 from ..parts.record import ModelRecord, meta_copy, record_model
 from ..program import dry
-from ..program.record import computed, is_free
-from ..rules import planning
-from ..world import this_world
+from ..program.record import OperationWatch
+from ..world import Computed, this_world
 from .collectives import sum_seconds
 from .cost import Prices
 from .machine import Machine
@@ -61,18 +59,15 @@ class PipelineCandidate:
         return " ".join([*words, self.schedule, f"{self.microbatches} micro-batches"])
 
 
-class _PricedWork(TorchDispatchMode):
+class _PricedWork(OperationWatch):
     """Adds up what the operations that run inside would take on the machine."""
 
     def __init__(self, prices: Prices) -> None:
-        super().__init__()
+        super().__init__(this_world(), self._add)
         self._prices, self.seconds = prices, 0.0
 
-    def __torch_dispatch__(self, function: object, types: object, args: tuple = (), kwargs: dict | None = None):  # type: ignore[no-untyped-def, type-arg]
-        result = function(*args, **(kwargs or {}))  # type: ignore[operator]
-        if not planning() and not is_free(function):
-            self.seconds += self._prices.seconds(computed(this_world(), function, args, result))
-        return result
+    def _add(self, event: Computed, *_: object) -> None:
+        self.seconds += self._prices.seconds(event)
 
 
 def pipelines(
@@ -101,6 +96,7 @@ def pipelines(
 
 
 def _rank(candidate: PipelineCandidate) -> tuple[bool, float]:
+    """Those that fit first, by time for a sample; the others by memory."""
     return not candidate.fits, candidate.seconds_per_sample if candidate.fits else candidate.memory
 
 
@@ -127,6 +123,10 @@ def _candidate(
     stages: int, replicas: int, name: str, count: int, batch: int, record: ModelRecord, costs: CallCosts,
     machine: Machine, update: float,
 ) -> PipelineCandidate:  # fmt: skip
+    """Price one schedule on meshes of stages and replicas. Seconds are of a step, bytes of the rank with most of them.
+
+    A cut that fits is taken before a faster one that does not.
+    """
     link = machine.link_between(0, replicas)  # ranks of a stage are neighbours
     per_byte, latency = link.shared_by / (link.gb_per_s.value * 1e9), link.latency_us.value * 1e-6
     own = CallCosts(costs.seconds, per_byte, latency, costs.forward)

@@ -31,6 +31,10 @@ def _moved(model: Described, better: bool) -> Described:
 
 
 def _at_end(name: str, value: object, better: bool) -> object:
+    """Assumed quantities at the end of their range where a step takes least, or most; measured ones as they are.
+
+    The size of memory stays: it decides what fits, and not how long it takes.
+    """
     if isinstance(value, Quantity):
         low, high = value.low or value.value, value.high or value.value
         if value.source != "assumed" or name == "memory_gb":

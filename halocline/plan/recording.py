@@ -23,6 +23,7 @@ from ..program.autocast import autocast_on_meta
 from ..program.memory import peak_of
 from ..program.record import computed, is_free
 from ..tensor import unwrap
+from ..tree import tensors_in
 from ..world import World
 from .replay import Replay
 
@@ -88,6 +89,7 @@ class RecordedStep:
 
     @property
     def memory(self) -> int:
+        """Bytes at the peak of a step: what stays from step to step, and the most that lives beside it."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -157,7 +159,7 @@ def record_step(
         recorded: list[Record] = []
         with beside or nullcontext():
             peak = peak_of(lambda: recorded.append(record(step, mesh)), workspace)
-        state = 0 if optimizer is None else _bytes(_state_tensors(optimizer))
+        state = 0 if optimizer is None else _bytes(tensors_in(optimizer.state))
     held = _bytes([*model.parameters(), *model.buffers()])
     samples_held = _bytes([unwrap(each) for each in (*inputs, *targets)])
     return RecordedStep(recorded[0], held, _bytes(parameters), state, samples_held + peak, model)
@@ -179,6 +181,7 @@ def _without_hints() -> Iterator[None]:
 
 
 def _workspace(world: World, pricing: Replay, function: Any, args: Any, result: Any) -> int:
+    """Bytes that cuDNN and others take while the operation runs; views and marks take none."""
     return 0 if is_free(function) else pricing.workspace(computed(world, function, args, result))
 
 
@@ -191,11 +194,8 @@ def _input(subject: Subject, shape: tuple[int, ...], arrangement: Arrangement, s
 
 
 def _target(target: TargetShape, arrangement: Arrangement, samples: int) -> Tensor:
+    """The part of a target that this rank holds, without values."""
     return arrangement.shard(torch.empty((samples, *target.shape[1:]), dtype=target.dtype), target.letters)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

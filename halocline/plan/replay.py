@@ -29,6 +29,7 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
+        """Seconds in which the rank waits and computes nothing, whatever it waits for."""
         return sum(self.exposed.values())
 
 
@@ -109,10 +110,12 @@ class Replay:
         return UnderWay(kind_of(event), starts, ends)
 
     def _begin(self, event: Begun | Summed) -> None:
+        """Communication begins now, or when its channel is free; the rank does not wait for it here."""
         begun = self._under_way[event.number] = self.scheduled(event)
         self.timeline.communication[begun.kind] += begun.ends - begun.starts
 
     def _wait(self, waited: UnderWay) -> None:
+        """Wait for communication: computing meanwhile hides it, but for the share that overlap costs."""
         hidden = max(0.0, min(self._now, waited.ends) - waited.starts)
         exposed = self._waiting * (self._loss * hidden + max(0.0, waited.ends - self._now))
         self.timeline.exposed[waited.kind] += exposed

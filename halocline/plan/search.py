@@ -56,6 +56,15 @@ def search(
     found = Findings(machine)
     every = options(estimator, wanted, batch, speeds, input_bytes)
     queue, left_out = worth_recording(worthwhile(every, estimator), machine), True
+
+    def recorded(arrangement: Arrangement) -> Candidate | None:
+        try:
+            with clear_recording_errors():
+                return price(subject, machine, arrangement, batch, prices, device, speeds, input_bytes)
+        except HaloclineError as error:
+            found.refused.append((arrangement, error))
+            return None
+
     while queue or left_out:
         if not queue:  # tiles with too little work count where nothing else fits
             left_out = False
@@ -66,11 +75,8 @@ def search(
         queue.remove(option)
         if found.is_hopeless(option):
             continue
-        try:
-            with clear_recording_errors():
-                candidate = price(subject, machine, option.arrangement, batch, prices, device, speeds, input_bytes)
-        except HaloclineError as error:
-            found.refuse(option, error)
+        candidate = recorded(option.arrangement)
+        if candidate is None:
             continue
         found.add(option, candidate)
         tell(len(found.candidates), AT_MOST)
@@ -81,18 +87,11 @@ def search(
             better = worthwhile(every, estimator) if left_out else every
             queue = [each for each in worth_recording(better, machine) if not found.has(each)]
     for cut in model_cuts(subject, machine, devices, batch, prices, layout) if layout is not None else ():
-        try:
-            with clear_recording_errors():
-                found.candidates.append(
-                    price(subject, machine, cut.arrangement, batch, prices, device, speeds, input_bytes)
-                )
-        except HaloclineError as error:
-            found.refused.append((cut.arrangement, error))
+        if (candidate := recorded(cut.arrangement)) is not None:
+            found.candidates.append(candidate)
     if refused is not None:
         refused += [RefusedCut(arrangement, str(error)) for arrangement, error in found.refused]
-    if not found.candidates:
-        raise found.refused[0][1]
-    return sorted(found.candidates, key=_by_memory if layout == "auto-memory" else _rank)
+    return found.ranked(_by_memory if layout == "auto-memory" else _rank)
 
 
 class Findings:
@@ -118,9 +117,11 @@ class Findings:
         self.candidates.append(candidate)
         self._recorded[kind] += 1
 
-    def refuse(self, option: Option, error: HaloclineError) -> None:
-        """Note that it cannot be recorded."""
-        self.refused.append((option.arrangement, error))
+    def ranked(self, key: Callable[[Candidate], tuple[float, float]]) -> list[Candidate]:
+        """The candidates, the best first; raises the first refusal where there is none."""
+        if not self.candidates:
+            raise self.refused[0][1]
+        return sorted(self.candidates, key=key)
 
     def has(self, option: Option) -> bool:
         """Was it recorded, or refused?"""
@@ -156,10 +157,12 @@ class Findings:
 
 
 def _axes_cut(arrangement: Arrangement) -> list[str]:
+    """The spatial axes that divide samples, and the axis that divides weights."""
     return [axis for axis, size in arrangement.sizes.items() if size > 1 and axis != DATA]
 
 
 def _kind(option: Option) -> tuple[object, ...]:
+    """Options that err alike: a recorded one corrects the estimates of the others."""
     arrangement = option.arrangement
     cut = len(_axes_cut(arrangement))
     return arrangement.sizes[DATA], cut, arrangement.multiple, bool(arrangement.recompute), bool(arrangement.gather)

@@ -9,7 +9,7 @@ from types import FrameType
 
 from torch import nn
 
-from ..errors import HaloclineError, PlanError
+from ..errors import HaloclineError, PlanError, first_line
 
 
 @contextmanager
@@ -24,13 +24,9 @@ def clear_recording_errors() -> Iterator[None]:
         if place is None:
             raise
         raise PlanError(
-            f"the network cannot be recorded: {place}: {_first_line(error)}; a step is recorded on tensors without "
+            f"the network cannot be recorded: {place}: {first_line(error)}; a step is recorded on tensors without "
             "values, one sample at a time: check --shape, and that its operations run on the meta device"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _place(error: Exception) -> str | None:

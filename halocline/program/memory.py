@@ -34,6 +34,7 @@ class _Living(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
+        """Count a storage until it is freed, once however many tensors view it."""
         key, size = storage_key(storage), storage.nbytes()
         if key in self._known:
             return
@@ -43,6 +44,7 @@ class _Living(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
+        """When the storage is freed: called by its finalizer, which keeps no reference to it."""
         self._known.discard(key)
         self.bytes -= size
 

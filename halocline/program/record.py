@@ -30,22 +30,27 @@ class Record:
 
     @property
     def operations(self) -> list[Computed]:
+        """Local operations in the order in which they ran, backward's and the optimizer's too."""
         return [event for event in self.events if isinstance(event, Computed)]
 
     @property
     def exchanges(self) -> list[Begun]:
+        """Messages between ranks, in the order in which they were begun."""
         return [event for event in self.events if isinstance(event, Begun)]
 
     @property
     def sums(self) -> list[Summed]:
+        """All-reduces, with the bytes of one rank's operand."""
         return [event for event in self.events if isinstance(event, Summed)]
 
     @property
     def flops(self) -> float:
+        """Floating-point operations of this rank alone."""
         return sum(operation.flops for operation in self.operations)
 
     @property
     def messages(self) -> int:
+        """Point-to-point messages that this rank sends."""
         return sum(len(exchange.sends) for exchange in self.exchanges)
 
     @property
@@ -59,12 +64,28 @@ class Record:
         return json.dumps({"rank": self.rank, "ranks": self.ranks, "events": events}, default=str)
 
 
-class _OperationEvents(TorchDispatchMode):
-    """Emits local operations. It stands below autograd, so that it sees those of backward too."""
+class OperationWatch(TorchDispatchMode):
+    """Calls ``seen(event, function, args, kwargs)`` for each local operation inside that takes time on a device.
+
+    It stands below autograd, so that it sees operations of backward too. What is run to plan a call is left out.
+    """
+
+    def __init__(self, world: World, seen: Callable[[Computed, Any, Any, Any], object]) -> None:
+        super().__init__()
+        self._world, self._seen = world, seen
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not planning() and not is_free(function):
+            self._seen(computed(self._world, function, args, result), function, args, kwargs or {})
+        return result
+
+
+class _OperationEvents(OperationWatch):
+    """Emits local operations as events of the world."""
 
     def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
+        super().__init__(world, lambda event, *_: world.emit(event))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is item_operator and args[0].is_meta:
@@ -74,10 +95,7 @@ class _OperationEvents(TorchDispatchMode):
                 "it needs a value, and a dry run has shapes only (a branch on data, or .item())",
                 "take the value outside the recorded step, or give the branch a fixed answer",
             )
-        result = function(*args, **(kwargs or {}))
-        if not planning() and not is_free(function):
-            self._world.emit(computed(self._world, function, args, result))
-        return result
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def is_free(function: Any) -> bool:

@@ -20,6 +20,7 @@ def _convolution(args: tuple[Any, ...], output: Any) -> float:
 
 
 def _convolution_backward(args: tuple[Any, ...], output: Any) -> float:
+    """As much as forward for each of the two gradients that are asked for; the bias counts nothing."""
     gradient, volume, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     once = 2.0 * prod(volume.shape if transposed else gradient.shape) * prod(weight.shape[1:])
     return once * (bool(wanted[0]) + bool(wanted[1]))
@@ -49,4 +50,5 @@ def flops(function: Any, args: tuple[Any, ...], output: Any) -> float:
 
 
 def size_of(value: Any) -> int:
+    """Bytes of all tensors in a structure, views in full."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))

@@ -93,6 +93,7 @@ class BatchCutter:
 
 
 def _share(place: int, places: int, count: int) -> range:
+    """The samples of a batch that one place loads; a single sample is loaded everywhere, and cut in space."""
     piece = Partition.even(count, places).piece(place)
     return range(piece.lo, piece.hi) if count > 1 else range(count)
 

@@ -22,7 +22,7 @@ from ..reduction import is_averaged
 from ..rules import gather
 from ..rules.api import cut_like
 from ..tensor import ShardedTensor, here, one_rank_strides
-from ..tree import map_tensors
+from ..tree import map_tensors, tensors_in
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout)
 _ALPHA_DROPOUTS = (F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
@@ -70,23 +70,23 @@ class ScriptFunctions(TorchFunctionMode):
 
 
 def _unknown_leaves(args: Any) -> list[Tensor]:
-    """Parameters among the arguments, or in a list of them, whose gradients nobody averages."""
-    found = []
-    for value in args:
-        if isinstance(value, (list, tuple)):
-            found += _unknown_leaves(value)
-        elif type(value) in (Tensor, nn.Parameter) and value.requires_grad and value.is_leaf and not is_averaged(value):
-            found.append(value)
-    return found
+    """Parameters among the arguments whose gradients nobody averages."""
+    plain = [tensor for tensor in tensors_in(args) if type(tensor) in (Tensor, nn.Parameter)]
+    return [tensor for tensor in plain if tensor.requires_grad and tensor.is_leaf and not is_averaged(tensor)]
 
 
 def _refusal(operation: str, why: str) -> Refused:
     return Refused(operation, here(), why, _REMEDY)
 
 
+def _on_whole(function: Any, args: Any, kwargs: Any) -> Any:
+    """The function on gathered tensors, with the same result on every rank."""
+    return function(*map_tensors(gather, list(args)), **map_tensors(gather, kwargs))
+
+
 def _read(function: Any, args: Any, kwargs: Any) -> Any:
     """Values of a cut tensor, gathered on every rank. An array cannot be written to: the tensor would not change."""
-    result = function(*map_tensors(gather, list(args)), **map_tensors(gather, kwargs))
+    result = _on_whole(function, args, kwargs)
     if function in (Tensor.numpy, Tensor.__array__):
         result.flags.writeable = False
     return result
@@ -152,12 +152,8 @@ def _in_place(function: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor.copy_(cut_like(whole, tensor.sharding))
 
 
-def _categories(function: Any, args: Any, kwargs: Any) -> Tensor:
-    """Numbers of categories, whole on every rank."""
-    return function(*map_tensors(gather, list(args)), **map_tensors(gather, kwargs))
-
-
 def _table() -> dict[Any, Callable[[Any, Any, Any], Tensor]]:
+    """The functions that draw, and who answers for each."""
     return {
         **{
             function: _in_place
@@ -167,7 +163,7 @@ def _table() -> dict[Any, Callable[[Any, Any, Any], Tensor]]:
         **{function: _like for function, kernel in KERNELS.items() if kernel.new},
         **dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS, *_IN_PLACE), _dropout),
         **dict.fromkeys(_VALUE_DEPENDENT, _by_values),
-        **dict.fromkeys((torch.multinomial, Tensor.multinomial), _categories),
+        **dict.fromkeys((torch.multinomial, Tensor.multinomial), _on_whole),
     }
 
 

@@ -1,7 +1,7 @@
 """Files that a script writes: rank 0 writes them, and all ranks see them written at the same point of the script.
 
-A file that a script opens for writing is a real one on rank 0; other ranks write to a file of their own, which nobody
-sees. Functions that change folders run on rank 0, and all ranks get their outcome, exceptions included.
+A file that a script opens for writing is a real one on rank 0; other ranks write to a file of their own, which is
+discarded. Functions that change folders run on rank 0, and all ranks get their outcome, exceptions included.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _on_first(plain: Callable[..., Any], first: FirstRank) -> Callable[..., Any]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         is_path = args and isinstance(args[0], (str, os.PathLike))
-        if not first.together or (is_path and _is_nobodys(args[0])):
+        if not first.together or (is_path and _is_no_output(args[0])):
             return plain(*args, **kwargs)
         return first.call(plain, *args, **kwargs)
 
     return run
 
 
-def _is_nobodys(path: Any) -> bool:
+def _is_no_output(path: Any) -> bool:
     """Is this no output of the script: a descriptor, a device, or a file below a hidden folder of the user's home?
 
     Libraries keep caches there, which one rank may find and another not.
@@ -107,6 +107,7 @@ def _unmarked(value: Any) -> Any:
 
 
 def _unmarked_leaf(tensor: Tensor) -> Tensor:
+    """Without the attributes that Halocline sets, which would be pickled, and read where it is not installed."""
     if not any(name.startswith("_halocline") for name in vars(tensor)):
         return tensor
     bare = tensor.detach()
@@ -116,6 +117,7 @@ def _unmarked_leaf(tensor: Tensor) -> Tensor:
 
 
 def _drop_marks(thing: Any) -> None:
+    """Remove the attributes that this library has set."""
     for name in [name for name in vars(thing) if name.startswith("_halocline")]:
         del vars(thing)[name]
 
@@ -127,7 +129,7 @@ class Opening:
         self._first, self._private, self._plain, self._count = first, private, plain, 0
 
     def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not set(mode) & set("wax+") or not self._first.together or _is_nobodys(file):
+        if not set(mode) & set("wax+") or not self._first.together or _is_no_output(file):
             return self._plain(file, mode, *args, **kwargs)
         copy = None if self._first.is_first else self._copied(file, mode)
         opened: list[Any] = []

@@ -85,6 +85,7 @@ def generator_states() -> tuple[bytes, Any, Any]:
 
 
 def _numpy_state(numpy: Any) -> Any:
+    """NumPy's global state in a form that can be compared; None where the script has not imported NumPy."""
     if numpy is None:
         return None
     name, words, *rest = numpy.random.get_state()
@@ -112,6 +113,7 @@ def _is_numeric(sample: Any) -> bool:
 
 
 def _fingerprint(sample: Any) -> int:
+    """A number of one sample's values, by which ranks notice that their data differ."""
     return number_of(repr([fingerprint(tensor) for tensor in tensors_in(default_collate([sample]))]).encode())
 
 

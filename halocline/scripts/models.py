@@ -73,7 +73,7 @@ class EntranceHook:
 
 def _model_of(parameter: Tensor) -> nn.Module | None:
     """The largest module that holds a parameter: the model as the script has built it so far."""
-    gc.collect()  # modules that nobody has any more may still be there on one rank and gone on another
+    gc.collect()  # unreachable modules may be freed on one rank and not on another
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     holders = [module for module in modules if any(each is parameter for each in module.parameters())]
     return max(holders, key=lambda module: sum(1 for _ in module.modules()), default=None)

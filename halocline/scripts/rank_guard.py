@@ -61,6 +61,7 @@ class GuardedEnvironment(MutableMapping[str, str]):
         self._plain = plain
 
     def _visible(self, name: str) -> bool:
+        """Would the variable be there on one device?"""
         return name not in _HIDDEN and name not in _RANKS
 
     def __getitem__(self, name: str) -> str:

@@ -38,6 +38,7 @@ class Levers:
     cycle_ms: float = 2.0
 
     def with_(self, **changes: object) -> Levers:
+        """The same run with other levers."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 

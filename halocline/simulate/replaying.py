@@ -93,6 +93,7 @@ class ClusterReplay(Replay):
             self.spans.append(StreamSpan("waiting", str(event.label), before, self._now))
 
     def _wait_for_the_step_before(self, event: Waited) -> None:
+        """With lag a step waits for the gradients of the step before, and leaves its own to the next."""
         begun = self._under_way.get(event.event)
         if begun is None or begun.kind != GRADIENTS:
             super().take(event)
@@ -112,6 +113,7 @@ class ClusterReplay(Replay):
         return min(chunked, sum(level_seconds(factors, links, event.bytes)))
 
     def _rings(self, ranks: tuple[int, ...]) -> tuple[Sequence[int], Sequence[LinkCost]]:
+        """Sizes and links of the rings over these ranks, worked out once: every bucket travels over the same."""
         if ranks not in self._levels:
             make = flat_ring if self.levers.rings == "flat" else level_rings
             self._levels[ranks] = make(self._machine, ranks)
@@ -151,11 +153,6 @@ class ClusterReplay(Replay):
         used = [self._machine.link_between(self._rank, peer) for peer, _ in event.sends]
         return max(used or self._machine.links[:1], key=self._machine.links.index)
 
-    @property
-    def agreement_wait(self) -> float:
-        """Seconds of one agreement."""
-        return self._rounds.seconds
-
 
 def flat_ring(machine: Machine, ranks: Sequence[int]) -> tuple[Sequence[int], Sequence[LinkCost]]:
     """One ring over all ranks, at the pace of its slowest link."""
@@ -164,17 +161,13 @@ def flat_ring(machine: Machine, ranks: Sequence[int]) -> tuple[Sequence[int], Se
     return (len(ranks),), (_cost(link, 1),)
 
 
-def level_rings(
-    machine: Machine, ranks: Sequence[int], racks: Sequence[int] = ()
-) -> tuple[Sequence[int], Sequence[LinkCost]]:
-    """Rings inside nodes, then between them, all rings of a level at once; ``racks`` factors the nodes further."""
+def level_rings(machine: Machine, ranks: Sequence[int]) -> tuple[Sequence[int], Sequence[LinkCost]]:
+    """Rings inside nodes, then between them, all rings of a level at once."""
     group = group_of(machine, ranks)
     if group.outer is None or group.nodes == len(ranks):
         return flat_ring(machine, ranks)
     inside = len(ranks) // group.nodes
-    outer = [*racks, group.nodes // math.prod(racks)] if racks else [group.nodes]
-    shared = min(inside, group.outer.shared_by)
-    return (inside, *outer), (_cost(group.inner, 1), *[_cost(group.outer, shared)] * len(outer))
+    return (inside, group.nodes), (_cost(group.inner, 1), _cost(group.outer, min(inside, group.outer.shared_by)))
 
 
 def hybrid_seconds(machine: Machine, size: int, ranks: Sequence[int]) -> float:
@@ -193,6 +186,7 @@ def ring_steps(factors: Sequence[int]) -> int:
 
 
 def _cost(link: NetworkLevel, flows: int) -> LinkCost:
+    """Latency in seconds and seconds a byte, where ``flows`` rings share the link."""
     return LinkCost(link.latency_us.value * 1e-6, flows / (link.gb_per_s.value * 1e9))
 
 

@@ -80,6 +80,7 @@ class Scenario:
 
     @property
     def arrangement(self) -> Arrangement:
+        """The mesh: devices that do not share a sample are data parallel."""
         axes = {axis: self.cut.get(axis, 1) for axis in self.subject.volume}
         return Arrangement({DATA: self.devices // self.replica, **axes})
 
@@ -153,6 +154,7 @@ def _paced(device: Device, factor: float) -> Device:
 
 
 def _scaled(quantity: Any, factor: float) -> Any:
+    """A quantity times a factor, its range too."""
     ends = {
         end: None if value is None else value * factor
         for end, value in (("low", quantity.low), ("high", quantity.high))

@@ -55,6 +55,7 @@ class Simulation:
 
     @property
     def slowest_class(self) -> RankClass:
+        """The class that the others wait for: the step is as long as its."""
         return max(self.classes, key=lambda each: each.timeline.seconds)
 
     @property
@@ -85,6 +86,7 @@ class Simulation:
 
     @property
     def efficiency_band(self) -> tuple[float, float]:
+        """Efficiency in the slowest and the fastest of nine steps of ten; the base is taken at its mean."""
         low, high = self.band
         mean = self.seconds
         return self.efficiency * mean / high, self.efficiency * mean / low
@@ -186,6 +188,10 @@ def simulate(
 
 
 def _simulated(scenario: Scenario, seed: int, trace: bool, recordings: Recordings) -> Simulation:
+    """One step without a base: replays each class of ranks, and samples the slowest of all ranks around it.
+
+    What agreement costs is the difference to the same step with planned sums.
+    """
     prices = recordings.prices(scenario)
     classes = []
     for name, rank, count in rank_classes(scenario):
@@ -227,6 +233,8 @@ def rank_classes(scenario: Scenario) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class _Place:
+    """Ranks of one axis whose tiles are alike: the index of one of them, the extent of its tile, and their count."""
+
     name: str
     index: int
     extent: int

@@ -34,6 +34,7 @@ class Delays:
 
     @property
     def mean(self) -> float:
+        """Seconds by which the slowest rank makes a step longer, on average."""
         return float(self.samples.mean())
 
     @property

@@ -72,6 +72,7 @@ def to_reach(scenario: Scenario, efficiency: float, base: int | None = None, see
 
 
 def _with_local(scenario: Scenario, factor: float, base: int | None, seed: int, recordings: Recordings) -> float:
+    """Efficiency with more samples on each device, at most 32 times as many."""
     local = max(1, round(scenario.local * min(factor, 32.0)))
     return simulate(replace(scenario, local=local), base, seed, recordings=recordings).efficiency
 

@@ -18,6 +18,7 @@ Submit = Callable[..., Any]  # a graph, a step, a column, iterations, then the i
 
 @cache
 def _kernel(name: str) -> Kernel:
+    """In a worker of Dask or Ray: torch with one thread, as every rank of the other runtimes has."""
     import torch
 
     torch.set_num_threads(1)

@@ -42,6 +42,7 @@ def draw_curves(title: str, curves: Sequence[Curve]) -> str:
 
 
 def _chart(curves: Sequence[Curve], place: dict[str, int], across: ChartScale, up: ChartScale) -> str:
+    """Curves of one pattern, a larger dot at METG, where each crosses half of the best rate."""
     drawn = [axes(across, up, duration, lambda value: f"{value:.0%}", "granularity: wall time x cores / tasks")]
     y = up(HALF)
     drawn.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="half"))

@@ -100,15 +100,18 @@ class TaskGraph:
 
 
 def _window(graph: TaskGraph, phase: int, column: int) -> range:
+    """``radix`` columns around the task's own; those outside the row are dropped later."""
     return range(column - graph.radix // 2, column + (graph.radix - 1) // 2 + 1)
 
 
 def _spread(graph: TaskGraph, phase: int, column: int) -> list[int]:
+    """``radix`` columns at equal distances, which shift from row to row."""
     width, radix = graph.width, graph.radix
     return [(column + k * width // radix + (phase if k else 0)) % width for k in range(radix)]
 
 
 def _some_of_window(graph: TaskGraph, phase: int, column: int) -> list[int]:
+    """A random part of the window, the same on every rank: drawn by graph, phase and columns alone."""
     return [
         each
         for each in _window(graph, phase, column)

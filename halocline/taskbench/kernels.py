@@ -34,6 +34,8 @@ def _empty() -> Kernel:
 
 
 def _busy_wait() -> Kernel:
+    """An iteration is a microsecond by the clock: a task takes the same time on every machine."""
+
     def wait(iterations: int) -> None:
         end = time.perf_counter() + iterations * MICROSECOND
         while time.perf_counter() < end:

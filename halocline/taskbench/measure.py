@@ -138,10 +138,12 @@ def _started(settings: TaskBenchSettings, place: str) -> Iterator[tuple[Turn, fl
 
 
 def _sizes(runtime: str) -> tuple[int, ...]:
+    """Iterations of a task, from many to few; central schedulers cannot reach the smallest in reasonable time."""
     return CENTRAL_SIZES if RUNTIMES[runtime].place in WORKERS else SIZES
 
 
 def _best_rate(settings: TaskBenchSettings, pattern: str, runtime: str, rounds: Sequence[Sequence[float]]) -> float:
+    """Iterations a second and rank in the best size, by the median of its rounds."""
     tasks = settings.tasks(RUNTIMES[runtime], pattern)
     usual = [median(column) for column in zip(*rounds, strict=True)]
     return max(size * tasks / settings.ranks / wall for size, wall in zip(_sizes(runtime), usual, strict=True))

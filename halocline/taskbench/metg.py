@@ -76,14 +76,3 @@ def curve(
 
     usual = points([median(column) for column in zip(*walls, strict=True)])
     return Curve(pattern, runtime, cores, tasks, usual, metg(usual), tuple(metg(points(wall)) for wall in walls))
-
-
-def end_of_scaling(one_rank: float, tasks: float, granularity: float) -> float:
-    """Ranks at which the limit line crosses ideal scaling: beyond, less than half the time is work.
-
-    ``one_rank`` are the seconds of a step on one rank, ``tasks`` those of a step on each rank.
-
-    >>> end_of_scaling(one_rank=0.8, tasks=100, granularity=1e-3)
-    8.0
-    """
-    return one_rank / (tasks * granularity)

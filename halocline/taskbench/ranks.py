@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ..testing.place import environment
 from ..world import World, this_world
 from .exchanges import BatchExchange, MpiExchange, TorchExchange, over_world
 from .execute import Fault, GraphRun, MakeExchange, MessageRun, run_graphs
@@ -55,6 +54,7 @@ def kernel_seconds(kernel: str, iterations: int, calls: int) -> float:
 
 
 def _prepare(runtime: str, graph: TaskGraph, fault: Fault | None) -> GraphRun:
+    """This rank's part of a graph on a runtime. By all ranks together: worlds are made on first use."""
     prefix, _, transport = runtime.partition("-")
     if runtime in _BARE:
         return MessageRun(graph, dist.get_world_size(), dist.get_rank(), _BARE[runtime], fault)
@@ -68,17 +68,6 @@ def _world(transport: str) -> World:
     """A world of its own for each transport: sockets of its own and gloo, gloo alone, or MPI."""
     if transport not in _worlds:
         first = this_world()
-        _worlds[transport] = _without_sockets(first.duplicate) if transport == "gloo" else first
+        with environment({"HALOCLINE_WIRE": "0"}):  # worlds that are made inside leave all messages to gloo
+            _worlds[transport] = first.duplicate() if transport == "gloo" else first
     return _worlds[transport]
-
-
-def _without_sockets(make: Callable[[], Any]) -> Any:
-    """``make()`` where worlds leave all messages to gloo."""
-    before = os.environ.get("HALOCLINE_WIRE")
-    os.environ["HALOCLINE_WIRE"] = "0"
-    try:
-        return make()
-    finally:
-        del os.environ["HALOCLINE_WIRE"]
-        if before is not None:
-            os.environ["HALOCLINE_WIRE"] = before

@@ -49,6 +49,11 @@ def plan_rows(graph: TaskGraph, ranks: int, rank: int) -> list[PlannedRow]:
 
 
 def _plan(graph: TaskGraph, step: int, ranks: int, rank: int) -> PlannedRow:
+    """What this rank sends, receives and computes in one row.
+
+    An output that several tasks of a rank need crosses once. Senders and receivers list columns in one order, so that
+    a message needs no header.
+    """
     owner = _owners(graph.width, ranks)
     crossing: dict[tuple[int, int], set[int]] = {}  # columns by sender and receiver
     mine = []
@@ -76,4 +81,5 @@ def _plan(graph: TaskGraph, step: int, ranks: int, rank: int) -> PlannedRow:
 
 @lru_cache(maxsize=64)
 def _owners(width: int, ranks: int) -> tuple[int, ...]:
+    """The rank of each column: neighbours share one, as even as they can."""
     return tuple(rank for rank in range(ranks) for _ in own_columns(width, ranks, rank))

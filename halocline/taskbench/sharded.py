@@ -62,6 +62,7 @@ class ShardedRun(GraphRun):
         self._brought: Tensor | None = None
 
     def _window(self, phase: int) -> OneHotWindow:
+        """The convolution whose halo is the pattern, with a channel for each neighbour: no two inputs are added."""
         graph = self.graph
         if graph.pattern == "stencil_3d":
             return _faces(*graph.grid[1:])
@@ -107,6 +108,7 @@ def unfit_for_rule(graph: TaskGraph, ranks: int) -> str:
 
 
 def _sides(graph: TaskGraph) -> tuple[int, ...]:
+    """The sizes of a row as a tensor: three dims for ``stencil_3d``, else one."""
     return graph.grid if graph.pattern == "stencil_3d" else (graph.width,)
 
 

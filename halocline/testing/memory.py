@@ -29,6 +29,8 @@ from torch.autograd.profiler import profile, record_function
 
 from halocline.errors import HaloclineError
 
+from .place import environment
+
 PROBE = 12_347  # bytes of the allocations that mark start and end, and prove that all is being counted
 FREED = "halocline: freed bytes "
 CPU = 0  # the device type in the trace
@@ -154,15 +156,10 @@ def _probe_from_another_thread() -> None:
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
     """Else the profiler writes lines to stderr at each start and stop. It reads the variable once, at its first use."""
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = before or "99"  # 99 is above every level it has
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Profiler clears events")  # one cycle is all there is
-            yield
-    finally:
-        if before is None:
-            del os.environ["KINETO_LOG_LEVEL"]
+    level = os.environ.get("KINETO_LOG_LEVEL") or "99"  # 99 is above every level it has
+    with environment({"KINETO_LOG_LEVEL": level}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")  # one cycle is all there is
+        yield
 
 
 def _levels(events: list[dict[str, Any]]) -> PeakMemory:

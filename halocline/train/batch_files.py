@@ -97,11 +97,11 @@ def slurm_script(
     )
 
 
-def kubernetes_manifest(job: BatchJob, image: str, claim: str | None = None, mount: str = "/data") -> str:
+def kubernetes_manifest(job: BatchJob, image: str, claim: str | None = None) -> str:
     """A PyTorchJob of Kubeflow's training operator, as YAML.
 
     ``image`` has Halocline and torch installed. ``claim`` names a PersistentVolumeClaim that all pods can write to; it
-    is mounted at ``mount``, which should hold the run's folder and the data. The operator tells torchrun how many nodes
+    is mounted at ``/data``, which should hold the run's folder and the data. The operator tells torchrun how many nodes
     there are and where they meet.
     """
     replicas = {"Master": 1, "Worker": job.nodes - 1}
@@ -109,7 +109,7 @@ def kubernetes_manifest(job: BatchJob, image: str, claim: str | None = None, mou
         "nprocPerNode": str(job.ranks_per_node),
         "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": 3, "activeDeadlineSeconds": 3600 * job.hours},
         "pytorchReplicaSpecs": {
-            kind: {"replicas": count, "restartPolicy": "OnFailure", "template": _pod(job, image, claim, mount)}
+            kind: {"replicas": count, "restartPolicy": "OnFailure", "template": _pod(job, image, claim)}
             for kind, count in replicas.items()
             if count
         },
@@ -120,7 +120,7 @@ def kubernetes_manifest(job: BatchJob, image: str, claim: str | None = None, mou
     return head + "\n".join(_yaml(manifest)) + "\n"
 
 
-def _pod(job: BatchJob, image: str, claim: str | None, mount: str) -> dict[str, object]:
+def _pod(job: BatchJob, image: str, claim: str | None) -> dict[str, object]:
     """The template of a pod: one node of the run."""
     limits: dict[str, object] = {"cpu": str(job.ranks_per_node * job.cpus_per_rank)}
     if job.gpus_per_node:
@@ -136,7 +136,7 @@ def _pod(job: BatchJob, image: str, claim: str | None, mount: str) -> dict[str, 
     # Ranks of one pod exchange messages through shared memory, of which a pod has 64 MiB by default.
     volumes: list[object] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if claim is not None:
-        container["volumeMounts"] = [{"name": "data", "mountPath": mount}, *container["volumeMounts"]]  # type: ignore[misc]
+        container["volumeMounts"] = [{"name": "data", "mountPath": "/data"}, *container["volumeMounts"]]  # type: ignore[misc]
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
     return {"spec": {"containers": [{k: v for k, v in container.items() if v != []}], "volumes": volumes}}
 

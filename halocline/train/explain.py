@@ -9,7 +9,7 @@ import re
 import traceback
 from pathlib import Path
 
-from ..errors import HaloclineError, ShardingError
+from ..errors import HaloclineError, ShardingError, first_line
 from .imports import is_installed
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -49,11 +49,6 @@ def explain(error: BaseException) -> str:
     kind = type(error).__name__
     said = kind if words == kind else f"{kind}: {words}"
     return (f"{place}: {said}" if place else said) + (f"; {hint}" if hint else "")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or the name of its class."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _place(error: BaseException) -> str:

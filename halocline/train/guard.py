@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import HaloclineError
 from ..tensor import unwrap
 from ..world import Label, Mesh, placement_of, ranks_with_same
-from ..world.agreement import extremes
+from ..world.agreement import extremes, gather_rows
 
 if TYPE_CHECKING:  # LARC and the guard serve programs that have no pydantic
     from .settings import GuardSettings
@@ -88,7 +88,11 @@ class Guard:
         if bad_anywhere:
             first = bad_anywhere[0]
             ranks = [rank for rank, flag in enumerate(self._of_each_rank(bad[first])) if flag]
-            where = f"{_said(names[first])} on rank {_listed(ranks)}" if self._mesh.size > 1 else _said(names[first])
+            where = (
+                f"{_tensor_text(names[first])} on rank {_listed(ranks)}"
+                if self._mesh.size > 1
+                else _tensor_text(names[first])
+            )
             text = f"step {step}: {len(bad_anywhere)} tensors hold NaN or infinities, first {where}"
             self._report(
                 self._settings.nan, f"{text}; no checkpoint is written of them; lower the learning rate, or clip"
@@ -169,18 +173,16 @@ class Guard:
             else:
                 apart = _listed(sorted({each.index(word) for word in each}))
                 where = f"(ranks {apart} differ, and no majority tells which is right)"
-        text = (
-            f"step {step}: {len(differ)} of {len(names)} tensors differ between ranks, first {_said(names[differ[0]])}"
-        )
+        first = _tensor_text(names[differ[0]])
+        text = f"step {step}: {len(differ)} of {len(names)} tensors differ between ranks, first {first}"
         self._report(
             self._settings.drift, f"{text} {where}{consequence}; go back to a checkpoint, and look for a faulty machine"
         )
 
     def _compare_times(self, step: int) -> None:
         """Warn of a rank that is far slower than the others, since all wait for it. By all ranks together."""
-        table = torch.zeros(self._mesh.size, dtype=torch.float64)
-        table[self._mesh.rank] = statistics.median(self._busy)
-        times = self._mesh.world.maximum(table, self._everyone, _LABEL).tolist()
+        own = torch.tensor(statistics.median(self._busy), dtype=torch.float64)
+        times = gather_rows(self._mesh.world, own, _LABEL).tolist()
         slowest = max(range(len(times)), key=times.__getitem__)
         usual = statistics.median(seconds for rank, seconds in enumerate(times) if rank != slowest)
         if not times[slowest] > self._settings.slow * usual > 0:
@@ -209,7 +211,7 @@ def _has_nan(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.detach().isnan().any())
 
 
-def _said(name: str) -> str:
+def _tensor_text(name: str) -> str:
     """A tensor's name in messages: without the prefix that checkpoints add."""
     return name.removeprefix(_MODEL)
 

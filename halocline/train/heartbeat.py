@@ -97,7 +97,7 @@ def die_with_parent() -> Callable[[], object] | None:
     return partial(ctypes.CDLL(None).prctl, SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
-def told_to_rank(pulse: Pulse, lock: int | None) -> str:
+def launcher_variable(pulse: Pulse, lock: int | None) -> str:
     """The value of the variable ``LAUNCHER`` for a rank."""
     return f"{os.getpid()} {pulse.writer} {-1 if lock is None else lock}"
 
@@ -106,20 +106,20 @@ def told_to_rank(pulse: Pulse, lock: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Tie:
+class LauncherLink:
     """What a rank got from its launcher: a descriptor of the lock on the run's folder, if there is one."""
 
     lock: int | None = None
 
 
-def follow_launcher() -> Tie:
+def follow_launcher() -> LauncherLink:
     """In a rank, as early as possible: start the heartbeat, and end with the launcher from now on."""
     if "RANK" in os.environ:
         with suppress(OSError):  # so that `top` tells ranks from each other
             Path("/proc/self/comm").write_text(f"{COMM}{os.environ['RANK']}")
     told = os.environ.pop(LAUNCHER, None)  # removed, since processes that a rank starts are no ranks
     if told is None:
-        return Tie()
+        return LauncherLink()
     launcher, writer, lock = map(int, told.split())
     for descriptor in (writer, lock):
         if descriptor >= 0:
@@ -127,7 +127,7 @@ def follow_launcher() -> Tie:
     if os.getppid() != launcher:  # it ended before the system was told, by die_with_parent
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=_beat, args=(writer,), daemon=True, name="halocline heartbeat").start()
-    return Tie(lock if lock >= 0 else None)
+    return LauncherLink(lock if lock >= 0 else None)
 
 
 def _beat(writer: int) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from ..errors import HaloclineError
 from ..world import DEFAULT_DEADLINE, LOOPBACK, SECRET, joined_world, new_secret, serve_store, this_rank_info
-from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, told_to_rank
+from .heartbeat import LAUNCHER, Pulse, die_with_parent, is_stopped, launcher_variable
 from .template import ForkedRank, RankTemplate, deaf_to_interrupts
 
 LOGS = "ranks"  # folder of the ranks' output in that of a run
+REQUEST, RESULT = "request.json", "result.json"  # in a run's folder: what a command asks of ranks, and their answer
 WRONG_SETTINGS = 2  # exit status of a rank whose settings are wrong
 _STDERR = 2
 _POLL = 0.1  # seconds between looks at the ranks
@@ -101,7 +102,7 @@ class LocalRanks:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         # torchrun sets the last one, too, to tell ranks that it serves the store.
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        tie = {LAUNCHER: told_to_rank(pulse, self._lock), SECRET: self._secret}
+        tie = {LAUNCHER: launcher_variable(pulse, self._lock), SECRET: self._secret}
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **place, **meeting, **tie}
         kept = [pulse.writer, *([] if self._lock is None else [self._lock])]
         try:
@@ -237,7 +238,7 @@ def _rank_of(words: Path) -> int:
     return int(words.stem.removeprefix("rank-"))
 
 
-def say_last_words(folder: Path, rank: int, words: str) -> None:
+def write_rank_error(folder: Path, rank: int, words: str) -> None:
     """Leave the error text of a failed rank for its launcher."""
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     (folder / LOGS / f"rank-{rank}.error").write_text(words)

@@ -168,7 +168,7 @@ def rate_at(step: int, steps: int, settings: ScheduleSettings) -> float:
 
 
 def batch_factor(samples: int, settings: ScheduleSettings) -> float:
-    """The factor on the learning rate for a step of so many samples, over all ranks.
+    """The factor on the learning rate for the number of samples in a step, over all ranks.
 
     >>> batch_factor(256, ScheduleSettings(base=64)), batch_factor(256, ScheduleSettings(base=64, scaling="sqrt"))
     (4.0, 2.0)

@@ -24,7 +24,7 @@ from .inputs import Input
 from .settings import DataSettings, FieldSettings
 
 #: Dims of x, by their number, if neither the file nor the settings name them.
-_SUCH_AS = {3: "NDH", 4: "NDHW"}  # of arrays whose dims nobody names
+_SUCH_AS = {3: "NDH", 4: "NDHW"}  # of arrays without named dims
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 

@@ -2,7 +2,7 @@
 
 Each run has its own folder, log, checkpoints and random numbers, and ends with the numbers that it has alone, to the
 bit. Where the next run's step and what the others keep do not fit together, the state of others goes to a file
-(:mod:`.spill`). All ranks take the same turns; what each of them puts out is its own affair.
+(:mod:`.spill`). All ranks take the same turns; each of them spills what it must.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPILL = "spill"  # folder in that of a run
 
 @dataclass
 class Shared:
-    """What came of runs in turns: results in their order, and where the seconds of this rank went."""
+    """The outcome of runs in turns: results in their order, and how this rank spent its time."""
 
     results: list[Result]
     own_seconds: list[float]  # set-up and steps of each run: what it takes alone
@@ -77,7 +77,7 @@ class _Run:
         torch.set_rng_state(generator)
 
     def leave(self) -> None:
-        """Keep the random state, and let go of gradients, which the next step would."""
+        """Keep the random state, and free the gradients, as the next step would."""
         self._random = current(), torch.get_rng_state()
         self.active.optimizer.zero_grad(set_to_none=True)
 
@@ -87,7 +87,7 @@ class _Run:
             return 0
         return bytes_in(state_of(self.active.model, self.active.optimizer)) + self.waiting * self.started
 
-    def go_on(self, turn: int, stop: bool) -> None:
+    def run_turn(self, turn: int, stop: bool) -> None:
         """Make ``turn`` steps, or save and stop."""
         began = time.perf_counter()
         try:
@@ -117,7 +117,7 @@ def train_together(runs: Sequence[tuple[Settings, Path, Listener]], limit: int |
                 members.append(_made(settings, folder, tell, stop))
                 if limit is not None:
                     agree(this_world(), partial(_check_alone, members[-1], folder, limit), START)
-                    _put_out(members[-1], shared)
+                    _spill(members[-1], shared)
             _take_turns(members, limit, turn, shared)
     finally:
         for each in members:
@@ -171,11 +171,11 @@ def _take_turns(members: list[_Run], limit: int | None, turn: int, shared: Share
             began = time.perf_counter()
             if limit is not None:
                 _make_room(run, members, limit, shared)
-            run.file.bring_back()
+            run.file.restore()
             shared.switching += time.perf_counter() - began
             shared.most_kept = max(shared.most_kept, sum(each.kept() for each in members))
             run.enter()
-            run.go_on(turn, stop)
+            run.run_turn(turn, stop)
             if run.result is None:
                 run.leave()
             # Agreed on by all ranks, as each run's end is.
@@ -190,12 +190,12 @@ def _make_room(run: _Run, members: list[_Run], limit: int, shared: Shared) -> No
     at = members.index(run)
     others = [each for each in members[at + 1 :] + members[:at] if each.result is None and not each.file.is_out]
     while others and (run.needs is None or run.needs + sum(each.kept() for each in others) > limit):
-        _put_out(others.pop(), shared)
+        _spill(others.pop(), shared)
 
 
-def _put_out(run: _Run, shared: Shared) -> None:
+def _spill(run: _Run, shared: Shared) -> None:
     run.active.checkpoints.wait()  # it holds a copy until it is written
     engine = engine_of(run.active.model)
     if engine is not None:
         engine.let_go()
-    shared.spilled += run.file.put_out(state_of(run.active.model, run.active.optimizer))
+    shared.spilled += run.file.spill(state_of(run.active.model, run.active.optimizer))

@@ -31,7 +31,7 @@ class SpillFile:
         """Are the bytes in the file?"""
         return bool(self._out)
 
-    def put_out(self, tensors: Iterable[Tensor]) -> int:
+    def spill(self, tensors: Iterable[Tensor]) -> int:
         """Move the memory under these tensors into the file; returns its bytes."""
         storages = {each.data_ptr(): each for each in _storages(tensors)}
         total = sum(each.nbytes() for each in storages.values())
@@ -48,7 +48,7 @@ class SpillFile:
             storage.resize_(0)
         return total
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Give the tensors their memory and its bytes back."""
         out, self._out = self._out, []
         for storage, at, size in out:

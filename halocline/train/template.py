@@ -47,7 +47,7 @@ class ForkedRank:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode = 1  # somebody else has waited for it
+                self.returncode = 1  # another caller has reaped the process
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
@@ -170,7 +170,7 @@ def serve_ranks(channel: socket.socket, launcher: int, main: Callable[[], object
         data, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, _DESCRIPTORS)
         if not data:
             return
-        if threads() > 1:  # a fork would have locks that nobody releases
+        if threads() > 1:  # a fork would hold locks that no thread releases
             channel.send(b"threads")
         elif (parent := os.fork()) == 0:
             if os.fork() == 0:

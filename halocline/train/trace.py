@@ -59,11 +59,11 @@ class Tracer:
         """A context that shows as a span with this name, in the row of the thread that enters it."""
         return record_function(name) if self._profile is not None else _NOTHING
 
-    def waits(self, items: Iterable[T], name: str = "data wait") -> Iterator[T]:
+    def waits(self, items: Iterable[T]) -> Iterator[T]:
         """The items, with a span around the wait for each."""
         stream = iter(items)
         while True:
-            with self.span(name):
+            with self.span("data wait"):
                 try:
                     item = next(stream)
                 except StopIteration:

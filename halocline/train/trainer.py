@@ -22,7 +22,7 @@ from ..data.loading.pipeline import Batch
 from ..distribute import lagged_gradients, load_lagged_gradients
 from ..sizes import bytes_from
 from ..world import Label, init, this_world
-from ..world.agreement import agree
+from ..world.agreement import agree, gather_rows
 from .callbacks import Callbacks
 from .changes import changed, check_optimizer
 from .checkpoints import CHECKPOINTS, Checkpoints, named_tensors
@@ -149,7 +149,7 @@ class Trainer:
             return exhausted(self.steps())
 
     def steps(self) -> Generator[None, bool | None, Result]:
-        """The same, step by step: whoever runs it may do something else after each, and send True to have it stop.
+        """The same, step by step: the caller may do other work after each step, and sends True to stop the run.
 
         It yields once before it begins; from then on closing it closes the run.
         """
@@ -329,9 +329,7 @@ class Trainer:
 
     def _write_ranks(self) -> None:
         """Log memory and tile of every rank, for the report. By all ranks together."""
-        used = torch.zeros(self.mesh.size, dtype=torch.float64)
-        used[self.mesh.rank] = memory_used(self._device)
-        used = self.mesh.world.maximum(used, tuple(range(self.mesh.size)), _RANKS)
+        used = gather_rows(self.mesh.world, torch.tensor(memory_used(self._device), dtype=torch.float64), _RANKS)
         if self._log is None:
             return
         layout, dims = self.loader.layout, self._task.training["x"].dims

@@ -1,7 +1,7 @@
 """Whether the code that a run's folder names may be executed: only if this user made the run, or says so.
 
 ``config.toml`` names Python code (``model``, ``loss``, ...), and ``code/`` holds a copy. Training marks the folder with
-a keyed hash of both, by a secret in the user's home folder. A folder that came from somebody else, or was changed
+a keyed hash of both, by a secret in the user's home folder. A folder that another user made, or that was changed
 since, has no such mark; commands refuse to execute what it names unless they are given ``--trust``.
 """
 

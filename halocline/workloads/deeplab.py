@@ -49,7 +49,7 @@ class DeepLab(nn.Module):
         batch_norm: bool = True,
     ) -> None:
         super().__init__()
-        make = Make(batch_norm)
+        make = ConvolutionMaker(batch_norm)
         deep, low = 4 * width, 3 * width // 4
         self.encoder = Encoder(make, channels_in, width, blocks)
         self.pyramid = Pyramid(make, 8 * EXPANSION * width, deep, rates)
@@ -77,7 +77,7 @@ class DeepLab(nn.Module):
 
 
 @dataclass(frozen=True)
-class Make:
+class ConvolutionMaker:
     """Makes convolutions with their norms, or with halving in place of norms."""
 
     batch_norm: bool
@@ -109,7 +109,7 @@ class Encoder(nn.Module):
     Returns the last features, and the inner features of the last block in the first group, for the skip.
     """
 
-    def __init__(self, make: Make, channels_in: int, width: int, blocks: Sequence[int]) -> None:
+    def __init__(self, make: ConvolutionMaker, channels_in: int, width: int, blocks: Sequence[int]) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(channels_in, width, 7, 2, 3), nn.MaxPool2d(3, 2, 1))
         self.blocks, self._first, channels = nn.ModuleList(), blocks[0], width
@@ -133,7 +133,7 @@ class Encoder(nn.Module):
 class DeepLabBottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, each after its norm; strided is the second. Returns its first features too."""
 
-    def __init__(self, make: Make, channels: int, inner: int, stride: int, dilation: int) -> None:
+    def __init__(self, make: ConvolutionMaker, channels: int, inner: int, stride: int, dilation: int) -> None:
         super().__init__()
         self.norm = make.norm(channels)
         self.reduce = make.after(channels, inner, 1)
@@ -155,7 +155,7 @@ class DeepLabBottleneck(nn.Module):
 class Pyramid(nn.Module):
     """Convolutions that look near and far, and the mean of the whole map, side by side."""
 
-    def __init__(self, make: Make, channels_in: int, channels_out: int, rates: Sequence[int]) -> None:
+    def __init__(self, make: ConvolutionMaker, channels_in: int, channels_out: int, rates: Sequence[int]) -> None:
         super().__init__()
         far = (make.after(channels_in, channels_out, 3, 1, rate) for rate in rates)
         self.branches = nn.ModuleList([make.after(channels_in, channels_out, 1), *far])

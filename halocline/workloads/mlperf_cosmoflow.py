@@ -18,11 +18,6 @@ SLOPE = 0.3  # of LeakyReLU below zero
 RANGE = 1.2  # of the answers, to either side of zero
 
 
-def fit(shapes: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Arguments of a small network that takes inputs of these shapes."""
-    return {"width": 4, "channels_in": shapes[0][1], "size": list(shapes[0][2:])}
-
-
 class MLPerfCosmoFlow(nn.Module):
     """Convolutions of 3x3x3 that double the channels while the pools halve the cube.
 
@@ -59,7 +54,7 @@ class MLPerfCosmoFlow(nn.Module):
 WORKLOAD = Workload(
     factory=MLPerfCosmoFlow,
     shapes=cosmoflow.SHAPES,
-    fit=fit,
+    fit=cosmoflow.fit,
     loss=cosmoflow.loss,
     meter=Regression,
     data=universes,

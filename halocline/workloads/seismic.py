@@ -6,13 +6,11 @@ than any memory or disk. The network has group norms in place of batch norms: a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,12 +18,12 @@ from ..data import Field, Generated
 from ..geometry import Box
 from .climate import drawn, grain
 from .metrics import Confusion
+from .unet3d import DEPTH, UNet, fit
 from .workload import Batch, Workload, WorkloadSize
 
 Array = np.ndarray[Any, Any]
 
 CLASSES = 2  # noise, arrival
-DEPTH = 3  # levels above the bottom; each halves the section
 SHAPES = ((1, 1, 32, 32),)
 EVENTS = 4  # of a section
 NOISE = 0.5  # standard deviation, where a wavelet has height 1
@@ -33,12 +31,7 @@ WAVELET = 2.5  # half the width of a wavelet, in samples of time
 _EVENTS = 30  # stream of random numbers
 
 
-def fit(shapes: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Arguments of a small network that takes inputs of these shapes."""
-    return {"width": 4, "channels_in": shapes[0][1]}
-
-
-class SeismicUNet(nn.Module):
+class SeismicUNet(UNet):
     """Blocks of width w, 2w, 4w, 8w and back again with skips. Width 64 has 7.7 million weights and biases."""
 
     def __init__(self, width: int = 64, channels_in: int = 1, classes: int = CLASSES) -> None:
@@ -50,18 +43,6 @@ class SeismicUNet(nn.Module):
         self.rise = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, 2) for w in reversed(widths[:-1]))
         self.up = nn.ModuleList(_block(2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, channels, time, receivers] to logits of the same size; sides must be multiples of 8."""
-        skips = []
-        for block in self.down:
-            x = block(x)
-            skips.append(x)
-            x = self.pool(x)
-        x = self.bottom(x)
-        for rise, block in zip(self.rise, self.up, strict=True):
-            x = block(torch.cat([skips.pop(), rise(x)], 1))
-        return self.head(x)
 
 
 def _block(channels_in: int, channels_out: int) -> nn.Sequential:

@@ -25,7 +25,7 @@ from .metrics import Confusion
 from .workload import Batch, Workload, WorkloadSize
 
 VOCABULARY = 32  # of the small size: half keys, half values
-IGNORED = -100  # the class of tokens that nobody asks for
+IGNORED = -100  # the class of tokens that do not count in the loss
 SHAPES = ((1, 24),)
 
 
@@ -45,22 +45,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, tokens, width] to the same."""
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in self._projections())
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.query, self.key, self.value
 
 
 class TransformerBlock(nn.Module):
     """Attention and two linear layers, each behind a layer norm and added to what came in."""
 
-    def __init__(self, width: int, heads: int, causal: bool = False, hidden: int = 4) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
         self.norm_attention, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
         self.norm_hidden = nn.LayerNorm(width)
-        self.rise, self.fall = nn.Linear(width, hidden * width), nn.Linear(hidden * width, width)
+        self.rise, self.fall = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, tokens, width] to the same."""
@@ -91,19 +90,17 @@ class Decoder(nn.Module):
         return scores.transpose(1, 2)
 
 
-def block_layout(prefix: str = "*", axis: str = "model") -> dict[str, dict[int, str]]:
+def block_layout(axis: str) -> dict[str, dict[int, str]]:
     """Megatron's layout of blocks: heads and hidden units are cut, with two sums a block in each direction."""
     rows, columns = {0: axis}, {1: axis}
-    layout = {
-        f"{prefix}attention.{name}.{kind}": rows for name in ("query", "key", "value") for kind in ("weight", "bias")
-    }
-    layout |= {f"{prefix}rise.{kind}": rows for kind in ("weight", "bias")}
-    return layout | {f"{prefix}attention.out.weight": columns, f"{prefix}fall.weight": columns}
+    layout = {f"*attention.{name}.{kind}": rows for name in ("query", "key", "value") for kind in ("weight", "bias")}
+    layout |= {f"*rise.{kind}": rows for kind in ("weight", "bias")}
+    return layout | {"*attention.out.weight": columns, "*fall.weight": columns}
 
 
 def layout(axis: str = "model") -> dict[str, dict[int, str]]:
     """Blocks by heads and hidden units, both embeddings of tokens by the vocabulary."""
-    return block_layout(axis=axis) | {"tokens.weight": {0: axis}, "head.weight": {0: axis}}
+    return block_layout(axis) | {"tokens.weight": {0: axis}, "head.weight": {0: axis}}
 
 
 def loss(output: Tensor, batch: Batch) -> Tensor:

@@ -24,7 +24,36 @@ def fit(shapes: Sequence[Sequence[int]]) -> dict[str, object]:
     return {"width": 4, "channels_in": shapes[0][1]}
 
 
-class UNet3d(nn.Module):
+class UNet(nn.Module):
+    """The way through both U-Nets of this package: down with skips, through the bottom, and up to the input's size."""
+
+    down: nn.ModuleList
+    pool: nn.Module
+    bottom: nn.Module
+    rise: nn.ModuleList
+    up: nn.ModuleList
+    head: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, *space] to logits of the same size; sides must be multiples of 8."""
+        if any(size % MULTIPLE for size in x.shape[2:]):
+            raise ValueError(
+                f"a sample of {list(x.shape[2:])} does not halve {DEPTH} times; use multiples of {MULTIPLE}"
+            )
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = self.pool(x)
+        x = self.bottom(x)
+        for rise, block in zip(self.rise, self.up, strict=True):
+            # Skips come back in the opposite order.
+            x = block(torch.cat([skips.pop(), rise(x)], 1))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class UNet3d(UNet):
     """Down (w, 2w) (2w, 4w) (4w, 8w), bottom (8w, 16w), up again with skips, and a 1x1x1 convolution to the classes.
 
     Width 32 with 3 input channels is the published network: 19,069,955 weights and biases, batch norms aside.
@@ -40,23 +69,6 @@ class UNet3d(nn.Module):
         self.rise = nn.ModuleList(nn.ConvTranspose3d(4 * w, 4 * w, 2, 2, bias=False) for w in reversed(widths[:-1]))
         self.up = nn.ModuleList(block(6 * w, 2 * w, 2 * w) for w in reversed(widths[:-1]))
         self.head = nn.Conv3d(2 * width, classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, channels, D, H, W] to logits of the same size; sides must be multiples of 8."""
-        if any(size % MULTIPLE for size in x.shape[2:]):
-            raise ValueError(
-                f"a volume of {list(x.shape[2:])} does not halve {DEPTH} times; use multiples of {MULTIPLE}"
-            )
-        skips = []
-        for block in self.down:
-            x = block(x)
-            skips.append(x)
-            x = self.pool(x)
-        x = self.bottom(x)
-        for rise, block in zip(self.rise, self.up, strict=True):
-            # Skips come back in the opposite order.
-            x = block(torch.cat([skips.pop(), rise(x)], 1))
-        return self.head(x)
 
 
 def block(channels_in: int, middle: int, channels_out: int) -> nn.Sequential:

@@ -61,7 +61,7 @@ class ViT3d(nn.Module):
 
 def layout(axis: str = "model") -> dict[str, dict[int, str]]:
     """Blocks by heads and hidden units."""
-    return block_layout(axis=axis)
+    return block_layout(axis)
 
 
 WORKLOAD = Workload(

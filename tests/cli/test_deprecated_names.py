@@ -9,6 +9,7 @@ import pytest
 RENAMED = [
     ("halocline.data", "Report", "LoaderReport"),
     ("halocline.data", "Move", "ViewChange"),
+    ("halocline.data", "Dice", "AugmentationDraws"),
     ("halocline.doctor", "Report", "DoctorReport"),
     ("halocline.workloads", "Scale", "WorkloadSize"),
 ]

@@ -100,13 +100,13 @@ def _pushed(array, by, axis):
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_augmentation_is_that_of_the_whole_sample(folder, name):
-    from halocline.data.loading.augment import Dice, drawn_moves
+    from halocline.data.loading.augment import AugmentationDraws, drawn_moves
 
     (found, _), *_ = batches(lambda: fields("npy", folder), *ONE, augment=AUGMENTATIONS[name], batch=2, seed=7)
     data, drawn = numbers()["x"], set()
     for epoch, _, samples, whole in found:
         for place, sample in enumerate(samples):
-            moves, _ = drawn_moves(AUGMENTATIONS[name], {"D": 9, "H": 8, "W": 8}, Dice(7, epoch, sample))
+            moves, _ = drawn_moves(AUGMENTATIONS[name], {"D": 9, "H": 8, "W": 8}, AugmentationDraws(7, epoch, sample))
             drawn.add(tuple(moves))
             assert (whole["x"][place].numpy() == _numpy_says(moves, data[sample])).all()
     assert len(drawn) > 1 or name == "centre", "the samples are all moved alike"

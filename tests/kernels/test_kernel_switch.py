@@ -85,8 +85,10 @@ class Grows(nn.Module):
 
 def test_a_model_is_watched_until_its_inputs_are_known(sights: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    seen = chunked_module.InSight.__torch_dispatch__
-    monkeypatch.setattr(chunked_module.InSight, "__torch_dispatch__", lambda *args: (looked.append(1), seen(*args))[1])
+    seen = chunked_module.LargeTensorMode.__torch_dispatch__
+    monkeypatch.setattr(
+        chunked_module.LargeTensorMode, "__torch_dispatch__", lambda *args: (looked.append(1), seen(*args))[1]
+    )
     model = hc.distribute(Grows())
     model(torch.zeros(10))
     assert looked and not sights

@@ -17,7 +17,7 @@ from halocline.arrangement import Arrangement
 from halocline.cli.app import app
 from halocline.plan.candidate import price, reading_seconds, sample_bytes
 from halocline.plan.cost import Prices
-from halocline.plan.explain import as_plan, difference, lost_by, prediction, said_difference, terms
+from halocline.plan.explain import as_plan, difference, difference_text, lost_by, prediction, terms
 from halocline.plan.front import memory_curve, over_devices, pareto
 from halocline.plan.machine import Machine, load_machine, quantities
 from halocline.plan.ranges import at_end
@@ -107,8 +107,8 @@ def test_two_plans_differ_term_by_term() -> None:
     whole = rows["seconds a sample"]
     assert sum(times) == pytest.approx(whole.second - whole.first)
     assert rows["bytes of a device"].first == first.predicted.memory_bytes
-    assert f"{first} takes" in said_difference(first, second) and "most by" in said_difference(first, second)
-    assert "the same time" in said_difference(first, first)
+    assert f"{first} takes" in difference_text(first, second) and "most by" in difference_text(first, second)
+    assert "the same time" in difference_text(first, first)
 
 
 # ---- the picture ----

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from halocline.taskbench.graph import PATTERNS, TaskBenchError, TaskGraph
-from halocline.taskbench.metg import GranularityPoint, curve, end_of_scaling, metg
+from halocline.taskbench.metg import GranularityPoint, curve, metg
 from halocline.taskbench.schedule import HERE, own_columns, plan_rows
 from halocline.taskbench.sharded import EXPRESSED, unfit_for_rule
 
@@ -110,7 +110,6 @@ def test_metg_is_twice_a_constant_overhead_and_none_without_a_crossing() -> None
     assert metg([point for point in found.points if point.efficiency < 0.5]) is None
     dip = [GranularityPoint(4, 4.0, 0.9), GranularityPoint(2, 3.0, 0.45), GranularityPoint(1, 2.0, 0.6)]
     assert 3.0 < (metg(dip) or 0) < 4.0  # the first crossing from above: no luck of a smaller size counts
-    assert end_of_scaling(1.0, 100, found.metg) == pytest.approx(1.0 / (100 * found.metg))
 
 
 @pytest.mark.parametrize(

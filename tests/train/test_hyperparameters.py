@@ -82,7 +82,7 @@ def test_the_mix_of_trials_is_over_first() -> None:
             left -= 1
         assert begun == [each for count, each in waves for _ in range(count)]
     odd = TrialMix(2, 3, {1: 1.0, 2: 0.6})
-    assert odd.told(3) == "planned mix: 2 on 1 rank each, then 1 on 2 ranks each: 1.6 s (a trial: 1 s on 1, 0.6 s on 2)"
+    assert odd.text(3) == "planned mix: 2 on 1 rank each, then 1 on 2 ranks each: 1.6 s (a trial: 1 s on 1, 0.6 s on 2)"
 
 
 @pytest.mark.long

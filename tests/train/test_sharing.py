@@ -164,9 +164,9 @@ def test_tensors_keep_their_identity_while_their_bytes_are_out(tmp_path: Path) -
     optimizer.step()
     view, known = model[0].weight[3:5], [each.clone() for each in state_of(model, optimizer)]
     size, file = bytes_in(state_of(model, optimizer)), SpillFile(tmp_path / "x" / "y.bin")
-    assert file.put_out(state_of(model, optimizer)) == size > 3 * 600 * 4
+    assert file.spill(state_of(model, optimizer)) == size > 3 * 600 * 4
     assert file.is_out and bytes_in(state_of(model, optimizer)) == 0
-    file.bring_back()
+    file.restore()
     assert all(torch.equal(a, b) for a, b in zip(state_of(model, optimizer), known, strict=True))
     assert torch.equal(view, model[0].weight[3:5]) and view.data_ptr() == model[0].weight[3:5].data_ptr()
     file.remove()

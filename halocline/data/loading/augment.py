@@ -19,7 +19,7 @@ from .order import GEOMETRY_STREAM
 Sizes = Mapping[str, int]
 
 
-class Dice:
+class AugmentationDraws:
     """Random numbers for one sample of one epoch.
 
     The same on every rank, so that all ranks see the same augmentation.
@@ -67,7 +67,7 @@ class Augmentation(Protocol):
         """The dims that it moves."""
         ...
 
-    def moves(self, sizes: Sizes, dice: Dice) -> Sequence[ViewChange]:
+    def moves(self, sizes: Sizes, draws: AugmentationDraws) -> Sequence[ViewChange]:
         """What is done to this sample, whose dims have these sizes."""
         ...
 
@@ -86,9 +86,9 @@ class Flip:
         """The dims that may be reversed."""
         return "".join(self._letters)
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+    def moves(self, sizes: Sizes, draws: AugmentationDraws) -> list[ViewChange]:
         """One draw for each dim, in the order given."""
-        return [ViewChange("flip", letter) for letter in self._letters if dice.chance(self._chance)]
+        return [ViewChange("flip", letter) for letter in self._letters if draws.chance(self._chance)]
 
 
 class Rotate90:
@@ -103,9 +103,9 @@ class Rotate90:
         """The two dims of the plane."""
         return self._plane
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+    def moves(self, sizes: Sizes, draws: AugmentationDraws) -> list[ViewChange]:
         """One draw: how many quarter turns."""
-        turns = 2 * dice.below(2) if self._half else dice.below(4)
+        turns = 2 * draws.below(2) if self._half else draws.below(4)
         if not self._half and len({sizes[letter] for letter in self._plane}) > 1:
             text = " and ".join(f"{letter} of {sizes[letter]}" for letter in self._plane)
             raise DataError(f"Rotate90: a quarter turn would change the shape: {text}; crop first, or half=True")
@@ -122,14 +122,14 @@ class Crop:
         """The dims that become shorter."""
         return "".join(self._sizes)
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+    def moves(self, sizes: Sizes, draws: AugmentationDraws) -> list[ViewChange]:
         """One draw for each dim, where the crop begins; none for a crop in the centre."""
         turns = []
         for letter, size in self._sizes.items():
             room = sizes[letter] - size
             if room < 0 or size < 1:
                 raise DataError(f"Crop: {letter} has size {sizes[letter]}; a crop of {size} does not fit")
-            start = room // 2 if self._centre else dice.below(room + 1)
+            start = room // 2 if self._centre else draws.below(room + 1)
             turns.append(ViewChange("crop", letter, (start, start + size)))
         return turns
 
@@ -146,18 +146,20 @@ class Shift:
         """The dims that are shifted."""
         return "".join(self._most)
 
-    def moves(self, sizes: Sizes, dice: Dice) -> list[ViewChange]:
+    def moves(self, sizes: Sizes, draws: AugmentationDraws) -> list[ViewChange]:
         """One draw for each dim, from minus to plus its largest shift."""
-        drawn = ((letter, dice.below(2 * most + 1) - most) for letter, most in self._most.items())
+        drawn = ((letter, draws.below(2 * most + 1) - most) for letter, most in self._most.items())
         return [ViewChange(self._what, letter, (by,)) for letter, by in drawn if by]
 
 
-def drawn_moves(augment: Sequence[Augmentation], sizes: Sizes, dice: Dice) -> tuple[list[ViewChange], dict[str, int]]:
+def drawn_moves(
+    augment: Sequence[Augmentation], sizes: Sizes, draws: AugmentationDraws
+) -> tuple[list[ViewChange], dict[str, int]]:
     """The moves of one sample in order, and the sizes of its dims after them."""
     letters = "".join(sizes)
     frame, moves = SampleView.of(list(sizes.values())), list[ViewChange]()
     for each in augment:
-        for move in each.moves(dict(zip(letters, frame.shape, strict=True)), dice):
+        for move in each.moves(dict(zip(letters, frame.shape, strict=True)), draws):
             frame = move.on(frame, letters)
             moves.append(move)
     return moves, dict(zip(letters, frame.shape, strict=True))

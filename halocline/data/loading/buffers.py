@@ -118,7 +118,7 @@ class Pool:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self.made = 0
         self._said = False
-        # The kernel hands out pages at the first touch, slower than a disk's cache reads: not in the first steps.
+        # The kernel allocates pages at the first touch, slower than a disk's cache reads: not in the first steps.
         self._maker = threading.Thread(target=self._prepare, name="halocline-buffers", daemon=True)
         self._maker.start()
 
@@ -167,7 +167,7 @@ class Pool:
 
 
 class BufferLease:
-    """One use of a buffer. It is given back when the last array handed out on it is gone."""
+    """One use of a buffer. It returns to the pool when the last array on it is freed."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self.buffer = pool, pool.take()
@@ -187,7 +187,7 @@ class BufferLease:
         return tensor
 
     def close(self) -> None:
-        """Nothing more will be handed out."""
+        """No further arrays will be made on it."""
         self._counted.release(0)
 
     def lose(self) -> None:

@@ -14,7 +14,7 @@ from ...geometry import Box, Interval, Partition, SampleView
 from ...tensor import Cut, Sharding
 from ...world import Mesh
 from ..stores.store import SAMPLES
-from .augment import Augmentation, Dice, Rotate90, drawn_moves
+from .augment import Augmentation, AugmentationDraws, Rotate90, drawn_moves
 from .fields import Fields, Grid, frame_of, with_rim
 from .values import At
 
@@ -41,7 +41,7 @@ class BatchLayout:
         shared = {*cut, *(letter for each in augment for letter in each.letters())} - {SAMPLES}
         self._frame = frame_of(fields, "".join(sorted(shared)))
         # The sizes after augmentation, from the first sample; all others must agree.
-        self._sizes = drawn_moves(self._augment, self._frame, Dice(seed, 0, 0))[1]
+        self._sizes = drawn_moves(self._augment, self._frame, AugmentationDraws(seed, 0, 0))[1]
         spatial = {letter: axis for letter, axis in cut.items() if letter != SAMPLES}
         self.grid = Grid.of(mesh, spatial, self._sizes, multiple, points)
         #: Of samples as they lie, for those that are kept in memory.
@@ -70,7 +70,7 @@ class BatchLayout:
 
     def _new_views(self, epoch: int, sample: int) -> Mapping[str, SampleView]:
         """Draw the augmentation of one sample; raises where it leads to another size than that of the first sample."""
-        moves, sizes = drawn_moves(self._augment, self._frame, Dice(self.seed, epoch, sample))
+        moves, sizes = drawn_moves(self._augment, self._frame, AugmentationDraws(self.seed, epoch, sample))
         if sizes != self._sizes:
             raise DataError(f"augmentation gives samples of {self._sizes} and of {sizes}; a batch has one size")
         return {name: each.moved(moves) for name, each in self.fields.items()}
@@ -85,7 +85,7 @@ class BatchLayout:
         return with_rim(self.tile(name, where), each.dims, self.shape(name), each.rim)
 
     def batch(self, samples: int) -> Partition:
-        """How a batch of so many samples is cut over the batch axis."""
+        """How a batch of that size is cut over the batch axis."""
         return Partition.even(samples, self.groups)
 
     def group(self, where: Coordinates) -> int:
@@ -93,7 +93,7 @@ class BatchLayout:
         return where[self.batch_axis] if self.batch_axis else 0
 
     def positions(self, samples: int, where: Coordinates) -> Interval:
-        """Places in a batch of so many samples."""
+        """This rank's places in a batch of that size."""
         return self.batch(samples).piece(self.group(where))
 
     def at(self, name: str, sample: int, epoch: int, box: Box) -> At:

@@ -195,7 +195,7 @@ class Loader:
         return self._tick // self.order.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """The next epoch; after ``load_state_dict`` the rest of the one that was left."""
+        """The next epoch; after ``load_state_dict`` the rest of the interrupted epoch."""
         if not self._resumed:
             # An epoch that was left early is not finished: the next one begins.
             self._go_to(-(-self._tick // self.order.steps) * self.order.steps)
@@ -207,7 +207,7 @@ class Loader:
             batch = self._next()
             if batch is not None:
                 yield batch
-            del batch  # its memory is free as soon as the caller lets go of it
+            del batch  # its memory is free as soon as the caller drops it
 
     def _next(self) -> Batch | None:
         """The batch of the next step, from the prefetcher; None where all its samples are bad."""

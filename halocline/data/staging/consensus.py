@@ -35,7 +35,7 @@ class Consensus:
         self.ranks = tuple(range(world.size))
         self.seats: tuple[int, ...] = self.ranks
 
-    def hear(self, row: Sequence[int], error: str | None = None) -> Table:
+    def exchange_rows(self, row: Sequence[int], error: str | None = None) -> Table:
         """Everybody's row, by seat. Where some rank has an error, all raise that of the first."""
         # The last column says who has failed; the text follows from the first of them.
         mine = [*row, int(error is not None)]
@@ -50,13 +50,13 @@ class Consensus:
         """Rows of whole numbers from 0, one a seat; the same shape on all ranks."""
         return gather_rows(self.world, row, LABEL, self.seats)
 
-    def tell(self, message: bytes | None) -> bytes:
+    def broadcast(self, message: bytes | None) -> bytes:
         """The message of rank 0, on all ranks."""
         length = int(self.gathered(torch.tensor([len(message or b"")])).max())
         sent = torch.frombuffer(bytearray(message if message is not None else bytes(length)), dtype=torch.uint8)
         return self.world.broadcast(sent, self.ranks, LABEL).numpy().tobytes()
 
-    def together(self, work: Callable[[Tick], T] | None, who: str) -> T | None:
+    def run(self, work: Callable[[Tick], T] | None, who: str) -> T | None:
         """Each rank's own work, or none. All go on when the last has done it, and raise if one has failed.
 
         They keep hearing of each other meanwhile, so that work may last longer than the world's deadline.
@@ -65,7 +65,7 @@ class Consensus:
         while True:
             busy = watched is not None and not watched.wait(HEARTBEAT)
             error = None if watched is None or busy else watched.error
-            table = self.hear([int(busy)], None if error is None else f"{who}: {reason(error)}")
+            table = self.exchange_rows([int(busy)], None if error is None else f"{who}: {reason(error)}")
             if not table.any():
                 return None if watched is None else watched.result()
 
@@ -88,7 +88,7 @@ def find_nodes(consensus: Consensus) -> tuple[tuple[int, ...], int]:
     here = node_info_of(os.environ)
     host = zlib.crc32(socket.gethostname().encode())
     # Hosts by a hash of their names, since tables hold numbers.
-    table = consensus.hear([1 + here.local_rank, host, here.node])
+    table = consensus.exchange_rows([1 + here.local_rank, host, here.node])
     workers = tuple(int(rank) for rank in np.flatnonzero(table[:, 0] == 1))
     if not workers:
         return consensus.ranks, consensus.world.rank

@@ -17,7 +17,7 @@ from ...errors import HaloclineError
 PREFIX = ".halocline-stage"  # of every name that staging leaves beside the data: never staged itself
 _LONGEST = 1 << 31  # bytes of a listing: some ten million files
 
-Tick = Callable[[], None]  # called now and then by long work, to say that it goes on
+Tick = Callable[[], None]  # called now and then by long work, to show progress
 
 
 class StageError(HaloclineError, OSError):

@@ -21,8 +21,8 @@ BACKOFF, LONGEST = 0.1, 5.0  # seconds before the second attempt, doubled for ea
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How hard to try: the arguments of ``stage`` that all threads need."""
+class ReadLimits:
+    """Threads, attempts and waits: the arguments of ``stage`` that every reader and writer needs."""
 
     threads: int
     retries: int
@@ -93,11 +93,11 @@ class SourceReaders:
     """Threads that read files one after the other from the source, each with a few attempts."""
 
     def __init__(
-        self, listing: Listing, store: NodeStore, progress: StagingProgress, files: Iterable[int], effort: Effort
+        self, listing: Listing, store: NodeStore, progress: StagingProgress, files: Iterable[int], limits: ReadLimits
     ) -> None:
-        self.listing, self.store, self.progress, self.effort = listing, store, progress, effort
+        self.listing, self.store, self.progress, self.limits = listing, store, progress, limits
         self._waiting = deque(files)
-        self._threads = [in_background(self._work, "halocline staging reader") for _ in range(effort.threads)]
+        self._threads = [in_background(self._work, "halocline staging reader") for _ in range(limits.threads)]
 
     def join(self) -> None:
         """Wait a second for each thread to end."""
@@ -119,9 +119,9 @@ class SourceReaders:
     def _bring(self, number: int) -> None:
         """Attempts, until one succeeds."""
         file, progress = self.listing.files[number], self.progress
-        for attempt in range(1 + self.effort.retries):
+        for attempt in range(1 + self.limits.retries):
             try:
-                Watched(partial(self._copy, file), self.effort.patience).result()
+                Watched(partial(self._copy, file), self.limits.patience).result()
                 return progress.land(number, "read")
             except Abandoned:
                 return None
@@ -129,11 +129,11 @@ class SourceReaders:
                 if error.errno in FULL:
                     return progress.full(self.store, file, error)
                 last = error
-            if attempt < self.effort.retries:
+            if attempt < self.limits.retries:
                 progress.tally("retried")
-                progress.stopping.wait(self.effort.backoff(attempt))
+                progress.stopping.wait(self.limits.backoff(attempt))
         return progress.give_up(
-            f"{file} could not be brought from {self.listing.root} in {1 + self.effort.retries} attempts: "
+            f"{file} could not be brought from {self.listing.root} in {1 + self.limits.retries} attempts: "
             f"{reason(last)}; set it right and stage again: what is finished stays"
         )
 

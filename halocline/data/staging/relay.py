@@ -22,7 +22,7 @@ from ...world import Label, Receive, Send, World
 from .consensus import reason
 from .node_store import FULL, NodeStore, PartialFile
 from .plan import TRAILER, Block, Itinerary, Segment, itinerary
-from .reading import Effort, StagingProgress
+from .reading import ReadLimits, StagingProgress
 
 LABEL = Label("stage", "blocks")
 BYTES = torch.empty(0, dtype=torch.uint8)
@@ -104,21 +104,21 @@ class IncomingFile:
 class FileReceiver:
     """Threads that write what came. All of a file goes to one of them, in the order in which it came."""
 
-    def __init__(self, store: NodeStore, progress: StagingProgress, effort: Effort) -> None:
-        self.store, self.progress, self.effort = store, progress, effort
+    def __init__(self, store: NodeStore, progress: StagingProgress, limits: ReadLimits) -> None:
+        self.store, self.progress, self.limits = store, progress, limits
         self._open: dict[int, IncomingFile] = {}
         self._attempts: Counter[int] = Counter()
         self._queues: list[queue.Queue[tuple[Segment, memoryview] | None]] = [
-            queue.Queue(WAITING) for _ in range(effort.threads)
+            queue.Queue(WAITING) for _ in range(limits.threads)
         ]
         self._threads = [in_background(partial(self._work, each), "halocline staging writer") for each in self._queues]
 
     def put(self, segment: Segment, data: memoryview) -> None:
         """Waits while too much is waiting already: memory is bounded."""
         try:
-            self._queues[segment.job.file % len(self._queues)].put((segment, data), timeout=self.effort.patience)
+            self._queues[segment.job.file % len(self._queues)].put((segment, data), timeout=self.limits.patience)
         except queue.Full:
-            self.progress.give_up(f"nothing could be written to {self.store.root} for {self.effort.patience:g} s")
+            self.progress.give_up(f"nothing could be written to {self.store.root} for {self.limits.patience:g} s")
 
     def join(self) -> None:
         """End the threads, and remove files that are not complete."""
@@ -161,7 +161,7 @@ class FileReceiver:
         self._attempts[number] += 1
         if error.errno in FULL:
             self.progress.full(self.store, file, error)
-        elif self._attempts[number] <= self.effort.retries:
+        elif self._attempts[number] <= self.limits.retries:
             self.progress.stray(number)
         else:
             self.progress.give_up(
@@ -174,10 +174,10 @@ class Relay:
     """One node's part in the rounds of exchanges."""
 
     def __init__(
-        self, world: World, workers: tuple[int, ...], store: NodeStore, progress: StagingProgress, effort: Effort
+        self, world: World, workers: tuple[int, ...], store: NodeStore, progress: StagingProgress, limits: ReadLimits
     ) -> None:
         self.world, self.workers, self.progress = world, workers, progress
-        self.giver, self.arrivals = FileSender(store, progress), FileReceiver(store, progress, effort)
+        self.giver, self.arrivals = FileSender(store, progress), FileReceiver(store, progress, limits)
         self._carried: dict[tuple[int, int], Tensor] = {}  # to be sent on at the next step
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from .consensus import Consensus, Table, find_nodes
 from .listing import Listing, StageError, Tick, list_source
 from .node_store import NodeStore
 from .plan import Marks, StagingPlan, Streams, make_plan, wanted_files
-from .reading import LONGEST, Effort, SourceReaders, StagingProgress
+from .reading import LONGEST, ReadLimits, SourceReaders, StagingProgress
 from .relay import Relay, block_bytes
 
 __all__ = ["NodeReport", "StageError", "StageReport", "stage"]
@@ -120,7 +120,7 @@ def stage(
     # Staging may run beside a training step of the same ranks.
     own = world.duplicate()
     try:
-        staging = Staging(Consensus(own, timeout), Path(destination), Effort(readers, retries, timeout))
+        staging = Staging(Consensus(own, timeout), Path(destination), ReadLimits(readers, retries, timeout))
         staging.list_files(Path(source), pattern, count, seed)
         with ExitStack() as cleaning:
             counts = staging.run(verify, progress or (lambda done, total: None), cleaning)
@@ -148,8 +148,8 @@ def _check(readers: int, count: int | None, retries: int, timeout: float) -> Non
 class Staging:
     """One call of :func:`stage`, as one rank sees it."""
 
-    def __init__(self, consensus: Consensus, destination: Path, effort: Effort) -> None:
-        self.consensus, self.destination, self.effort = consensus, destination, effort
+    def __init__(self, consensus: Consensus, destination: Path, limits: ReadLimits) -> None:
+        self.consensus, self.destination, self.limits = consensus, destination, limits
         self.workers, self.node = find_nodes(consensus)
         self.works = consensus.world.rank in self.workers
         self.name = f"node {self.node}"
@@ -159,10 +159,8 @@ class Staging:
         """Rank 0 walks over the source once, and tells the others."""
         self.source = source
         first = self.consensus.world.rank == 0
-        listing = self.consensus.together(
-            partial(list_source, source, pattern) if first else None, "listing the source"
-        )
-        self.listing = Listing.decoded(self.consensus.tell(listing.encoded() if listing else None))
+        listing = self.consensus.run(partial(list_source, source, pattern) if first else None, "listing the source")
+        self.listing = Listing.decoded(self.consensus.broadcast(listing.encoded() if listing else None))
         files = self.listing.files
         if count is not None and count > len(files):
             raise StageError(f"count={count}: there are {len(files)} files under {source} that match {pattern!r}")
@@ -185,7 +183,7 @@ class Staging:
 
     def _take_stock(self, verify: bool) -> Marks:
         """Which node holds which files; leftovers are removed, and there is room for the rest."""
-        own = self.consensus.together(partial(self._look, verify) if self.works else None, self.name)
+        own = self.consensus.run(partial(self._look, verify) if self.works else None, self.name)
         # One bit a file: a million files are 125 kB a node.
         row = np.packbits(own if own is not None else np.zeros(len(self.sizes), dtype=np.bool_))
         table = self.consensus.gathered(torch.from_numpy(row)).numpy()
@@ -200,7 +198,7 @@ class Staging:
         if self.source.resolve() in (here, *here.parents, *(here / file.path for file in self.listing.files[:1])):
             raise StageError(f"the destination {here} lies inside the source {self.source}; stage to another place")
         self.store.open()
-        held = self.store.holdings(self.listing.files, verify, self.effort.threads, tick)
+        held = self.store.holdings(self.listing.files, verify, self.limits.threads, tick)
         self.store.check_space(int(np.array(self.sizes, dtype=np.int64)[self.wanted[self.node] & ~held].sum()))
         self.store.make_folders(self.listing)
         return held
@@ -210,10 +208,10 @@ class Staging:
     def _listen(self, progress: ProgressCallback) -> Table:
         """A rank that does not work hears when the others have done it."""
         while True:
-            table = self.consensus.hear([0] * 4)
+            table = self.consensus.exchange_rows([0] * 4)
             self.tell(progress, table)
             if not table[:, LEFT].any():
-                return self.consensus.hear([0] * len(fields(NodeReport)))
+                return self.consensus.exchange_rows([0] * len(fields(NodeReport)))
 
     def tell(self, progress: ProgressCallback, table: Table) -> None:
         """Call the user's progress function with bytes done and bytes wanted."""
@@ -224,7 +222,7 @@ class Staging:
         nodes = tuple(NodeReport(*map(int, row)) for row in counts)
         # The slowest rank's time, in microseconds as tables hold whole numbers.
         self.consensus.seats = self.consensus.ranks
-        seconds = self.consensus.hear([int((time.monotonic() - begun) * 1e6)]).max() / 1e6
+        seconds = self.consensus.exchange_rows([int((time.monotonic() - begun) * 1e6)]).max() / 1e6
         return StageReport(self.store.root, len(self.sizes), self.listing.total_bytes, float(seconds), nodes)
 
 
@@ -245,8 +243,8 @@ class Worker:
             self.progress.count("present", staging.sizes[file])
         self.streams = Streams(plan, block_bytes(len(staging.workers)))
         parts = staging.store, self.progress
-        self.passing = Relay(staging.consensus.world, staging.workers, *parts, staging.effort)
-        self.readers = SourceReaders(staging.listing, *parts, plan.reads[node], staging.effort)
+        self.passing = Relay(staging.consensus.world, staging.workers, *parts, staging.limits)
+        self.readers = SourceReaders(staging.listing, *parts, plan.reads[node], staging.limits)
         self._ready = 0
         self._last: tuple[bytes, float] = (b"", time.monotonic())
 
@@ -259,10 +257,10 @@ class Worker:
     def run(self, progress: ProgressCallback) -> Table:
         """Rounds of blocks until no node lacks a file; returns what each node counted."""
         while True:
-            table = self.consensus.hear(self._row(), self.progress.error)
+            table = self.consensus.exchange_rows(self._row(), self.progress.error)
             self.staging.tell(progress, table)
             if not table[:, LEFT].any():
-                return self.consensus.hear([self.progress.counts[field.name] for field in fields(NodeReport)])
+                return self.consensus.exchange_rows([self.progress.counts[field.name] for field in fields(NodeReport)])
             self._send_again(table[:, ASTRAY])
             blocks = self.streams.take(table[:, READY].tolist())
             self._watch(table, bool(blocks))
@@ -288,13 +286,13 @@ class Worker:
             if number:
                 self.streams.again(number - 1, self.staging.sizes[number - 1], node)
         if astray.any():
-            time.sleep(self.staging.effort.backoff(0))
+            time.sleep(self.staging.limits.backoff(0))
 
     def _watch(self, table: Table, moving: bool) -> None:
         """Give up when nothing has moved for longer than all inner deadlines together: a last resort."""
         now, seen = time.monotonic(), table.tobytes()
         if moving or seen != self._last[0]:
             self._last = seen, now
-        effort = self.staging.effort
-        if now - self._last[1] > (effort.patience + LONGEST) * (effort.retries + 2):
+        limits = self.staging.limits
+        if now - self._last[1] > (limits.patience + LONGEST) * (limits.retries + 2):
             self.progress.give_up(f"staging stands still; files that each node still lacks: {table[:, LEFT].tolist()}")

@@ -21,7 +21,7 @@ class Abandoned(Exception):
 
 
 class Watched(Generic[T]):
-    """Work in a thread of its own, which ticks as it goes on. One that does not for ``patience`` seconds has hung."""
+    """Work in a thread of its own, which ticks while it makes progress; ``patience`` seconds without one: it hangs."""
 
     def __init__(self, work: Callable[[Tick], T], patience: float) -> None:
         self.patience, self._last, self._abandoned = patience, time.monotonic(), False
@@ -29,7 +29,7 @@ class Watched(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while it goes on, and where it ended well."""
+        """The error with which it ended; None while it runs, and after success."""
         if self._abandoned:
             return TimeoutError(f"nothing moved for {self.patience:g} s")
         return self._future.exception() if self._future.done() else None
@@ -49,7 +49,7 @@ class Watched(Generic[T]):
         return done or self._abandoned
 
     def result(self) -> T:
-        """What came of it, however long it takes while it ticks."""
+        """The result of the work, however long it takes while it ticks."""
         while not self.wait(min(1.0, self.patience)):
             pass
         if (error := self.error) is not None:

@@ -28,7 +28,7 @@ class DerivedStore(Store):
 
     @property
     def _what(self) -> str:
-        """What is taken of the store below, as names and identities say it."""
+        """The selection from the store below, for names and identities."""
         return type(self).__name__
 
     @property
@@ -38,7 +38,7 @@ class DerivedStore(Store):
 
     @property
     def identity(self) -> str:
-        """What is taken, and of what."""
+        """The selection, and the store below."""
         return f"{self._what} of {self._store.identity}"
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import BadSample, DataError, HaloclineError
+from ...errors import BadSample, DataError, HaloclineError, first_line
 from ...geometry import Box, Interval, shape_of, slices, whole
 
 Array = np.ndarray[Any, Any]
@@ -166,7 +166,7 @@ class Store(ABC):
 
 
 def _delivered(stored: str, order: str | None) -> str:
-    """The order in which dims are handed out; raises for letters that repeat or have no known order."""
+    """The order in which dims are returned; raises for letters that repeat or have no known order."""
     unknown = sorted(set(stored) - set(ORDER)) if order is None else []
     if len(set(stored)) != len(stored) or SAMPLES in stored:
         raise DataError(f"dims {stored!r} must name each dim of a sample by a different letter")
@@ -259,7 +259,5 @@ def box_text(dims: str, box: Box) -> str:
 
 def reason(error: BaseException) -> str:
     """The first line of an error, with its type where the error is not one of ours."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, HaloclineError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    name, line = type(error).__name__, first_line(error)
+    return line if isinstance(error, HaloclineError) or line == name else f"{name}: {line[:300]}"

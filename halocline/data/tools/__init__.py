@@ -1,1 +1,1 @@
-"""What is done to data before training: statistics, other formats, advice."""
+"""Tools for data before training: statistics, conversion, advice on chunks."""

@@ -16,8 +16,8 @@ from ...random.state import State, swap
 from ...rules import Recipe, Work
 from ...rules.plan import bound
 from ...rules.recipe import Read, Slot
-from ...tree import map_tensors, tensors_in
-from .operations import Operation, Ref, Trace, Value
+from ...tree import tensors_in
+from .operations import Operation, Trace, Value, fill
 
 
 @dataclass
@@ -170,20 +170,8 @@ def arguments(share: Share, parts: Parts) -> tuple[tuple[Any, ...], dict[str, An
     """The arguments of the recorded call, with what the share needs of each tensor."""
     operation = share.operation
     tensors = iter([_brought(share, index, value, parts) for index, value in enumerate(operation.operands)])
-    args = tuple(_filled_in(argument, tensors) for argument in operation.args)
-    return args, {name: _filled_in(argument, tensors) for name, argument in operation.kwargs.items()}
-
-
-def _filled_in(argument: Any, tensors: Iterator[Any]) -> Any:
-    """The recorded argument again, with each reference replaced by the next tensor."""
-    if isinstance(argument, Ref):
-        return next(tensors)
-    if isinstance(argument, (tuple, list)):
-        items = [_filled_in(item, tensors) for item in argument]
-        return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
-    if isinstance(argument, dict):
-        return {name: _filled_in(item, tensors) for name, item in argument.items()}
-    return map_tensors(lambda tensor: tensor, argument)
+    args, kwargs = fill((operation.args, operation.kwargs), lambda ref: next(tensors))
+    return args, kwargs
 
 
 def _brought(share: Share, index: int, value: int, parts: Parts) -> Tensor:

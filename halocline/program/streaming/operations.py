@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -14,6 +13,7 @@ from torch import Tensor
 from ...geometry import Box, whole
 from ...random.functions import KERNELS
 from ...rules import Recipe
+from ...tree import map_leaves
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,7 @@ class Ref:
 
 def fill(value: Any, tensor_of: Callable[[Ref], Any]) -> Any:
     """The same structure with tensors in the places of references."""
-    if isinstance(value, Ref):
-        return tensor_of(value)
-    if isinstance(value, dict):
-        return type(value)({key: fill(item, tensor_of) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(fill(item, tensor_of) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)([fill(item, tensor_of) for item in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [each.name for each in dataclasses.fields(value) if each.init]
-        return dataclasses.replace(value, **{name: fill(getattr(value, name), tensor_of) for name in names})
-    return value
+    return map_leaves(Ref, tensor_of, value)
 
 
 @dataclass

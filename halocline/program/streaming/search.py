@@ -164,6 +164,7 @@ class _Search:
         return known[key]
 
     def _tile_cost(self, first: int, last: int, tiles: tuple[int, ...]) -> TileCost:
+        """Bytes and work of one tile of a segment, an inner one where there is any: it reads halos on both sides."""
         operations = self.trace.operations[first:last]
         outputs = self._outputs_of(first, last)
         places = list(tile_boxes(self.trace, outputs, tiles))
@@ -235,6 +236,7 @@ class _Search:
 
 
 def _is_convolution(operation: Operation) -> bool:
+    """With a weight among its operands: such operations may take workspace."""
     return operation.name.startswith("conv") and len(operation.operands) > 1
 
 

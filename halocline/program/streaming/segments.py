@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,18 +149,16 @@ class Streamed:
                 if value not in parts:
                     box = boxes.get(value, self.trace.values[value].box)
                     parts[value] = Part(self._read(value, box), box)
-            compute(self.trace, share, parts, lambda operation, local: self._norm(order[id(operation)], local))
+            compute(self.trace, share, parts, lambda operation, local: self.norms[order[id(operation)]].apply(local))
             for value in share.operation.operands:
                 if last_use.get(value, at) == at and value not in outputs and value in parts:
                     del parts[value]
         return parts
 
-    def _norm(self, index: int, local: Any) -> Tensor:
-        return self.norms[index].apply(local)
-
     # ---- what is kept between segments ----
 
     def _keep(self, value: int, box: Box, data: Tensor) -> None:
+        """Put a tile's part of a border value into the whole, which is allocated with the first part."""
         known = self.trace.values[value]
         if box == known.box:
             self.kept[value] = data
@@ -172,6 +169,7 @@ class Streamed:
         self.kept[value][slices(box)] = data
 
     def _read(self, value: int, box: Box) -> Tensor:
+        """A box of a value from outside the program, or of one that an earlier segment has kept."""
         data = self.outside.get(value)
         data = self.kept[value] if data is None else data
         return data if box == self.trace.values[value].box else data[slices(box)]

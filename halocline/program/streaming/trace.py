@@ -112,6 +112,7 @@ class Recorder(TorchFunctionMode):
         return self._numbers[id(self._on_meta(tensor))]
 
     def _number(self, tensor: Tensor, outside: Tensor | None = None, requires_grad: bool = False) -> int:
+        """Enter a tensor as a new value; the dims that the recording cuts are those that may be computed in tiles."""
         tiled = tuple(sorted(tensor.sharding.dims_by_axis())) if isinstance(tensor, ShardedTensor) else ()
         self._alive.append(tensor)
         self._numbers[id(tensor)] = len(self.values)
@@ -173,9 +174,9 @@ class Recorder(TorchFunctionMode):
         family = entry.family if entry is not None and isinstance(made, ShardedTensor) else ""
         if name_of(function) == "Tensor.data":
             with torch.no_grad():
-                return self._write(Tensor.detach, args, kwargs, [made], _same_everywhere(made, Tensor.detach), None)
+                return self._write(Tensor.detach, args, kwargs, [made], same_everywhere(made, Tensor.detach), None)
         if family == "pointwise":
-            return self._write(function, args, kwargs, [made], _same_everywhere(made, function), None)
+            return self._write(function, args, kwargs, [made], same_everywhere(made, function), None)
         if function in _FILLED or function is Tensor.new_full:
             value = _FILLED.get(function, args[2] if len(args) > 2 else kwargs.get("fill_value"))
             return self._write(torch.full, (), {}, [made], _constant(made, value, self._device), None)
@@ -264,8 +265,8 @@ def _needs_values(function: Any) -> Refused:
     )
 
 
-def _same_everywhere(made: Tensor, function: Any) -> Recipe:
-    """A function of one tensor, element by element."""
+def same_everywhere(made: Tensor, function: Any) -> Recipe:
+    """The recipe of a function of one tensor, element by element, such as a change of dtype."""
     operand = Operand(0, tuple(made.shape), made.dtype, frozenset())
     return Recipe(space=operand.shape, reads=(follow(operand),), local=as_called(function), runs_empty=True)
 

@@ -93,7 +93,7 @@ class Folder:
         self._clear()
 
     def _take(self, patience: float) -> bool:
-        """Try to get the lock for so many seconds."""
+        """Try to get the lock for ``patience`` seconds."""
         import fcntl
 
         lock, end = os.open(self.root, os.O_RDONLY), time.monotonic() + patience
@@ -107,7 +107,7 @@ class Folder:
                 time.sleep(0.05)
                 continue
             except OSError:
-                pass  # a file system without locks: go on without one
+                pass  # a file system without locks
             self._lock, self._unlock = lock, weakref.finalize(self, os.close, lock)
             return True
 

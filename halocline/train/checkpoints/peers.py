@@ -75,7 +75,7 @@ class Peers:
         """The results of all ranks' own work, in the order of ranks. If one fails, all raise its error."""
         return self.centrally(own, lambda values: [values] * self.size)
 
-    def told(self, work: Callable[[], T]) -> T:
+    def on_first_rank(self, work: Callable[[], T]) -> T:
         """The result of rank 0's work, on all ranks. If it fails, all raise."""
         return self.centrally(lambda: None, lambda _: [work()] * self.size)
 

@@ -28,7 +28,7 @@ from .cloud import CloudFolder
 from .files import FORMAT, STATE, Facts, Folder, problems, read_manifest, share, write, write_manifest
 from .peers import CheckpointError, Mismatch, Peers, reason
 from .store import Stored, write_tensors
-from .tree import Parts, as_it_is, assembled, host_copy, leaves, located
+from .tree import Parts, assembled, host_copy, leaves, located, uncopied
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded", "Mismatch"]
 
@@ -79,11 +79,11 @@ class Checkpoints:
         self._files = Folder(self.folder, lock)
         self._cloud: CloudFolder | None = None  # on rank 0
         if cloud is not None:
-            self._peers.told(lambda: self._reach(cloud))
+            self._peers.on_first_rank(lambda: self._reach(cloud))
         self._damaged: set[int] = set()
         self._pending: tuple[int, Future[None]] | None = None
         self._late = False  # whether a wait for the pending save has timed out
-        self._peers.told(self._files.tidy)
+        self._peers.on_first_rank(self._files.tidy)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -102,7 +102,7 @@ class Checkpoints:
 
     def claim(self) -> None:
         """Keep other runs out of the folder from now on; the first save does it otherwise."""
-        self._peers.told(self._files.claim)
+        self._peers.on_first_rank(self._files.claim)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], *, wait: bool = False) -> None:
         """Copy all tensors to host memory now, and write them while training goes on. Waits for the save before it.
@@ -235,7 +235,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, good or not, the oldest first."""
-        return self._peers.told(self._files.steps)
+        return self._peers.on_first_rank(self._files.steps)
 
     def load_latest(self, template: Mapping[str, Any] | None = None) -> Loaded | None:
         """The newest good checkpoint, or None where there is none at all; damaged ones are skipped with a warning.
@@ -245,7 +245,7 @@ class Checkpoints:
         optimizer that has made no step, are loaded too.
         """
         self.wait()
-        self._peers.told(self._bring_newest)
+        self._peers.on_first_rank(self._bring_newest)
         skipped: list[str] = []
         for step in reversed(steps := self.steps()):
             try:
@@ -280,7 +280,7 @@ class Checkpoints:
     def _load(self, step: int, template: Mapping[str, Any] | None, skipped: list[str]) -> Loaded:
         """Verify the files, a share on each rank, then read them."""
         folder = self._files.path(step)
-        files: dict[str, Facts] = self._peers.told(lambda: read_manifest(folder, step))["files"]
+        files: dict[str, Facts] = self._peers.on_first_rank(lambda: read_manifest(folder, step))["files"]
         own = share(files, self._peers.rank, self._peers.size)
         wrong = [words for each in self._peers.agree(lambda: problems(folder, own)) for words in each]
         if wrong:
@@ -295,7 +295,7 @@ class Checkpoints:
         together; reading itself communicates with no other rank."""
         tree = json.loads((folder / STATE).read_bytes())["tree"]
         tree = located(tree, {} if self._mesh is None else self._mesh.coordinates)
-        wanted = Parts({"tensors": template or {}}, as_it_is, self._place)
+        wanted = Parts({"tensors": template or {}}, uncopied, self._place)
         stored = Stored(folder, files)
         targets = stored.targets(leaves(tree), wanted.tensors)
         stored.read(targets, self._peers.is_first)

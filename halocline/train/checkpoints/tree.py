@@ -125,14 +125,14 @@ def host_copy(tensor: Tensor) -> Tensor:
     return own.to("cpu", copy=True)
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
+def uncopied(tensor: Tensor) -> Tensor:
     """The tensor itself, where no copy is needed."""
     return tensor
 
 
 def named_tensors(value: Any) -> dict[str, Tensor]:
     """The tensors of a nested state by the names that a checkpoint gives them. They are not copied."""
-    return Parts(value, as_it_is, as_dtensors=False).tensors
+    return Parts(value, uncopied, as_dtensors=False).tensors
 
 
 def assembled(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:

@@ -17,7 +17,7 @@ from ..checkpoints import CheckpointError
 from . import holder
 
 _START = 20.0  # seconds until the holder listens
-_ANSWER = 30.0  # seconds for an answer: it does nothing but hand out memory
+_ANSWER = 30.0  # seconds for an answer: the holder only allocates memory
 _POLL = 0.02
 
 

@@ -7,7 +7,6 @@ What only this node has (its parts of weights that are cut) is also sent to the 
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import zlib
 from collections.abc import Mapping
@@ -21,12 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...background import in_background
+from ...sizes import free_memory
 from ...tensor import ShardedTensor, unwrap
 from ...world import Mesh, ranks_with_same, this_rank_info
 from ...world.placement import place_on, placement_of
 from ..checkpoints import CheckpointError, Loaded
 from ..checkpoints.peers import Peers
-from ..checkpoints.tree import Parts, as_it_is
+from ..checkpoints.tree import Parts, uncopied
 from .client import HolderClient
 from .rooms import Box, CopiedPiece, laid_out, view
 
@@ -51,7 +51,7 @@ class StateCopies:
 
         def connected() -> str:
             _check_possible(parent)
-            clients.append(HolderClient(folder, limit or int(_free_memory() * _SHARE), parent))
+            clients.append(HolderClient(folder, limit or int(free_memory() * _SHARE), parent))
             return clients[0].holder
 
         holders = self._peers.agree(connected)
@@ -91,7 +91,7 @@ class StateCopies:
         def written() -> list[int]:
             if self._step >= 0:
                 self._client.forget(self._step)  # that one is complete, on all ranks: earlier ones are not needed
-            parts = Parts({"tensors": tensors, "state": state}, as_it_is, self._place, as_dtensors=False)
+            parts = Parts({"tensors": tensors, "state": state}, uncopied, self._place, as_dtensors=False)
             for kind, names in self._shares(parts.tensors).items():
                 tree = parts.tree if kind == "here" and self._mesh.rank == self._nodes[self._node][0] else None
                 if names or tree is not None:
@@ -183,7 +183,7 @@ class StateCopies:
     def close(self, end: bool) -> None:
         """Leave; with ``end`` the copies go, since the run is over."""
         if self._pending is not None and end:
-            with suppress(Exception):  # of a copy that nobody needs any more
+            with suppress(Exception):  # of a copy that is no longer needed
                 self._pending.result(self._peers.deadline)
         self._client.close(end)
 
@@ -216,7 +216,3 @@ def _check_possible(parent: int | None) -> None:
             "copies.every: copies of the state in memory outlive a rank that a launcher has started, and this process "
             "was started alone; give --restarts, or start it with torchrun, or set copies.every = 0"
         )
-
-
-def _free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

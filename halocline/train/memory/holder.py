@@ -23,7 +23,7 @@ LONGEST = 1 << 16  # bytes of a request or answer
 _ROOMS = 10_000
 
 
-class Rooms:
+class CopyMemory:
     """Pieces of memory by key, each valid as of a step or not. Those no longer needed are used again."""
 
     def __init__(self, limit: int) -> None:
@@ -88,7 +88,7 @@ class Rooms:
 
 def serve(name: str, parent: int, limit: int) -> None:
     """Answer the ranks of this node until the parent ends."""
-    rooms = Rooms(limit)
+    rooms = CopyMemory(limit)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(f"\0{name}")
@@ -126,7 +126,7 @@ def _user_of(caller: socket.socket) -> int:
     return int(struct.unpack("3i", told)[1])
 
 
-def _served(caller: socket.socket, rooms: Rooms) -> bool:
+def _served(caller: socket.socket, rooms: CopyMemory) -> bool:
     """Answer one request; False once the caller has gone, or wants this process to end."""
     try:
         data = caller.recv(LONGEST)

@@ -19,7 +19,7 @@ from ...tensor import ShardedTensor, wrap
 from ...world import Mesh
 from ..checkpoints import CheckpointError, Loaded
 from ..checkpoints.peers import Peers
-from ..checkpoints.tree import Parts, as_it_is, assembled, leaves, located
+from ..checkpoints.tree import Parts, assembled, leaves, located, uncopied
 from .client import HolderClient
 from .copies import checksum
 from .rooms import Box, CopiedPiece, read_table, view, volume
@@ -56,7 +56,7 @@ def restored(
     step = max(steps)
     stock = stocks[step]
     tree = located(stock.tree, mesh.coordinates)
-    wanted = Parts({"tensors": template}, as_it_is, lambda *_: "", as_dtensors=False).tensors
+    wanted = Parts({"tensors": template}, uncopied, lambda *_: "", as_dtensors=False).tensors
     names = leaves(tree)
     boxes = {name: _needed(wanted.get(name), name, stock) for name in names}
     keys = sorted(stock.pieces)

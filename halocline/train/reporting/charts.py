@@ -91,17 +91,25 @@ def step_scale(steps: Array) -> ChartScale:
     return ChartScale(low, high, LEFT, WIDTH - RIGHT)
 
 
-def frame(across: ChartScale | None, up: ChartScale, x_label: str, words: Words = short) -> str:
-    """Grid, ticks and the label of the horizontal axis; the vertical one is named in the heading."""
+def frame(
+    across: ChartScale | None,
+    up: ChartScale,
+    x_label: str,
+    words: Words = short,
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Grid, ticks and the label of the horizontal axis; the vertical one is named in the heading.
+
+    Ticks of the horizontal axis are ``marks`` (a coordinate and its text) and the whole numbers of ``across``.
+    """
     parts = []
     for value in up.ticks():
         y = up(value)
         parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(element("text", text(words(value)), x=LEFT - 7, y=y + 4, class_="tick end"))
-    if across is not None:
-        for value in (each for each in across.ticks() if each == int(each)):
-            place = {"x": across(value), "y": HEIGHT - BOTTOM + 17}
-            parts.append(element("text", text(short(value)), **place, class_="tick mid"))
+    whole = [(across(value), short(value)) for value in across.ticks() if value == int(value)] if across else []
+    for x, mark in [*marks, *whole]:
+        parts.append(element("text", text(mark), x=x, y=HEIGHT - BOTTOM + 17, class_="tick mid"))
     parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
     parts.append(element("text", text(x_label), x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="label mid"))
     return "".join(parts)
@@ -129,9 +137,7 @@ class Series:
     words: Words = field(default=short)
 
 
-def curve_chart(
-    title: str, series: Sequence[Series], words: Words = short, log: bool | None = None, zero: bool = False
-) -> str:
+def curve_chart(title: str, series: Sequence[Series], log: bool | None = None, zero: bool = False) -> str:
     """A chart of series over steps. Values that are not finite are crosses at the upper edge."""
     everything = np.concatenate([each.values for each in series])
     across = step_scale(np.concatenate([each.steps for each in series]))
@@ -140,7 +146,7 @@ def curve_chart(
     crosses = [_crosses(each, across) for each in series if each.raw or each.dots]
     strips = _strips(next((each for each in series if not each.dots), series[0]), across, up)
     dots = [_dots(each, across, up) for each in series if each.dots]
-    return svg(title, frame(across, up, "step", words), *drawn, *crosses, strips, *dots)
+    return svg(title, frame(across, up, "step", short), *drawn, *crosses, strips, *dots)
 
 
 def _curve(series: Series, across: ChartScale, up: ChartScale) -> str:
@@ -189,12 +195,12 @@ def _strips(series: Series, across: ChartScale, up: ChartScale) -> str:
     return "".join(strips)
 
 
-def thinned(steps: Array, values: Array, most: int = POINTS) -> tuple[Array, Array]:
-    """At most so many points: the least and the greatest value of each stretch, so that spikes are kept."""
-    if len(steps) <= most:
+def thinned(steps: Array, values: Array) -> tuple[Array, Array]:
+    """At most ``POINTS`` points: the least and the greatest value of each stretch, so that spikes are kept."""
+    if len(steps) <= POINTS:
         return steps, values
     kept: list[int] = []
-    for stretch in np.array_split(np.arange(len(steps)), most // 2):
+    for stretch in np.array_split(np.arange(len(steps)), POINTS // 2):
         finite = stretch[np.isfinite(values[stretch])]
         ends = {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])} if finite.size else set()
         kept += sorted(ends or {int(stretch[0])})

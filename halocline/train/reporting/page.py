@@ -8,14 +8,7 @@ import numpy as np
 
 from .run import RecordedRun, is_number
 from .sections import Missing, Part, Section
-from .style import STYLE
-from .svg import duration, element, scaled, short, text
-
-#: The browser enforces that nothing is fetched and no script runs.
-_SEALED = (
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-    "style-src 'unsafe-inline'\">"
-)
+from .svg import document, duration, element, scaled, short, text
 
 
 def page(run: RecordedRun, parts: list[Part]) -> str:
@@ -26,10 +19,7 @@ def page(run: RecordedRun, parts: list[Part]) -> str:
     sections = [element("section", element("h2", text(each.title)), each.body, id=each.name) for each in shown]
     body += element("main", *sections, _absent([part for part in parts if isinstance(part, Missing)]))
     body += element("footer", "Written by ", element("code", text(f"halocline report {run.name}")))
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += '<meta name="color-scheme" content="light dark">' + _SEALED
-    head += element("title", text(f"{run.subject} · {run.name}")) + f"<style>{STYLE}</style>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+    return document(f"{run.subject} · {run.name}", body)
 
 
 def _head(run: RecordedRun) -> str:

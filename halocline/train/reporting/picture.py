@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, ChartScale, Words, log_ticks, ticks
+from .charts import LEFT, ChartScale, Words, frame
 from .style import STYLE
 from .svg import element, text, tooltip
 
@@ -65,17 +65,7 @@ def axes(
     marks: Sequence[float] = (),
 ) -> str:
     """Grid, ticks at ``marks`` or at round numbers, and the label of the horizontal axis."""
-    parts = []
-    for value in log_ticks(up.low, up.high) if up.log else ticks(up.low, up.high):
-        y = up(value)
-        parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
-        parts.append(element("text", text(y_words(value)), x=LEFT - 7, y=y + 4, class_="tick end"))
-    for value in marks or across.ticks():
-        words = text(x_words(value))
-        parts.append(element("text", words, x=across(value), y=HEIGHT - BOTTOM + 17, class_="tick mid"))
-    parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
-    parts.append(element("text", text(label), x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="label mid"))
-    return "".join(parts)
+    return frame(None, up, label, y_words, [(across(value), x_words(value)) for value in marks or across.ticks()])
 
 
 def dot(x: float, y: float, radius: float, class_: str, told: str) -> str:

@@ -10,8 +10,7 @@ import numpy as np
 from ...workloads.pigan.evaluate import FieldMoments
 from .charts import ChartScale, svg, ticks
 from .images import BOTH_SIDES, image, limits, ramped
-from .style import STYLE
-from .svg import element, path_of, short, text
+from .svg import document, element, path_of, short, text
 
 Array = np.ndarray[Any, Any]
 EDGE, PAD = 280.0, 46.0
@@ -29,8 +28,7 @@ def pigan_page(title: str, truth: FieldMoments, found: FieldMoments, errors: Map
         parts.append(element("section", element("h2", text(words)), shown))
     over = _chart("covariance of log K over distance", truth.lags, [truth.covariance, found.covariance])
     parts.append(element("section", element("h2", "covariance over distance"), over))
-    head = '<meta charset="utf-8">' + element("title", text(title)) + f"<style>{STYLE}</style>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{element("main", *parts)}</body></html>\n'
+    return document(title, element("main", *parts))
 
 
 def _lines(words: str, true: Array, mine: Array) -> str:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from ...errors import HaloclineError
 from ..config import CONFIG
+from ..launch import RESULT
 from ..log import LOG, read_log, with_numbers
 from ..pictures import EXAMPLES, PROGRESS
 from ..trace import TRACE
 
-RESULT = "result.json"
 Array = NDArray[np.float64]
 Entry = dict[str, Any]
 _HUGE = 1e100  # such a loss counts as infinite: no chart could show it

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ...simulate.step import Simulation
 from ...simulate.what_if import Stage
-from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ChartScale
-from .picture import GAP, moved, picture
+from .charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ChartScale, frame
+from .picture import GAP, dot, moved, picture
 from .plan_picture import EXTRA
 from .svg import duration, element, path_of, polygon, text, tooltip
 
@@ -43,13 +43,9 @@ def _efficiency(points: Sequence[Simulation]) -> str:
     edge = [(x, up(high)) for x, (_, high) in zip(places, bands, strict=True)]
     back = [(x, up(low)) for x, (low, _) in zip(places, bands, strict=True)]
     dots = [
-        element(
-            "circle",
-            tooltip(f"{each.scenario.devices:,} devices: {each.efficiency:.3f}"),
-            cx=x, cy=up(each.efficiency), r=3.2, class_="recorded",
-        )
+        dot(x, up(each.efficiency), 3.2, "recorded", f"{each.scenario.devices:,} devices: {each.efficiency:.3f}")
         for x, each in zip(places, points, strict=True)
-    ]  # fmt: skip
+    ]
     line = path_of((x, up(each.efficiency)) for x, each in zip(places, points, strict=True))
     ideal = element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=up(1.0), y2=up(1.0), class_="ideal")
     front = element("path", d=line, class_="front")
@@ -84,20 +80,13 @@ def _across(points: Sequence[Simulation]) -> ChartScale:
 
 
 def _frame(across: ChartScale, up: ChartScale, points: Sequence[Simulation]) -> str:
-    parts = []
-    for value in up.ticks():
-        parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=up(value), y2=up(value), class_="grid"))
-        parts.append(element("text", text(f"{value:g}"), x=LEFT - 7, y=up(value) + 4, class_="tick end"))
-    last = -1e9
+    """Axes with a mark at each number of devices, but for those too near to the one before."""
+    marks: list[tuple[float, str]] = []
     for each in points:
         x = across(each.scenario.devices)
-        if x - last > 44:
-            label = {"x": x, "y": HEIGHT - BOTTOM + 17}
-            parts.append(element("text", text(f"{each.scenario.devices:,}"), **label, class_="tick mid"))
-            last = x
-    parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
-    parts.append(element("text", "devices", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="label mid"))
-    return "".join(parts)
+        if not marks or x - marks[-1][0] > 44:
+            marks.append((x, f"{each.scenario.devices:,}"))
+    return frame(None, up, "devices", lambda value: f"{value:g}", marks)
 
 
 def draw_waterfall(title: str, stages: Sequence[Stage]) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from ..sweeps.runner import TrialRecord
 from ..sweeps.spec import SweepSpec
 from .charts import ChartScale, svg, ticks
-from .style import STYLE
-from .svg import element, path_of, short, text, tooltip
+from .svg import document, element, path_of, short, text, tooltip
 
 WIDTH, HEIGHT, EDGE = 900.0, 320.0, 60.0
 
@@ -27,9 +26,7 @@ def sweep_page(spec: SweepSpec, records: Sequence[TrialRecord], speedups: Mappin
     if done:
         parts.append(element("h2", "Settings and result of each trial") + parallel_coordinates(spec, done))
     parts.append(element("h2", "Trials") + _table(spec, records))
-    body = element("main", *parts)
-    head = '<meta charset="utf-8">' + element("title", text(f"Sweep of {spec.target}")) + f"<style>{STYLE}</style>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+    return document(f"Sweep of {spec.target}", element("main", *parts))
 
 
 def summary(spec: SweepSpec, records: Sequence[TrialRecord]) -> str:

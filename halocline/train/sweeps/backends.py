@@ -28,7 +28,7 @@ class Backend(AbstractContextManager["Backend"]):
     """Starts the processes of trials on this machine, with output in the trial's folder."""
 
     def start(self, command: list[str], ranks: int, folder: Path) -> TrialRanks:
-        """Start so many ranks; returns at once."""
+        """Start the ranks; returns at once."""
         with (folder / "output.log").open("ab") as log:
             return LocalRanks(command, ranks, folder, output=log.fileno(), errors=log.fileno())
 

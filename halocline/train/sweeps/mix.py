@@ -1,4 +1,4 @@
-"""How the trials of a sweep share its ranks: so many side by side, by what the planner predicts for each number.
+"""How the trials of a sweep share its ranks: how many run side by side follows from what the planner predicts.
 
 A trial on two ranks is rarely twice as fast, so trials side by side are best while there are enough of them; those that
 are left at the end get more ranks each. :class:`TrialMix` finds the waves of trials with the shortest total time.
@@ -46,7 +46,7 @@ class TrialMix:
         self._open: list[int] = []
 
     def seconds(self, left: int) -> float:
-        """What so many trials take."""
+        """Seconds that a number of trials takes."""
         return self._best[left][0]
 
     def waves(self, left: int) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ class TrialMix:
             left -= beside
         return found
 
-    def told(self, left: int) -> str:
+    def text(self, left: int) -> str:
         """The waves and what they take, in words."""
         shares: list[tuple[int, int]] = []  # trials and ranks of each, over waves of the same ranks
         for beside, each in self.waves(left):
@@ -69,7 +69,7 @@ class TrialMix:
         return f"planned mix: {words}: {self.seconds(left):.3g} s (a trial: {times})"
 
     def next_ranks(self, left: int) -> int:
-        """Ranks of the next of so many trials that have not begun."""
+        """Ranks of the next trial, where ``left`` have not begun."""
         if not self._open:
             _, beside, each = self._best[left]
             self._open = [each] * beside
@@ -117,7 +117,7 @@ def _costs_alike(one: Settings, other: Settings) -> bool:
 
 
 def _trial_seconds(settings: Settings, named: str | None, ranks: int) -> float:
-    """What the steps of a trial take on so many ranks. Raises HaloclineError where it cannot run on them."""
+    """Seconds of a trial's steps on a number of ranks. Raises HaloclineError where it cannot run on them."""
     from ...arrangement import DATA
     from ...errors import PlanError
     from ...plan.cost import Prices

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, first_line
 from ..launch import Ending, LocalRanks
 from .backends import Backend, TrialRanks
 
@@ -79,7 +79,7 @@ class _RayRanks:
         except self._ray.exceptions.RayTaskError:
             raise
         except self._ray.exceptions.RayError as error:
-            return Ending(0, _KILLED, f"its Ray worker was lost: {str(error).strip().splitlines()[0]}")
+            return Ending(0, _KILLED, f"its Ray worker was lost: {first_line(error)}")
         return None if told is None else Ending(*told)
 
     def signal(self, number: int) -> None:
@@ -97,7 +97,7 @@ def train_on_worker(
     folder, over = Path(place), threading.Event()
     with (folder / "output.log").open("ab") as log:
         running = LocalRanks([sys.executable, *words], ranks, folder, output=log.fileno(), errors=log.fileno())
-        threading.Thread(target=_hand_on, args=(running, folder / _SIGNALS, over), daemon=True).start()
+        threading.Thread(target=_forward_signals, args=(running, folder / _SIGNALS, over), daemon=True).start()
         try:
             ending = running.wait()
         finally:
@@ -105,7 +105,7 @@ def train_on_worker(
     return None if ending is None else (ending.rank, ending.status, ending.words)
 
 
-def _hand_on(running: LocalRanks, path: Path, over: threading.Event) -> None:
+def _forward_signals(running: LocalRanks, path: Path, over: threading.Event) -> None:
     """Send the ranks the signals that the sweep writes down."""
     sent = 0
     while not over.wait(_LOOK):

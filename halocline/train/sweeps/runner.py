@@ -42,7 +42,7 @@ class TrialRecord:
 
 
 class SweepRunner:
-    """One sweep in a folder of its own; goes on with an earlier one that it finds there."""
+    """One sweep in a folder of its own; resumes an earlier one that it finds there."""
 
     def __init__(self, spec: SweepSpec, folder: Path, command: Sequence[str], tell: Callable[[str], None]) -> None:
         try:
@@ -141,10 +141,10 @@ class SweepRunner:
     @property
     def mix_text(self) -> str:
         """How the planner shares the ranks; empty in other modes."""
-        return "" if self.mix is None else self.mix.told(self.spec.trials)
+        return "" if self.mix is None else self.mix.text(self.spec.trials)
 
     def _ranks_of_next(self, left: int) -> int:
-        """Ranks of the next of so many trials that have not begun."""
+        """Ranks of the next trial, where ``left`` have not begun."""
         if self.mix is not None and left:
             return self.mix.next_ranks(min(left, self.spec.trials))
         return self.spec.ranks if self.spec.mode == "data" else 1

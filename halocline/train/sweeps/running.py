@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...background import in_background
 from ..explain import explain
 from ..launch import Ending
 from .backends import StartRanks, TrialRanks
@@ -27,8 +27,7 @@ class RunningTrial:
         self.failure = ""  # why it has failed
         self.pruned = False
         self._began = time.monotonic() - before
-        self._thread = threading.Thread(target=self._run, daemon=True, name=f"halocline trial {folder.name}")
-        self._thread.start()
+        self._watching = in_background(self._run, f"halocline trial {folder.name}")
 
     def _run(self) -> None:
         try:
@@ -49,7 +48,7 @@ class RunningTrial:
     @property
     def over(self) -> bool:
         """Has it ended?"""
-        return not self._thread.is_alive()
+        return self._watching.done()
 
     def prune(self) -> None:
         """Let it write a checkpoint and end."""
