@@ -42,7 +42,7 @@ WORDS = {
     "scan": "running sums and products, extremes and where they stand: one value a tile passes between ranks",
     "attention": "queries keep their cut; dropout by global index; nn.MultiheadAttention",
     "fourier": "all transforms; of several cut dims one is whole at a time",
-    "recurrent": "LSTM, GRU, RNN and their cells: time whole, batch cut",
+    "recurrent": "LSTM, GRU, RNN and their cells: time whole, batch and hidden units cut",
     "patches": "sliding patches and their sum",
     "matrix": "triangles, diagonals, cross and Kronecker products",
     "stack": "inverses, factors and solutions of stacks of matrices: those stay whole, the stack is cut",

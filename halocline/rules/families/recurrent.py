@@ -1,12 +1,12 @@
 """Recurrent networks: time runs on whole, the batch keeps its cut.
 
 A sequence that is cut in time is brought together first, since each step needs the one before it, wherever it lies.
-Layers run one by one where something is dropped between them, so that it is drawn by global index.
+Layers run one by one where something is dropped between them, so that it is drawn by global index, and where their
+weights are cut by hidden units (``recurrent_units.py``). Weights that are cut otherwise are gathered in each call.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...tensor import ShardedTensor
 from ..recipe import Operand, Output, Recipe, Work, as_called, follow, read_whole, whole_operands
-from ..table import composite, refuse, rule, run_for
+from ..table import composite, refuse, run_for
 from .random import dropped
+from .recurrent_units import cut_by_units, run_cell, run_layer
 
 
 def _network_rule(
@@ -67,15 +68,21 @@ def _register(function: Any) -> None:
             raise refuse(function, "a packed sequence mixes the samples of a batch", "pad it, and mask what is behind")
         states = tuple(hx) if function is torch.lstm else (hx,)
         call = (has_biases, bidirectional, batch_first)
-        if not (train and dropout and num_layers > 1):
+        each, ways, lost = len(params) // num_layers, 1 + bidirectional, dropout if train else 0.0
+        layers = [list(params[layer * each : (layer + 1) * each]) for layer in range(num_layers)]
+        batch = 0 if batch_first else 1
+        by_units = [cut_by_units(own[1 :: each // ways], input, batch) for own in layers]
+        if not any(by_units) and (not lost or num_layers == 1):
             return _run(function, input, states, list(params), num_layers, *call)
-        ends, each, ways = [], len(params) // num_layers, 1 + bidirectional
-        for layer in range(num_layers):
+        ends = []
+        for layer, own in enumerate(layers):
             # torch drops between layers, never before the first.
-            input = dropped(input, dropout) if layer else input
-            own = list(params[layer * each : (layer + 1) * each])
+            input = dropped(input, lost) if layer else input
             start = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
-            input, *end = _run(function, input, start, own, 1, *call)
+            if by_units[layer]:
+                input, *end = run_layer(function, input, start, own, has_biases, batch_first)
+            else:
+                input, *end = _run(function, input, start, own, 1, *call)
             ends.append(end)
         return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
 
@@ -120,5 +127,18 @@ def _cell_rule(
     )
 
 
+def _register_cell(function: Any) -> None:
+    """Register a recurrent cell as a composite over its rule."""
+
+    def cell(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+        """One step; by hidden units where those are cut."""
+        if input.ndim == 2 and cut_by_units((w_hh,), input, 0):
+            states = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+            return run_cell(function, input, states, (w_ih, w_hh), (b_ih, b_hh))
+        return run_for(function, _cell_rule, input, hx, w_ih, w_hh, b_ih, b_hh)
+
+    composite(function, family="recurrent")(cell)
+
+
 for _cell in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell):
-    rule(_cell, family="recurrent")(partial(_cell_rule, _cell))
+    _register_cell(_cell)
