@@ -44,6 +44,7 @@ WORDS = {
     "fourier": "all transforms; of several cut dims one is whole at a time",
     "recurrent": "LSTM, GRU, RNN and their cells: time whole, batch and hidden units cut",
     "patches": "sliding patches and their sum",
+    "control_flow": "torch.cond and torch.while_loop that run uncompiled",
     "matrix": "triangles, diagonals, cross and Kronecker products",
     "stack": "inverses, factors and solutions of stacks of matrices: those stay whole, the stack is cut",
     "order": "medians, quantiles, buckets, distances of all pairs",

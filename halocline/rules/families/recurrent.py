@@ -71,7 +71,8 @@ def _register(function: Any) -> None:
         each, ways, lost = len(params) // num_layers, 1 + bidirectional, dropout if train else 0.0
         layers = [list(params[layer * each : (layer + 1) * each]) for layer in range(num_layers)]
         batch = 0 if batch_first else 1
-        by_units = [cut_by_units(own[1 :: each // ways], input, batch) for own in layers]
+        of_ways = [list(zip(own[1 :: each // ways], own[:: each // ways], strict=True)) for own in layers]
+        by_units = [cut_by_units(weights, input, batch) for weights in of_ways]
         if not any(by_units) and (not lost or num_layers == 1):
             return _run(function, input, states, list(params), num_layers, *call)
         ends = []
@@ -132,7 +133,7 @@ def _register_cell(function: Any) -> None:
 
     def cell(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
         """One step; by hidden units where those are cut."""
-        if input.ndim == 2 and cut_by_units((w_hh,), input, 0):
+        if input.ndim == 2 and cut_by_units([[w_hh]], input, 0):
             states = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
             return run_cell(function, input, states, (w_ih, w_hh), (b_ih, b_hh))
         return run_for(function, _cell_rule, input, hx, w_ih, w_hh, b_ih, b_hh)

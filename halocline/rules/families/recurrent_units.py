@@ -43,16 +43,23 @@ class Weights(NamedTuple):
     projection: Tensor | None  #: [projected, units]
 
 
-def cut_by_units(recurrent: Sequence[Tensor], input: Tensor, batch: int) -> bool:
-    """Do the ranks of one axis share the hidden units of these weights, and work on the same samples?"""
-    if input.ndim <= batch + 1 or not all(isinstance(weight, ShardedTensor) for weight in recurrent):
+def cut_by_units(ways: Sequence[Sequence[Tensor]], input: Tensor, batch: int) -> bool:
+    """Do the ranks of one axis share the hidden units, and work on the same samples? ``ways``: weights by direction."""
+    if input.ndim <= batch + 1:
         return False
-    rows = {weight.sharding.cuts[0] for weight in recurrent if isinstance(weight, ShardedTensor)}
-    cut, mesh = rows.pop(), recurrent[0].sharding.mesh  # type: ignore[attr-defined]
-    if cut is None or rows or mesh.sizes[cut.axis] == 1:
+    rows = {_rows(weights) for weights in ways}
+    found = rows.pop()
+    if found is None or rows or found[0].sizes[found[1]] == 1:
         return False
+    mesh, axis = found
     samples = input.sharding.cuts[batch] if isinstance(input, ShardedTensor) else None
-    return (samples is None or samples.axis != cut.axis) and choices_here(mesh).remedy != "gather"
+    return (samples is None or samples.axis != axis) and choices_here(mesh).remedy != "gather"
+
+
+def _rows(weights: Sequence[Tensor]) -> tuple[Any, str] | None:
+    """Mesh and axis of the first weight whose rows are cut, which are those of the gates."""
+    of_rows = [(w.sharding.mesh, w.sharding.cuts[0]) for w in weights if isinstance(w, ShardedTensor)]
+    return next(((mesh, cut.axis) for mesh, cut in of_rows if cut is not None), None)
 
 
 def run_layer(
@@ -128,7 +135,7 @@ def _arranged(function: Any, params: Sequence[Tensor], has_biases: bool) -> Weig
 def _arranging_rule(
     function: Any, recurrent: Operand, entering: Operand, biases: list[Operand], projection: list[Operand]
 ) -> Recipe:
-    """Rows of the same unit, one of each gate, come to lie on one rank. The recurrent weight says how units are cut."""
+    """Rows of the same unit, one of each gate, come to lie on one rank. The first weight with cut rows decides."""
     gates = GATES[function]
     units = recurrent.shape[0] // gates
     rows = Link(0, Packed(gates, units))
