@@ -66,6 +66,9 @@ TENSOR_MODULE = "torch"
 #: ``reshape`` whose result is no view to autograd: for what nobody else sees.
 unsafe_view = torch.ops.aten._unsafe_view
 
+#: What pads and packs sequences in ``torch.nn.utils.rnn``.
+pack_padded, pad_packed = torch._pack_padded_sequence, torch._pad_packed_sequence
+
 #: What nn.TransformerEncoder packs padded sequences with; None where torch has it no more.
 nested_tensor_from_mask = getattr(torch, "_nested_tensor_from_mask_left_aligned", None)
 

@@ -42,7 +42,7 @@ WORDS = {
     "scan": "running sums and products, extremes and where they stand: one value a tile passes between ranks",
     "attention": "queries keep their cut; dropout by global index; nn.MultiheadAttention",
     "fourier": "all transforms; of several cut dims one is whole at a time",
-    "recurrent": "LSTM, GRU, RNN and their cells: time whole, batch and hidden units cut",
+    "recurrent": "LSTM, GRU, RNN and their cells: time whole, batch or hidden units cut; packed sequences",
     "patches": "sliding patches and their sum",
     "control_flow": "torch.cond and torch.while_loop that run uncompiled",
     "matrix": "triangles, diagonals, cross and Kronecker products",

@@ -14,6 +14,7 @@ from halocline.program import dry, record
 from halocline.testing import shared_pool
 
 LAYOUT = {"enter.*": {0: "model"}, "turn.weight": {1: "model"}}
+BY_UNITS = {"enter.*": {0: "model"}, "turn.*": {0: "model"}}
 CUTS = ({0: "data"}, {1: "data"}, {})
 
 
@@ -40,15 +41,27 @@ class Settling(nn.Module):
         return turned * 1.25 if turned.mean() > 0 else turned
 
 
-def differences() -> list[tuple[int, int, float]]:
+class SettlingCell(Settling):
+    """The same with a cell, whose hidden units a layout cuts."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__(recompute)
+        self.turn = nn.GRUCell(16, 16)
+
+    def step(self, state: Tensor, x: Tensor) -> Tensor:
+        turned: Tensor = self.turn(x, state)
+        return turned * 1.25 if turned.mean() > 0 else turned - 0.1
+
+
+def differences(kind: type[Settling]) -> list[tuple[int, int, float]]:
     """Turns of both, and the largest error of output and gradients, for every cut, layout and kind of loop."""
     mesh, found = hc.Mesh(data=2, model=2), []
     for cut in CUTS:
-        for layout in (None, LAYOUT):
+        for layout in (None, LAYOUT if kind is Settling else BY_UNITS):
             for recompute in (False, True):
-                for enough in (0.0, 0.7, 0.95):
+                for enough in (0.0, 0.7, 0.95) if kind is Settling else (0.0, 0.4, 0.5):
                     torch.manual_seed(0)
-                    plain, model = Settling(recompute).double(), Settling(recompute).double()
+                    plain, model = kind(recompute).double(), kind(recompute).double()
                     model.load_state_dict(plain.state_dict())
                     x = torch.rand(4, 16, dtype=torch.float64)
                     hc.distribute(model, mesh, layout=layout)
@@ -66,8 +79,9 @@ def differences() -> list[tuple[int, int, float]]:
     return found
 
 
-def test_loops_of_data_take_the_path_of_one_rank() -> None:
-    found = shared_pool(4).run(differences, deadline=120.0)[0]
+@pytest.mark.parametrize("kind", [Settling, pytest.param(SettlingCell, marks=pytest.mark.long)])
+def test_loops_of_data_take_the_path_of_one_rank(kind: type[Settling]) -> None:
+    found = shared_pool(4).run(differences, kind, deadline=120.0)[0]
     assert len(found) == 36 and {turns for turns, _, _ in found} >= {0} and len({turns for turns, _, _ in found}) >= 3
     for turns, wanted, error in found:
         assert turns == wanted and error <= 1e-8

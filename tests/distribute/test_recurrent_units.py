@@ -13,7 +13,7 @@ import pytest
 import torch
 from model_axes import Layout, compared, drawn
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import halocline as hc
 from halocline.program import Record, dry, record
@@ -55,6 +55,21 @@ class Stepped(nn.Module):
         for step in x + self.input:
             state = self.net(step, state)
         return state if isinstance(state, tuple) else (state,)
+
+
+class Packed(Recurrent):
+    """Sequences of several lengths, packed for the network and padded again."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, states = self.net.batch_first, tuple(self.states)
+        packed = pack_padded_sequence(x + self.input, LENGTHS, first, enforce_sorted=False)
+        out, end = self.net(packed, (states if len(states) > 1 else states[0]) if states else None)
+        padded, lengths = pad_packed_sequence(out, first, 0.5, STEPS + 1)
+        assert torch.equal(lengths, LENGTHS)
+        return padded, *(end if isinstance(end, tuple) else (end,))
+
+
+LENGTHS = torch.tensor([1, 3, 2])
 
 
 def drawn_weights(model: nn.Module) -> None:
@@ -111,6 +126,48 @@ def test_every_way_to_cut(name: str) -> None:
         named = {f"net.{pattern}": dims for pattern, dims in layout.items()}
         error = compared(model, [x], {"data": 2, "model": 2}, named, {batch: "data"}, twice=number == 0)
         assert error <= EXACT, (error, layout)
+
+
+PACKED = {
+    "lstm": lambda: Packed(nn.LSTM(FEATURES, UNITS)),
+    "deep, both directions": lambda: Packed(nn.LSTM(FEATURES, UNITS, 2, bidirectional=True, proj_size=2), given=False),
+    "gru": lambda: Packed(nn.GRU(FEATURES, UNITS, 2, bidirectional=True, batch_first=True)),
+    "relu": lambda: Packed(nn.RNN(FEATURES, UNITS, nonlinearity="relu", bias=False)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name: str) -> None:
+    """Shorter sequences end, or join, in between. Other layouts gather the weights."""
+    model = PACKED[name]()
+    x, _ = input_of(model)
+    columns: Layout = {"net.weight_hh*": {1: "model"}, "net.weight_ih*": {1: "model"}}
+    cases = [({"model": 2}, by_units(model)), ({"data": 2, "model": 3}, by_units(model)), ({"model": 2}, columns)]
+    for number, (mesh, layout) in enumerate(cases):
+        error = compared(model, [x], mesh, layout, twice=number == 0)
+        assert error <= EXACT, (error, mesh, layout)
+
+
+def test_packing_what_is_cut() -> None:
+    """Features stay cut; samples and time are gathered where they are packed."""
+    model = PACKED["gru"]()
+    x, batch = input_of(model)
+    for dims in ({2: "model"}, {batch: "data"}, {1 - batch: "data", 2: "model"}):
+        error = compared(model, [x], {"data": 2, "model": 2}, by_units(model), dims)
+        assert error <= EXACT, (error, dims)
+
+
+def test_packed_samples_are_not_cut() -> None:
+    def body() -> None:
+        mesh = hc.Mesh(model=2)
+        cut = hc.shard(torch.ones(6, FEATURES, dtype=torch.float64), mesh, {0: "model"})
+        packed = PackedSequence(cut, torch.tensor([3, 2, 1]))
+        with pytest.raises(hc.Refused, match="packed"):
+            hc.distribute(NETWORKS["lstm"]().net, mesh)(packed)
+        with pytest.raises(hc.Refused, match="mixed"):
+            pad_packed_sequence(packed)
+
+    run_local(2, body)
 
 
 def test_sums_that_may_wait() -> None:
@@ -222,7 +279,7 @@ def test_gates_of_a_cell_travel_in_place_of_weights(cell: type[nn.RNNCellBase]) 
 
 
 def test_results_and_state() -> None:
-    """Results are cut as those of a linear layer, the state is that of one rank, and packed input is refused."""
+    """Results are cut as those of a linear layer, and the state is that of one rank."""
     net = NETWORKS["lstm"]().net
     x = torch.ones(STEPS, BATCH, FEATURES, dtype=torch.float64)
 
@@ -235,8 +292,6 @@ def test_results_and_state() -> None:
         whole = hc.gather(own.state_dict())
         assert list(whole) == list(net.state_dict())
         assert all(torch.equal(whole[name], each) for name, each in net.state_dict().items())
-        with pytest.raises(hc.Refused, match="packed"):
-            own(pack_padded_sequence(x, torch.tensor([3, 2, 1])))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             single = hc.distribute(copy.deepcopy(net).float(), mesh, layout={"*": {0: "model"}})
             wanted = copy.deepcopy(net).float()(x.float())

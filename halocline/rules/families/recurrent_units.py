@@ -43,17 +43,17 @@ class Weights(NamedTuple):
     projection: Tensor | None  #: [projected, units]
 
 
-def cut_by_units(ways: Sequence[Sequence[Tensor]], input: Tensor, batch: int) -> bool:
-    """Do the ranks of one axis share the hidden units, and work on the same samples? ``ways``: weights by direction."""
-    if input.ndim <= batch + 1:
-        return False
+def cut_by_units(ways: Sequence[Sequence[Tensor]], samples: str | None) -> bool:
+    """Do the ranks of one axis share the hidden units? ``ways``: weights by direction; ``samples``: axis of the batch.
+
+    Ranks that work on other samples cannot share units: they gather the weights.
+    """
     rows = {_rows(weights) for weights in ways}
     found = rows.pop()
-    if found is None or rows or found[0].sizes[found[1]] == 1:
+    if found is None or rows:
         return False
     mesh, axis = found
-    samples = input.sharding.cuts[batch] if isinstance(input, ShardedTensor) else None
-    return (samples is None or samples.axis != axis) and choices_here(mesh).remedy != "gather"
+    return axis != samples and mesh.sizes[axis] > 1 and choices_here(mesh).remedy != "gather"
 
 
 def _rows(weights: Sequence[Tensor]) -> tuple[Any, str] | None:
@@ -63,21 +63,27 @@ def _rows(weights: Sequence[Tensor]) -> tuple[Any, str] | None:
 
 
 def run_layer(
-    function: Any, input: Tensor, start: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, batch_first: bool
+    function: Any,
+    input: Tensor,
+    start: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    batch_first: bool,
+    sizes: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """One layer, in one or both directions: its results, and its last states."""
+    """One layer, in one or both directions: its results, and its last states. ``sizes``: samples by step, if packed."""
     ways = start[0].shape[0]
     each = len(params) // ways
     weights = [_arranged(function, params[way * each : (way + 1) * each], has_biases) for way in range(ways)]
     input = input.transpose(0, 1) if batch_first else input
     products = ([each.entering for each in weights], [each.entering_bias for each in weights])
-    gates = run_for(function, _entering_rule, input, *products)
+    gates = run_for(function, _entering_rule, input, *products, sizes)
     gates = gates if isinstance(gates, tuple) else (gates,)
     steps, seen, ends = len(gates) // ways, [], []
     for way in range(ways):
         own, first = gates[way * steps : (way + 1) * steps], [state[way] for state in start]
-        out, end = _run_way(function, own, weights[way], first, backwards=way == 1)
-        seen.append(out)
+        out, end = (_run_backwards if way else _run_forwards)(function, own, weights[way], first)
+        seen.append(torch.stack(out) if sizes is None else torch.cat(out))
         ends.append(end)
     result = torch.cat(seen, -1) if ways > 1 else seen[0]
     made = (result.transpose(0, 1) if batch_first else result, *map(torch.stack, zip(*ends, strict=True)))
@@ -90,8 +96,9 @@ def _as_autocast(
     """Under autocast, results of the dtypes of torch's own call, which is asked for two units of one feature."""
     if not autocasts(input.device.type):
         return made
+    few: tuple[int, ...] = (1, 1) if function in NETWORK else (1, 1, 1)
     projected, cell = len(params) - 2 * has_biases - 2, function in NETWORK
-    rows, of_state, few = 2 * GATES[NETWORK.get(function, function)], 2 - projected, (1,) * input.ndim
+    rows, of_state = 2 * GATES[NETWORK.get(function, function)], 2 - projected
     sizes = [(rows, 1), (rows, of_state), *[(rows,)] * (2 * has_biases), *[(1, 2)] * projected]
     memories = [2] if function in (torch.lstm, torch.lstm_cell) else []
 
@@ -108,19 +115,44 @@ def _as_autocast(
     return tuple(each.to(like.dtype) for each, like in zip(made, asked, strict=True))
 
 
-def _run_way(
-    function: Any, entered: Sequence[Tensor], weights: Weights, states: list[Tensor], backwards: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """One time step after the other: the hidden state of each, and the last states."""
-    seen = []
-    for gates in reversed(entered) if backwards else entered:
-        made = run_for(function, _step_rule, gates, weights.recurrent, weights.recurrent_bias, *states)
-        hidden, *memory = made if isinstance(made, tuple) else (made,)
-        # The ranks' parts of the projection are added up (now, whatever the mesh chooses): no gather in the next step.
-        state = hidden if weights.projection is None else F.linear(hidden, weights.projection).contiguous()
-        states = [state, *memory]
-        seen.append(state)
-    return torch.stack(seen[::-1] if backwards else seen), states
+def _run_forwards(
+    function: Any, entered: Sequence[Tensor], weights: Weights, states: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The hidden state of each time step, and the last states. Of packed sequences the longest come first."""
+    seen, ended = [], []
+    for gates in entered:
+        if (left := gates.shape[0]) < states[0].shape[0]:
+            ended.append([state[left:] for state in states])
+            states = [state[:left] for state in states]
+        states = _step(function, gates, weights, states)
+        seen.append(states[0])
+    ended.append(states)
+    return seen, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*ended[::-1], strict=True)]
+
+
+def _run_backwards(
+    function: Any, entered: Sequence[Tensor], weights: Weights, first: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same from the last time step on. Packed sequences that are shorter join where they end."""
+    seen: list[Tensor] = []
+    states = [state[: entered[-1].shape[0]] for state in first]
+    for gates in reversed(entered):
+        if (now := states[0].shape[0]) < gates.shape[0]:
+            joining = [state[now : gates.shape[0]] for state in first]
+            states = [torch.cat(both) for both in zip(states, joining, strict=True)]
+        states = _step(function, gates, weights, states)
+        seen.append(states[0])
+    return seen[::-1], states
+
+
+def _step(function: Any, gates: Tensor, weights: Weights, states: list[Tensor]) -> list[Tensor]:
+    """The states after one time step."""
+    made = run_for(function, _step_rule, gates, weights.recurrent, weights.recurrent_bias, *states)
+    hidden, *memory = made if isinstance(made, tuple) else (made,)
+    if weights.projection is None:
+        return [hidden, *memory]
+    # The ranks' parts of the projection are added up (now, whatever the mesh chooses): no gather in the next step.
+    return [F.linear(hidden, weights.projection).contiguous(), *memory]
 
 
 def _arranged(function: Any, params: Sequence[Tensor], has_biases: bool) -> Weights:
@@ -157,22 +189,33 @@ def _arranging_rule(
     )
 
 
-def _entering_rule(function: Any, input: Operand, weights: list[Operand], biases: list[Operand | None]) -> Recipe:
+def _entering_rule(
+    function: Any,
+    input: Operand,
+    weights: list[Operand],
+    biases: list[Operand | None],
+    sizes: tuple[int, ...] | None,
+) -> Recipe:
     """What the sequence adds to the gates of each time step, for each direction. Time and features are read whole.
 
     Each step is a result of its own: the gradients of slices would be added up in tensors as long as the sequence.
     """
-    (steps, batch, _), (gates, units, _) = input.shape, weights[0].shape
+    gates, units, _ = weights[0].shape
+    batch = 1 if sizes else input.shape[1]  # a packed batch is not cut
     reads = [follow(weight, None, 1, None) for weight in weights]
-    reads += [follow(input, None, 0, None), *(follow(bias, None, 1) for bias in biases if bias is not None)]
+    reads += [follow(input, *((None, None) if sizes else (None, 0, None)))]
+    reads += [follow(bias, None, 1) for bias in biases if bias is not None]
 
-    def local(work: Work, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:
+    def local(work: Work, input: Tensor, weights: list[Tensor], biases: list[Tensor | None], *_: Any) -> Any:
         products = [_by_gates(input, *each) for each in zip(weights, biases, strict=True)]
-        return _results([step for product in products for step in product.unbind(0)])
+        return _results([step for each in products for step in (each.split(sizes) if sizes else each.unbind(0))])
 
-    output = Output((batch, gates, units), (0, None, 1))
+    if sizes:
+        outputs = [Output((size, gates, units), (None, None, 1)) for size in sizes]
+    else:
+        outputs = [Output((batch, gates, units), (0, None, 1))] * input.shape[0]
     return Recipe(
-        space=(batch, units), reads=tuple(reads), outputs=(output,) * steps * len(weights), local=local, runs_empty=True
+        space=(batch, units), reads=tuple(reads), outputs=(*outputs,) * len(weights), local=local, runs_empty=True
     )
 
 
