@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ TENSOR_MODULE = "torch"
 #: ``reshape`` whose result is no view to autograd: for what nobody else sees.
 unsafe_view = torch.ops.aten._unsafe_view
 
+#: What pads and packs sequences in ``torch.nn.utils.rnn``.
+pack_padded, pad_packed = torch._pack_padded_sequence, torch._pad_packed_sequence
+
 #: What nn.TransformerEncoder packs padded sequences with; None where torch has it no more.
 nested_tensor_from_mask = getattr(torch, "_nested_tensor_from_mask_left_aligned", None)
 
@@ -106,6 +110,10 @@ tracing = torch._C._get_tracing_state
 
 #: Does a transform of torch.func (vmap, grad, jvp) run now?
 transforming = torch._C._are_functorch_transforms_active
+
+
+#: Does torch leave autograd out now? So it does in a branch of ``torch.cond`` that runs uncompiled.
+without_autograd = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality)
 
 
 def quick_apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -38,6 +38,7 @@ from .model_axes import model_axes
 from .pigan import pigan, pigan_scaling
 from .pipeline import pipeline
 from .plan_speed import plan_speed
+from .recurrent import recurrent
 from .reshard import reshard
 from .simulate import coordinator, simulate
 from .slurm import slurm
@@ -59,6 +60,7 @@ add_command(bench, pigan)
 add_command(bench, pigan_scaling, "pigan-scaling")
 add_command(bench, pipeline)
 add_command(bench, plan_speed, "plan-speed")
+add_command(bench, recurrent)
 add_command(bench, reshard)
 add_command(bench, simulate)
 add_command(bench, coordinator)

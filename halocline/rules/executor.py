@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import storage_key, tracing, transforming
+from .._torch_private import storage_key, tracing, transforming, without_autograd
 from ..errors import Refused
 from ..reduction import DeferredParameter, settle
 from ..tensor import (
@@ -63,6 +63,12 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str,
     # A trace or a torch.func transform of one rank's tile would silently give that tile's answer.
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
+    if without_autograd() and torch.is_grad_enabled():
+        raise refuse(
+            function,
+            "it is in a branch of torch.cond, or a torch.while_loop, which torch runs without autograd",
+            "give torch.cond the cut tensors as operands, or write the branch or the loop in Python",
+        )
     if DeferredParameter in types:  # a weight whose step is still to be made; rules would look past that
         settle((args, kwargs))
     if PartialTensor in types:

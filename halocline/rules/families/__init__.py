@@ -8,6 +8,7 @@ from . import (  # noqa: F401
     assign,
     attention,
     contract,
+    control_flow,
     factory,
     foreach,
     fourier,

@@ -43,7 +43,8 @@ def result_dtype(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], d
     return made.dtype
 
 
-def _autocasts(device: str) -> bool:
+def autocasts(device: str) -> bool:
+    """Does torch choose the dtype of a product on this device?"""
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
@@ -55,7 +56,7 @@ def made_of_products(names: str) -> Callable[[Callable[..., Tensor]], Callable[.
         def call(function: Any, *args: Any, **kwargs: Any) -> Tensor:
             """Run under the autocast state that leads to torch's own dtype."""
             device = next(operands((args, kwargs), Tensor)).device.type
-            if not _autocasts(device):
+            if not autocasts(device):
                 return run(*args, **kwargs)
             dtype = result_dtype(function, args, kwargs, device)
             with torch.autocast(device, enabled=dtype != torch.float32):
@@ -237,7 +238,7 @@ def einsum(function: Any, equation: str, *terms: Operand) -> Recipe:
 
     def local(work: Work, equation: str, *tiles: Tensor) -> Tensor:
         made, device = torch.einsum(equation, *tiles), tiles[0].device.type
-        return made.to(expected(device, torch.get_autocast_dtype(device))) if _autocasts(device) else made
+        return made.to(expected(device, torch.get_autocast_dtype(device))) if autocasts(device) else made
 
     return contraction(list(zip(terms, labels, strict=True)), out, local, uncut=twice)
 

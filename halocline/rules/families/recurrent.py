@@ -1,21 +1,24 @@
 """Recurrent networks: time runs on whole, the batch keeps its cut.
 
 A sequence that is cut in time is brought together first, since each step needs the one before it, wherever it lies.
-Layers run one by one where something is dropped between them, so that it is drawn by global index.
+Layers run one by one where something is dropped between them, so that it is drawn by global index, and where their
+weights are cut by hidden units (``recurrent_units.py``). Weights that are cut otherwise are gathered in each call. The
+rows of packed sequences mix samples and time, so that they are whole.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._torch_private import pack_padded, pad_packed
 from ...tensor import ShardedTensor
 from ..recipe import Operand, Output, Recipe, Work, as_called, follow, read_whole, whole_operands
-from ..table import composite, refuse, rule, run_for
+from ..table import composite, refuse, run_for
 from .random import dropped
+from .recurrent_units import cut_by_units, run_cell, run_layer
 
 
 def _network_rule(
@@ -48,49 +51,104 @@ def _network_rule(
     )
 
 
-def _register(function: Any) -> None:
-    """Register a recurrent network as a composite over its rule."""
+def _packed_rule(
+    function: Any,
+    data: Operand,
+    sizes: tuple[int, ...],
+    hx: tuple[Operand, ...],
+    params: list[Operand],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+) -> Recipe:
+    """All layers at once of packed sequences, on whole operands. ``sizes``: samples by time step."""
 
-    def network(
-        input: Tensor,
-        hx: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, ...]:
-        """All layers in one call; layer by layer where something is dropped between them."""
-        if isinstance(hx, Tensor) and not hx.is_floating_point():  # (data, batch_sizes, hx, params, ...)
-            raise refuse(function, "a packed sequence mixes the samples of a batch", "pad it, and mask what is behind")
+    def local(work: Work, data: Tensor, _: Any, hx: Any, params: Any, *options: Any) -> tuple[Tensor, ...]:
+        return _packed_without_dropout(function, data, sizes, hx, params, *options)
+
+    made = (data.shape[0], hx[0].shape[2] * (1 + bidirectional))
+    outputs = [Output(made, (None, None)), *(Output(state.shape, (None,) * 3) for state in hx)]
+    return Recipe(space=(), reads=tuple(map(read_whole, (data, *hx, *params))), outputs=tuple(outputs), local=local)
+
+
+class _Options(NamedTuple):
+    """Of a recurrent network, as torch's functions take them; and how many packed samples each time step has."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+    sizes: tuple[int, ...] | None = None
+
+
+def _register(function: Any) -> None:
+    """Register a recurrent network as a composite over its rules."""
+
+    def network(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """``(input, hx, params, ...)`` or, of packed sequences, ``(data, batch_sizes, hx, params, ...)``."""
+        args += tuple(kwargs[name] for name in ("hx", "params", *_Options._fields) if name in kwargs)
+        sizes = None
+        if isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            sizes, args = tuple(args[0].tolist()), args[1:]
+            if _axis(input, 0) is not None:
+                why = "a packed sequence mixes the samples of a batch"
+                raise refuse(function, why, "pad it, and mask what is behind, or pack it whole")
+        hx, params, *options = args
         states = tuple(hx) if function is torch.lstm else (hx,)
-        call = (has_biases, bidirectional, batch_first)
-        if not (train and dropout and num_layers > 1):
-            return _run(function, input, states, list(params), num_layers, *call)
-        ends, each, ways = [], len(params) // num_layers, 1 + bidirectional
-        for layer in range(num_layers):
-            # torch drops between layers, never before the first.
-            input = dropped(input, dropout) if layer else input
-            own = list(params[layer * each : (layer + 1) * each])
-            start = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
-            input, *end = _run(function, input, start, own, 1, *call)
-            ends.append(end)
-        return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
+        return _run_layers(function, input, states, list(params), _Options(*options)._replace(sizes=sizes))
 
     composite(function, family="recurrent")(network)
 
 
-def _run(
-    function: Any, input: Tensor, hx: tuple[Tensor, ...], params: list[Tensor], num_layers: int, *options: bool
+def _axis(tensor: Tensor, dim: int) -> str | None:
+    cut = tensor.sharding.cuts[dim] if isinstance(tensor, ShardedTensor) else None
+    return None if cut is None else cut.axis
+
+
+def _run_layers(
+    function: Any, input: Tensor, states: tuple[Tensor, ...], params: list[Tensor], options: _Options
 ) -> tuple[Tensor, ...]:
-    """A sequence that was cut in time alone is whole from the second layer on. ``options``: biases, two ways, batch."""
-    has_biases, bidirectional, batch_first = options
-    call = (input, hx, params, has_biases, num_layers, bidirectional, batch_first)
-    if any(isinstance(tensor, ShardedTensor) for tensor in (input, *hx, *params)):
-        return run_for(function, _network_rule, *call)
-    return _without_dropout(function, *call)
+    """All layers in one call; layer by layer where something is dropped between them, or units are cut."""
+    layers, ways, lost = options.num_layers, 1 + options.bidirectional, options.dropout if options.train else 0.0
+    each = len(params) // layers
+    of_layers = [params[layer * each : (layer + 1) * each] for layer in range(layers)]
+    samples = None if options.sizes else _axis(input, 0 if options.batch_first else 1)
+    by_units = [_by_units(own, ways, samples) and input.ndim == (2 if options.sizes else 3) for own in of_layers]
+    if not any(by_units) and (not lost or layers == 1):
+        return _run(function, input, states, params, options)
+    ends = []
+    for layer, own in enumerate(of_layers):
+        # torch drops between layers, never before the first.
+        input = dropped(input, lost) if layer else input
+        start = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
+        if by_units[layer]:
+            each_way = options.has_biases, options.batch_first, options.sizes
+            input, *end = run_layer(function, input, start, own, *each_way)
+        else:
+            input, *end = _run(function, input, start, own, options._replace(num_layers=1))
+        ends.append(end)
+    return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+
+def _by_units(params: list[Tensor], ways: int, samples: str | None) -> bool:
+    """Are the hidden units of this layer cut? The weight of the state decides, then that of the input."""
+    each = len(params) // ways
+    return cut_by_units(list(zip(params[1::each], params[::each], strict=True)), samples)
+
+
+def _run(
+    function: Any, input: Tensor, hx: tuple[Tensor, ...], params: list[Tensor], options: _Options
+) -> tuple[Tensor, ...]:
+    """Some layers in one call. A sequence that was cut in time alone is whole from the second layer on."""
+    has_biases, num_layers, bidirectional = options.has_biases, options.num_layers, options.bidirectional
+    cut = any(isinstance(tensor, ShardedTensor) for tensor in (input, *hx, *params))
+    if options.sizes:
+        packed = (input, options.sizes, hx, params, has_biases, num_layers, bidirectional)
+        return run_for(function, _packed_rule, *packed) if cut else _packed_without_dropout(function, *packed)
+    call = (input, hx, params, has_biases, num_layers, bidirectional, options.batch_first)
+    return run_for(function, _network_rule, *call) if cut else _without_dropout(function, *call)
 
 
 def _without_dropout(
@@ -101,8 +159,42 @@ def _without_dropout(
     return function(input, state, list(params), has_biases, num_layers, 0.0, False, *options)
 
 
+def _packed_without_dropout(
+    function: Any, data: Tensor, sizes: tuple[int, ...], hx: Any, params: Any, *options: Any
+) -> tuple[Tensor, ...]:
+    """The same for packed sequences."""
+    (has_biases, num_layers, bidirectional), state = options, tuple(hx) if function is torch.lstm else hx[0]
+    samples = torch.tensor(sizes, device="cpu")
+    return function(data, samples, state, list(params), has_biases, num_layers, 0.0, False, bidirectional)
+
+
 for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _register(_function)
+
+
+@composite(pack_padded, family="recurrent")
+def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The rows that torch would pack. Samples and time are whole afterwards, features as they were."""
+    input = input.transpose(0, 1) if batch_first else input
+    rows = torch.arange(input.shape[0] * input.shape[1], device="cpu").unflatten(0, (*input.shape[:2], 1))
+    places, sizes = pack_padded(rows, lengths, False)
+    return input.flatten(0, 1).index_select(0, places.flatten().to(input.device)), sizes
+
+
+@composite(pad_packed, family="recurrent")
+def pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """The rows where torch would put them. What is missing is one more row, of the padding."""
+    if _axis(data, 0) is not None:
+        raise refuse("pad_packed_sequence", "samples of a cut batch would be mixed", "hc.gather the packed data first")
+    count = data.shape[0]
+    rows = torch.arange(count, device="cpu").unsqueeze(1)
+    places, lengths = pad_packed(rows, batch_sizes, False, float(count), total_length)
+    padding = torch.full((1, *data.shape[1:]), padding_value, dtype=data.dtype, device=data.device)
+    padded = torch.cat([data, padding]).index_select(0, places.flatten().to(data.device))
+    padded = padded.unflatten(0, places.shape[:2])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 def _cell_rule(
@@ -120,5 +212,18 @@ def _cell_rule(
     )
 
 
+def _register_cell(function: Any) -> None:
+    """Register a recurrent cell as a composite over its rule."""
+
+    def cell(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+        """One step; by hidden units where those are cut."""
+        if input.ndim == 2 and cut_by_units([[w_hh]], _axis(input, 0)):
+            states = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+            return run_cell(function, input, states, (w_ih, w_hh), (b_ih, b_hh))
+        return run_for(function, _cell_rule, input, hx, w_ih, w_hh, b_ih, b_hh)
+
+    composite(function, family="recurrent")(cell)
+
+
 for _cell in (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell):
-    rule(_cell, family="recurrent")(partial(_cell_rule, _cell))
+    _register_cell(_cell)
