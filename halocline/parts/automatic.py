@@ -126,7 +126,7 @@ def run_alone(
     for number in call.reads:
         leaf = tensor_of(number).detach().requires_grad_(record.values[number].requires_grad)
         known[number] = leaf.clone() if number in written else leaf
-    args, kwargs = fill((call.args, call.kwargs), lambda ref: known[ref.value])
+    args, kwargs = fill((call.args, call.kwargs), known)
     with torch.enable_grad(), state_of(call, 0, 0, on_meta=on_meta):
         result = call.function(*args, **kwargs)
         forward = clock() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +42,15 @@ class Border(NamedTuple):
 
     def route(self, key: str, back: bool, device: torch.device) -> CrossingRoute:
         """What the crossing of one micro-batch needs."""
-        what = f"{'the gradient of ' if back else ''}value {self.value}, made in stage {self.source}"
-        label = Label(f"pipeline, {what}", f"stage {self.source if back else self.target}")
         name = f"{key}/{self.value}/{self.target}/{'back' if back else 'on'}"
+        label = _label(self.value, self.source, self.target, back)
         return CrossingRoute(self.old.mesh.world.outermost, self.crossing, name, label, self.dtype, device)
+
+
+@lru_cache(maxsize=4096)
+def _label(value: int, source: int, target: int, back: bool) -> Label:
+    what = f"{'the gradient of ' if back else ''}value {value}, made in stage {source}"
+    return Label(f"pipeline, {what}", f"stage {source if back else target}")
 
 
 def find_borders(

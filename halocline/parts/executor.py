@@ -46,10 +46,11 @@ class LaneExecutor:
         loss: tuple[int, int], world: World, device: torch.device,
     ) -> None:  # fmt: skip
         """``programs`` by stage; ``loss`` is the loss's stage and value."""
-        self._schedule, self._actions, self._programs = schedule, schedule.lanes[lane], programs
+        self._actions, self._programs = schedule.lanes[lane], programs
         self._before = {s: [b for b in borders if b.target == s] for s in programs}
         self._after = {s: [b for b in borders if b.source == s] for s in programs}
         self._loss, self._me, self._device = loss, world.rank, device
+        self._splits = schedule.splits
 
     def run(self, batch: Microbatches, tensors: Mapping[str, Tensor]) -> LaneRun:
         """One step: gradients add up in the parameters' ``.grad``, unaveraged."""
@@ -57,7 +58,12 @@ class LaneExecutor:
 
 
 class _Step:
-    """The state of one step."""
+    """The state of one step on one rank.
+
+    An action waits only for its own receives, each at most for the world's deadline. A forward's sends are waited for
+    in the backward of the same micro-batch, whose gradients prove that they have been taken; those of gradients at the
+    end of the step. So activations of ``in_flight`` micro-batches are held, and no more.
+    """
 
     def __init__(self, lane: LaneExecutor, batch: Microbatches, tensors: Mapping[str, Tensor]) -> None:
         self._lane, self._batch, self._tensors = lane, batch, tensors
@@ -68,6 +74,7 @@ class _Step:
         self._result = LaneRun()
 
     def run(self) -> LaneRun:
+        """All actions in order. RankFailure where another rank is gone or late."""
         actions = self._lane._actions
         for place, action in enumerate(actions):
             for ahead in actions[place : place + 2]:
@@ -95,6 +102,7 @@ class _Step:
             self._arriving[action] = [(b, GradientArrival(self._route(b, action, True), b.scale)) for b in back]
 
     def _forward(self, action: Action) -> None:
+        """Wait for the tiles that the stage receives, compute, and begin to send the tiles that later stages read."""
         stage, microbatch = action.stage, action.microbatch
         program, batch, arrived = self._lane._programs[stage], self._batch, {}
         for border, arrival in self._arriving.pop(action):
@@ -104,8 +112,7 @@ class _Step:
             self._keep_sends(stage, microbatch, pending.sends)
         first = batch.first_draw + microbatch * batch.draws
         given = batch.inputs(microbatch, stage)
-        split = self._lane._schedule.splits
-        run, _ = program.run(arrived, given, self._tensors, first, batch.seed, split)
+        run, _ = program.run(arrived, given, self._tensors, first, batch.seed, self._lane._splits)
         self._runs[stage, microbatch] = run
         self._result.in_flight = max(self._result.in_flight, len(self._runs))
         for border in self._lane._after[stage]:
@@ -116,6 +123,7 @@ class _Step:
             self._result.losses.append(run.outputs[self._lane._loss[1]].detach())
 
     def _backward(self, action: Action) -> None:
+        """Wait for the gradients of sent tiles, add up, run autograd, and begin to send those of received tiles."""
         stage, microbatch = action.stage, action.microbatch
         run, gradients = self._runs[stage, microbatch], {}
         if stage == self._lane._loss[0]:
@@ -139,7 +147,7 @@ class _Step:
 
     def _send(self, key: tuple[str, int, int, int], border: Border, tensor: Tensor) -> None:
         """Keep what this rank needs itself on the other side."""
-        if any(rank == self._lane._me for rank, _ in border.crossing.kept):
+        if border.crossing.kept and any(rank == self._lane._me for rank, _ in border.crossing.kept):
             self._own[key] = tensor
 
     def _keep_sends(self, stage: int, microbatch: int, sends: list[PendingExchange]) -> None:

@@ -59,8 +59,7 @@ def send_tile(route: CrossingRoute, tile: Tensor | None) -> list[PendingExchange
     me, home = route.world.rank, route.crossing.sources.get(route.world.rank)
     return [
         _send(route, number, hop.receiver, _part(tile, home, hop.box))
-        for number, hop in enumerate(route.crossing.hops)
-        if hop.sender == me and hop.first
+        for number, hop in route.crossing.hops_of(me).sends
     ]
 
 
@@ -68,34 +67,39 @@ class Arrival:
     """The target's side: its receives are posted when it is made; :meth:`finish` waits for them."""
 
     def __init__(self, route: CrossingRoute) -> None:
-        # In the order in which they can be waited for.
-        self._route, me = route, route.world.rank
-        hops = enumerate(route.crossing.hops)
-        self._arriving = {n: _receive(route, n, hop.sender) for n, hop in hops if hop.receiver == me}
+        self._route = route
+        self._mine = route.crossing.hops_of(route.world.rank)
+        self._exchanges = [_receive(route, number, hop.sender) for number, hop in self._mine.arrives]
 
     def finish(self, tile: Tensor | None, sends: list[PendingExchange] | None = None) -> PendingCrossing:
         """The target tile, whose boxes are passed on. ``tile`` is the source's, where this rank holds both."""
         route, crossing, me, sends = self._route, self._route.crossing, self._route.world.rank, list(sends or ())
-        target, leaving = _empty(route, crossing.targets.get(me)), _leaving(crossing, me)
+        home, passes_on = crossing.targets.get(me), self._mine.passes_on
+        at_once = home is not None and [hop.box for _, hop in self._mine.arrives] == [home]
+        target = None if at_once else _empty(route, home)
         for _, box in (entry for entry in crossing.kept if entry[0] == me):
-            _part(target, crossing.targets[me], box).copy_(_part(tile, crossing.sources[me], box))
-        for number, exchange in self._arriving.items():
-            box = crossing.hops[number].box
-            part = _part(target, crossing.targets[me], box)
-            part.copy_(exchange.wait()[0].view(shape_of(box)))
-            if box in leaving:  # at once: what waits behind the next message leaves the link idle
-                sends.append(_send(route, leaving[box], crossing.hops[leaving[box]].receiver, part))
+            _part(target, home, box).copy_(_part(tile, crossing.sources[me], box))
+        for (_, hop), exchange in zip(self._mine.arrives, self._exchanges, strict=True):
+            came = exchange.wait()[0].view(shape_of(hop.box))
+            if at_once:  # one message is the whole tile
+                target = came
+            else:
+                _part(target, home, hop.box).copy_(came)
+            if hop.box in passes_on:  # at once: what waits behind the next message leaves the link idle
+                number = passes_on[hop.box]
+                sends.append(_send(route, number, crossing.hops[number].receiver, came))
         return PendingCrossing(target, sends)
 
 
 def send_gradient(route: CrossingRoute, gradient: Tensor | None) -> list[PendingExchange]:
     """The target's side of the adjoint: add up along the chains, and begin to send to the source."""
     me, crossing = route.world.rank, route.crossing
-    own, leaving = crossing.targets.get(me), _leaving(crossing, me)
+    own, mine = crossing.targets.get(me), crossing.hops_of(me)
+    leaving = mine.passes_on
     total = gradient.clone() if gradient is not None and leaving else gradient
     arriving = {n: _receive(route, n, crossing.hops[n].receiver) for n in reversed(leaving.values())}
     # Boxes that came to this rank go back to their sender, once what it has passed on is there.
-    returning = {hop.box: number for number, hop in enumerate(crossing.hops) if hop.receiver == me}
+    returning = {hop.box: number for number, hop in mine.arrives}
 
     def give_back(box: Box) -> PendingExchange:
         number = returning[box]
@@ -115,17 +119,20 @@ class GradientArrival:
 
     def __init__(self, route: CrossingRoute, scale: float) -> None:
         self._route, self._scale, me = route, scale, route.world.rank
-        leaving = [(number, hop) for number, hop in enumerate(route.crossing.hops) if hop.first and hop.sender == me]
-        self._arriving = [(hop.box, _receive(route, number, hop.receiver)) for number, hop in reversed(leaving)]
+        leaving = reversed(route.crossing.hops_of(me).sends)
+        self._arriving = [(hop.box, _receive(route, number, hop.receiver)) for number, hop in leaving]
 
     def finish(self, gradient: Tensor | None, sends: list[PendingExchange] | None = None) -> PendingCrossing:
         """The gradient of the source tile. ``gradient`` is the target's, where this rank holds both."""
         route, crossing, me = self._route, self._route.crossing, self._route.world.rank
-        home = crossing.sources.get(me)
+        home, kept = crossing.sources.get(me), [box for rank, box in crossing.kept if rank == me]
+        if home is not None and not kept and [box for box, _ in self._arriving] == [home]:
+            came = self._arriving[0][1].wait()[0].view(shape_of(home))  # one message is the whole tile's gradient
+            return PendingCrossing(came if self._scale == 1 else came.mul_(self._scale), list(sends or ()))
         target = None if home is None else torch.zeros(shape_of(home), dtype=route.dtype, device=route.device)
         for box, exchange in self._arriving:
             _part(target, home, box).add_(exchange.wait()[0].view(shape_of(box)), alpha=self._scale)
-        for _, box in (entry for entry in crossing.kept if entry[0] == me):
+        for box in kept:
             _part(target, home, box).add_(_part(gradient, crossing.targets[me], box), alpha=self._scale)
         return PendingCrossing(target, list(sends or ()))
 
@@ -148,11 +155,6 @@ class MoveAcross(MovementFunction):
         return MoveAcross.apply(gradient.contiguous(), ctx.route, ctx.scale, not ctx.back), None, None, None
 
 
-def _leaving(crossing: Crossing, me: int) -> dict[Box, int]:
-    """Boxes that this rank gets and passes on, each with the number of the hop by which it does."""
-    return {hop.box: number for number, hop in enumerate(crossing.hops) if hop.sender == me and not hop.first}
-
-
 def _empty(route: CrossingRoute, box: Box | None) -> Tensor | None:
     return None if box is None else torch.empty(shape_of(box), dtype=route.dtype, device=route.device)
 
@@ -161,6 +163,8 @@ def _part(tensor: Tensor | None, home: Box | None, box: Box) -> Tensor:
     """The view of a tile, which lies at ``home``, that shows ``box``."""
     if tensor is None or home is None:
         raise AssertionError("a crossing names a rank that holds no tile")
+    if box == home:
+        return tensor
     return tensor[slices(tuple(interval.shift(-at.lo) for interval, at in zip(box, home, strict=True)))]
 
 

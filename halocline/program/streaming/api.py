@@ -81,7 +81,7 @@ def _answer(recorded: Trace, outputs: list[Tensor]) -> Any:
     """The model's answer again, with tensors in the places of references."""
     by_value = dict(zip(recorded.outputs, outputs, strict=True))
 
-    return fill(recorded.answer, lambda ref: by_value[ref.value])
+    return fill(recorded.answer, by_value)
 
 
 class StreamedStep(torch.autograd.Function):
