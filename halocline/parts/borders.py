@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,16 +40,11 @@ class Border(NamedTuple):
         return replicas(self.old) / replicas(self.new)
 
     def route(self, key: str, back: bool, device: torch.device) -> CrossingRoute:
-        """What the crossing of one micro-batch needs."""
+        """What the crossings of a step need, whose turns are the micro-batches; with ``back``, those of gradients."""
+        what = f"{'the gradient of ' if back else ''}value {self.value}, made in stage {self.source}"
+        label = Label(f"pipeline, {what}", f"stage {self.source if back else self.target}")
         name = f"{key}/{self.value}/{self.target}/{'back' if back else 'on'}"
-        label = _label(self.value, self.source, self.target, back)
         return CrossingRoute(self.old.mesh.world.outermost, self.crossing, name, label, self.dtype, device)
-
-
-@lru_cache(maxsize=4096)
-def _label(value: int, source: int, target: int, back: bool) -> Label:
-    what = f"{'the gradient of ' if back else ''}value {value}, made in stage {source}"
-    return Label(f"pipeline, {what}", f"stage {source if back else target}")
 
 
 def find_borders(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..world import Arrival, GradientArrival, World, send_gradient, send_tile
+from ..world import Arrival, CrossingRoute, GradientArrival, World, send_gradient, send_tile
 from ..world.base import PendingExchange
 from .actions import FORWARD, INPUT, WEIGHT, Action, PipelineSchedule
 from .borders import Border
@@ -71,20 +71,24 @@ class _Step:
         self._arriving: dict[Action, list[tuple[Border, Arrival | GradientArrival]]] = {}
         self._own: dict[tuple[str, int, int, int], Tensor] = {}  # what this rank sends itself
         self._sends: dict[tuple[int, int], list[PendingExchange]] = {}
+        self._routes: dict[tuple[int, int, bool], CrossingRoute] = {}  # by value, target and direction
         self._result = LaneRun()
 
     def run(self) -> LaneRun:
         """All actions in order. RankFailure where another rank is gone or late."""
         actions = self._lane._actions
+        for action in actions[:2]:
+            self._post(action)
         for place, action in enumerate(actions):
-            for ahead in actions[place : place + 2]:
-                self._post(ahead)
             if action.kind == FORWARD:
                 self._forward(action)
             elif action.kind == WEIGHT:
                 self._runs.pop(action[::2]).backward_weights()
             else:
                 self._backward(action)
+            # After the action's own messages have gone, while those that the next one waits for are on their way.
+            for ahead in actions[place + 2 : place + 3]:
+                self._post(ahead)
         for sends in self._sends.values():
             for send in sends:
                 send.wait()
@@ -134,8 +138,6 @@ class _Step:
             assert came is not None
             gradients[border.value] = gradients[border.value] + came if border.value in gradients else came
         received = run.backward_inputs(gradients) if action.kind == INPUT else run.backward(gradients)
-        for send in self._sends.pop((stage, microbatch), ()):  # taken by now: their gradients have come
-            send.wait()
         if action.kind != INPUT:
             del self._runs[stage, microbatch]
         for border in self._lane._before[stage]:
@@ -144,6 +146,8 @@ class _Step:
                 self._send(("back", border.value, stage, microbatch), border, gradient)
                 sends = send_gradient(self._route(border, action, True), gradient)
                 self._keep_sends(stage, -1 - microbatch, sends)
+        for send in self._sends.pop((stage, microbatch), ()):  # taken by now: their gradients have come
+            send.wait()
 
     def _send(self, key: tuple[str, int, int, int], border: Border, tensor: Tensor) -> None:
         """Keep what this rank needs itself on the other side."""
@@ -154,5 +158,10 @@ class _Step:
         if sends:
             self._sends.setdefault((stage, microbatch), []).extend(sends)
 
-    def _route(self, border: Border, action: Action, back: bool = False):  # type: ignore[no-untyped-def]
-        return border.route(f"{self._batch.key}/{action.microbatch}", back, self._lane._device)
+    def _route(self, border: Border, action: Action, back: bool = False) -> CrossingRoute:
+        """The way of a value, or of its gradient, for the action's micro-batch."""
+        key = border.value, border.target, back
+        made = self._routes.get(key)
+        if made is None:
+            made = self._routes[key] = border.route(self._batch.key, back, self._lane._device)
+        return made._replace(turn=action.microbatch)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..geometry import Box, Crossing, shape_of, slices, volume
+from ..geometry import Box, Crossing, Hop, shape_of, slices, volume
 from .base import PendingExchange, World
 from .events import Label
 from .movement import MovementFunction
@@ -15,7 +16,8 @@ from .tags import crossing_tag
 
 
 class CrossingRoute(NamedTuple):
-    """What a crossing needs besides tensors. ``key`` tells it from others under way between the same ranks."""
+    """What a crossing needs besides tensors. ``key`` tells it from others under way between the same ranks, and
+    ``turn`` from others of its key."""
 
     world: World
     crossing: Crossing
@@ -23,6 +25,7 @@ class CrossingRoute(NamedTuple):
     label: Label
     dtype: torch.dtype
     device: torch.device
+    turn: int = 0
 
 
 class PendingCrossing:
@@ -75,7 +78,7 @@ class Arrival:
         """The target tile, whose boxes are passed on. ``tile`` is the source's, where this rank holds both."""
         route, crossing, me, sends = self._route, self._route.crossing, self._route.world.rank, list(sends or ())
         home, passes_on = crossing.targets.get(me), self._mine.passes_on
-        at_once = home is not None and [hop.box for _, hop in self._mine.arrives] == [home]
+        at_once = home is not None and _is_one(self._mine.arrives, home)
         target = None if at_once else _empty(route, home)
         for _, box in (entry for entry in crossing.kept if entry[0] == me):
             _part(target, home, box).copy_(_part(tile, crossing.sources[me], box))
@@ -126,7 +129,7 @@ class GradientArrival:
         """The gradient of the source tile. ``gradient`` is the target's, where this rank holds both."""
         route, crossing, me = self._route, self._route.crossing, self._route.world.rank
         home, kept = crossing.sources.get(me), [box for rank, box in crossing.kept if rank == me]
-        if home is not None and not kept and [box for box, _ in self._arriving] == [home]:
+        if home is not None and not kept and _is_one(route.crossing.hops_of(me).sends, home):
             came = self._arriving[0][1].wait()[0].view(shape_of(home))  # one message is the whole tile's gradient
             return PendingCrossing(came if self._scale == 1 else came.mul_(self._scale), list(sends or ()))
         target = None if home is None else torch.zeros(shape_of(home), dtype=route.dtype, device=route.device)
@@ -155,6 +158,11 @@ class MoveAcross(MovementFunction):
         return MoveAcross.apply(gradient.contiguous(), ctx.route, ctx.scale, not ctx.back), None, None, None
 
 
+def _is_one(hops: Sequence[tuple[int, Hop]], tile: Box) -> bool:
+    """Is one message all of a tile?"""
+    return len(hops) == 1 and hops[0][1].box == tile
+
+
 def _empty(route: CrossingRoute, box: Box | None) -> Tensor | None:
     return None if box is None else torch.empty(shape_of(box), dtype=route.dtype, device=route.device)
 
@@ -169,16 +177,14 @@ def _part(tensor: Tensor | None, home: Box | None, box: Box) -> Tensor:
 
 
 def _send(route: CrossingRoute, number: int, peer: int, values: Tensor) -> PendingExchange:
-    tag = crossing_tag(route.key, number, values.numel(), route.dtype)
-    message = values.detach().reshape(-1)
-    # A view of a tile would change under the message when the tile is written to.
-    message = message.clone() if message.data_ptr() == values.data_ptr() else message
+    tag = crossing_tag(route.key, number, values.numel(), route.dtype, route.turn)
+    # A copy: a view of a tile would change under the message when the tile is written to.
+    message = values.detach().clone(memory_format=torch.contiguous_format).view(-1)
     return route.world.begin_tagged([(peer, message, tag)], [], route.label)
 
 
 def _receive(route: CrossingRoute, number: int, peer: int) -> PendingExchange:
     elements = volume(route.crossing.hops[number].box)
     buffer = torch.empty(elements, dtype=route.dtype, device=route.device)
-    return route.world.begin_tagged(
-        [], [(peer, buffer, crossing_tag(route.key, number, elements, route.dtype))], route.label
-    )
+    tag = crossing_tag(route.key, number, elements, route.dtype, route.turn)
+    return route.world.begin_tagged([], [(peer, buffer, tag)], route.label)
