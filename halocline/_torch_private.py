@@ -200,6 +200,14 @@ def hooked_the_old_way() -> bool:
     return bool(frame.f_locals.get("non_full_backward_hooks"))
 
 
+def module_hooks(module: torch.nn.Module) -> Iterator[int]:
+    """The numbers of the hooks that run with a module's forward, and with its backward."""
+    yield from module._forward_pre_hooks
+    yield from module._forward_hooks
+    yield from module._backward_pre_hooks
+    yield from module._backward_hooks
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass now running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

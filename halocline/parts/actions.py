@@ -79,7 +79,7 @@ class PipelineSchedule:
         """How many stages there are, of all lanes."""
         return len(self.lane_of)
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Has it backward in two halves?"""
         return any(action.kind == WEIGHT for lane in self.lanes for action in lane)
@@ -109,6 +109,12 @@ class PipelineSchedule:
                     f"{self.in_flight[number]} are promised"
                 )
         self.simulate()
+
+    def in_order(self, stage: int) -> bool:
+        """Do the forwards of a stage run in the order of their micro-batches?"""
+        lane = self.lanes[self.lane_of[stage]]
+        numbers = [action.microbatch for action in lane if action[:2] == (stage, FORWARD)]
+        return numbers == sorted(numbers)
 
     def simulate(
         self,

@@ -40,7 +40,7 @@ class Border(NamedTuple):
         return replicas(self.old) / replicas(self.new)
 
     def route(self, key: str, back: bool, device: torch.device) -> CrossingRoute:
-        """What the crossing of one micro-batch needs."""
+        """What the crossings of a step need, whose turns are the micro-batches; with ``back``, those of gradients."""
         what = f"{'the gradient of ' if back else ''}value {self.value}, made in stage {self.source}"
         label = Label(f"pipeline, {what}", f"stage {self.source if back else self.target}")
         name = f"{key}/{self.value}/{self.target}/{'back' if back else 'on'}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..world import Arrival, GradientArrival, PendingExchange, World, send_gradient, send_tile
+from ..world import Arrival, CrossingRoute, GradientArrival, PendingExchange, World, send_gradient, send_tile
 from .actions import FORWARD, INPUT, WEIGHT, Action, PipelineSchedule
 from .borders import Border
 from .replay import StageProgram, StageRun
@@ -45,10 +45,11 @@ class LaneExecutor:
         loss: tuple[int, int], world: World, device: torch.device,
     ) -> None:  # fmt: skip
         """``programs`` by stage; ``loss`` is the loss's stage and value."""
-        self._schedule, self._actions, self._programs = schedule, schedule.lanes[lane], programs
+        self._actions, self._programs = schedule.lanes[lane], programs
         self._before = {s: [b for b in borders if b.target == s] for s in programs}
         self._after = {s: [b for b in borders if b.source == s] for s in programs}
         self._loss, self._me, self._device = loss, world.rank, device
+        self._splits = schedule.splits
 
     def run(self, batch: Microbatches, tensors: Mapping[str, Tensor]) -> LaneRun:
         """One step: gradients add up in the parameters' ``.grad``, unaveraged."""
@@ -56,7 +57,12 @@ class LaneExecutor:
 
 
 class _Step:
-    """The state of one step."""
+    """The state of one step on one rank.
+
+    An action waits only for its own receives, each at most for the world's deadline. A forward's sends are waited for
+    in the backward of the same micro-batch, whose gradients prove that they have been taken; those of gradients at the
+    end of the step. So activations of ``in_flight`` micro-batches are held, and no more.
+    """
 
     def __init__(self, lane: LaneExecutor, batch: Microbatches, tensors: Mapping[str, Tensor]) -> None:
         self._lane, self._batch, self._tensors = lane, batch, tensors
@@ -64,19 +70,24 @@ class _Step:
         self._arriving: dict[Action, list[tuple[Border, Arrival | GradientArrival]]] = {}
         self._own: dict[tuple[str, int, int, int], Tensor] = {}  # what this rank sends itself
         self._sends: dict[tuple[int, int], list[PendingExchange]] = {}
+        self._routes: dict[tuple[int, int, bool], CrossingRoute] = {}  # by value, target and direction
         self._result = LaneRun()
 
     def run(self) -> LaneRun:
+        """All actions in order. RankFailure where another rank is gone or late."""
         actions = self._lane._actions
+        for action in actions[:2]:
+            self._post(action)
         for place, action in enumerate(actions):
-            for ahead in actions[place : place + 2]:
-                self._post(ahead)
             if action.kind == FORWARD:
                 self._forward(action)
             elif action.kind == WEIGHT:
                 self._runs.pop(action[::2]).backward_weights()
             else:
                 self._backward(action)
+            # After the action's own messages have gone, while those that the next one waits for are on their way.
+            for ahead in actions[place + 2 : place + 3]:
+                self._post(ahead)
         for sends in self._sends.values():
             for send in sends:
                 send.wait()
@@ -94,6 +105,7 @@ class _Step:
             self._arriving[action] = [(b, GradientArrival(self._route(b, action, True), b.scale)) for b in back]
 
     def _forward(self, action: Action) -> None:
+        """Wait for the tiles that the stage receives, compute, and begin to send the tiles that later stages read."""
         stage, microbatch = action.stage, action.microbatch
         program, batch, arrived = self._lane._programs[stage], self._batch, {}
         for border, arrival in self._arriving.pop(action):
@@ -103,8 +115,7 @@ class _Step:
             self._keep_sends(stage, microbatch, pending.sends)
         first = batch.first_draw + microbatch * batch.draws
         given = batch.inputs(microbatch, stage)
-        split = self._lane._schedule.splits
-        run, _ = program.run(arrived, given, self._tensors, first, batch.seed, split)
+        run, _ = program.run(arrived, given, self._tensors, first, batch.seed, self._lane._splits)
         self._runs[stage, microbatch] = run
         self._result.in_flight = max(self._result.in_flight, len(self._runs))
         for border in self._lane._after[stage]:
@@ -115,6 +126,7 @@ class _Step:
             self._result.losses.append(run.outputs[self._lane._loss[1]].detach())
 
     def _backward(self, action: Action) -> None:
+        """Wait for the gradients of sent tiles, add up, run autograd, and begin to send those of received tiles."""
         stage, microbatch = action.stage, action.microbatch
         run, gradients = self._runs[stage, microbatch], {}
         if stage == self._lane._loss[0]:
@@ -125,8 +137,6 @@ class _Step:
             assert came is not None
             gradients[border.value] = gradients[border.value] + came if border.value in gradients else came
         received = run.backward_inputs(gradients) if action.kind == INPUT else run.backward(gradients)
-        for send in self._sends.pop((stage, microbatch), ()):  # taken by now: their gradients have come
-            send.wait()
         if action.kind != INPUT:
             del self._runs[stage, microbatch]
         for border in self._lane._before[stage]:
@@ -135,15 +145,22 @@ class _Step:
                 self._send(("back", border.value, stage, microbatch), border, gradient)
                 sends = send_gradient(self._route(border, action, True), gradient)
                 self._keep_sends(stage, -1 - microbatch, sends)
+        for send in self._sends.pop((stage, microbatch), ()):  # taken by now: their gradients have come
+            send.wait()
 
     def _send(self, key: tuple[str, int, int, int], border: Border, tensor: Tensor) -> None:
         """Keep what this rank needs itself on the other side."""
-        if any(rank == self._lane._me for rank, _ in border.crossing.kept):
+        if border.crossing.kept and any(rank == self._lane._me for rank, _ in border.crossing.kept):
             self._own[key] = tensor
 
     def _keep_sends(self, stage: int, microbatch: int, sends: list[PendingExchange]) -> None:
         if sends:
             self._sends.setdefault((stage, microbatch), []).extend(sends)
 
-    def _route(self, border: Border, action: Action, back: bool = False):  # type: ignore[no-untyped-def]
-        return border.route(f"{self._batch.key}/{action.microbatch}", back, self._lane._device)
+    def _route(self, border: Border, action: Action, back: bool = False) -> CrossingRoute:
+        """The way of a value, or of its gradient, for the action's micro-batch."""
+        key = border.value, border.target, back
+        made = self._routes.get(key)
+        if made is None:
+            made = self._routes[key] = border.route(self._batch.key, back, self._lane._device)
+        return made._replace(turn=action.microbatch)

@@ -20,18 +20,19 @@ from ..tree import tensors_in
 from ..world import Label, Mesh
 from ..world.tags import crossing_tag
 from .actions import PipelineSchedule
-from .borders import Cuts, find_borders, shard_input
+from .borders import Border, Cuts, find_borders, shard_input
 from .cutting import StageCut
 from .executor import LaneExecutor, Microbatches
 from .gradients import clip_gradients, sum_tied
 from .part import PartOfModel, check_model, layout_for, put_back
-from .record import ModelRecord, meta_copy, python_state, record_model, take_python_state
+from .record import ModelRecord, hooks_of, meta_copy, python_state, record_model, take_python_state
 from .replay import StageProgram, used_up
 from .stages import Staged, divide
 from .state import optimizer_state, state_dict, take_optimizer_state, take_state
 
 Loss = Callable[..., Tensor]
 DivideCalls = Callable[[ModelRecord], list[int]]
+Inputs = dict[int, Tensor]  # by value
 
 
 class Prepared:
@@ -40,7 +41,20 @@ class Prepared:
     def __init__(
         self, staged: Staged, executor: LaneExecutor | None, cuts: Sequence[Cuts], batched: list[bool]
     ) -> None:
+        """``executor`` is None on ranks of no lane; ``batched`` says which tensors are divided into micro-batches."""
         self.staged, self.executor, self.cuts, self.batched = staged, executor, cuts, batched
+        self.loss_dtype = staged.record.values[staged.record.loss].dtype
+
+    def inputs_of(self, stage: int, tensors: Sequence[Tensor], microbatch: int, count: int, mesh: Mesh) -> Inputs:
+        """What a stage reads of the whole batch ``tensors``, in one of ``count`` micro-batches, cut over its mesh."""
+        return {
+            number: shard_input(
+                _slice(tensors[place], microbatch, count) if self.batched[place] else tensors[place],
+                self.cuts[place], mesh,
+            )
+            for place, number in enumerate(self.staged.record.inputs)
+            if number in self.staged.stages[stage].inputs
+        }  # fmt: skip
 
 
 class PipelinedModel:
@@ -69,6 +83,8 @@ class PipelinedModel:
         tensors = [*model.parameters(), *model.buffers()]
         same_weights([tensor.detach() for tensor in tensors], self._world)
         self._meta = meta_copy(model)
+        self._modules = list(model.named_modules())
+        self._loss_modules = [(f"loss {n}", m) for n, m in loss.named_modules()] if isinstance(loss, nn.Module) else []
         staged = self._record(*_batch_of(example))
         self._names = self._owned(staged)
         self._layouts = [layout_for(PartOfModel(self._meta, names), self._meta, layout) for names in self._names]
@@ -77,7 +93,8 @@ class PipelinedModel:
             distribute(self.part, meshes[self.lane], layout=self._layouts[self.lane], batch_statistics=batch_statistics)
         put_back(model, self.part)
         self._prepared: dict[Any, Prepared] = {}
-        self._piled: dict[str, Tensor | None] | None = None  # gradients of tied parameters from before a pile
+        self._piles = False  # whether gradients have piled up since the last step that averaged
+        self._hooks, self._frozen = hooks_of(self._modules), _frozen(self.part)
         self._prepare(*_batch_of(example), staged)
         self.in_flight = 0  #: the most micro-batches whose activations this rank held in the last step
 
@@ -96,62 +113,59 @@ class PipelinedModel:
         on each rank, until a step that averages. ``scale`` multiplies the loss in backward.
         """
         inputs, targets = _batch_of((inputs, targets))
-        prepared = self._prepare(inputs, targets)
-        record, tensors = prepared.staged.record, tensors_in((inputs, targets))
-        count, key = self.schedule.microbatches, f"{self._key}/{next(self._steps)}"
-        losses: list[Tensor] = []
-        self._set_tied_aside()
-        if prepared.executor is not None:
-            state = current()
-
-            def given(microbatch: int, stage: int) -> dict[int, Tensor]:
-                """The inputs that a stage reads, of one micro-batch, cut over its ranks."""
-                mesh = self.meshes[self.schedule.lane_of[stage]]
-                return {
-                    number: shard_input(
-                        _slice(tensors[place], microbatch, count) if prepared.batched[place] else tensors[place],
-                        prepared.cuts[place], mesh,
-                    )
-                    for place, number in enumerate(record.inputs)
-                    if number in prepared.staged.stages[stage].inputs
-                }  # fmt: skip
-
-            batch = Microbatches(key, given, state.seed, state.counter, record.draws, scale / count)
+        prepared, tensors = self._prepare(inputs, targets), tensors_in((inputs, targets))
+        self._check_flow(tensors)
+        record, count = prepared.staged.record, self.schedule.microbatches
+        key, losses = f"{self._key}/{next(self._steps)}", list[Tensor]()
+        self._begin_pile()
+        if self.lane is not None and prepared.executor is not None:
+            state, mesh = current(), self.meshes[self.lane]
+            batch = Microbatches(
+                key, lambda microbatch, stage: prepared.inputs_of(stage, tensors, microbatch, count, mesh),
+                state.seed, state.counter, record.draws, scale / count,
+            )  # fmt: skip
             with self.part.__dict__[ENGINE].paused(), torch.enable_grad():
                 ran = prepared.executor.run(batch, self.part.tensors())
             losses, self.in_flight = ran.losses, ran.in_flight
         used_up(count * record.draws)
         if average:
             self._average(key)
-        return self._tell_loss(losses, prepared.staged.loss_stage, key)
+        return self._tell_loss(losses, prepared, key)
 
-    def _set_tied_aside(self) -> None:
-        """Sums over stages are made of this pile's gradients alone."""
-        if self._piled is None:
-            self._piled = {}
-            for name in self._tied:
+    def _check_flow(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse gradients that the record does not know of: they would end at the borders between stages."""
+        if any(tensor.requires_grad for tensor in tensors):
+            raise MeshError("an input or target requires a gradient, of which each stage would make its part alone; "
+                            "give the pipeline x.detach()")  # fmt: skip
+        thawed = next((name for name, parameter in self._frozen.items() if parameter.requires_grad), None)
+        if thawed is not None:
+            raise MeshError(f"{thawed} required no gradient when the pipeline was made, and does now: gradients would "
+                            "not reach all of its stages; make a new pipeline")  # fmt: skip
+
+    def _begin_pile(self) -> None:
+        """What earlier steps have left of a shared parameter is the same sum on all of its lanes: the first one keeps
+        it, to which :func:`sum_tied` adds what comes now."""
+        if not self._piles:
+            self._piles = True
+            for name, lanes in self._tied.items():
                 parameter = self._own(name)
-                if parameter is not None:
-                    self._piled[name], leaf_behind(parameter).grad = leaf_behind(parameter).grad, None
+                if parameter is not None and self.lane != lanes[0]:
+                    leaf_behind(parameter).grad = None
 
     def _average(self, key: str) -> None:
         """Gradients become means over the ranks of each stage, and sums over the stages that share a parameter."""
-        if self.lane is not None:
+        if self.lane is not None and self.meshes[self.lane].size > 1:  # one rank's gradients are means already
             leaves = [leaf_behind(parameter) for parameter in self.part.parameters()]
             came = [leaf for leaf in leaves if leaf.grad is not None]
             if came:  # the engine averages what is there when a backward ends: this one adds nothing
                 torch.autograd.backward(came, [_nothing_for(leaf) for leaf in came])
         sum_tied(self._tied, self.meshes, self.part, self.lane, self._layouts, self._meta, key)
-        for name, before in (self._piled or {}).items():
-            leaf = leaf_behind(self._own(name))  # type: ignore[arg-type]
-            if before is not None and leaf.grad is not None:
-                leaf.grad = leaf.grad + before
-        self._piled = None
+        self._piles = False
 
-    def _tell_loss(self, losses: list[Tensor], stage: int, key: str) -> Tensor:
-        """From the ranks that have the loss to all others."""
+    def _tell_loss(self, losses: list[Tensor], prepared: Prepared, key: str) -> Tensor:
+        """The mean over micro-batches, from the ranks that have the losses to all others."""
+        stage, dtype = prepared.staged.loss_stage, prepared.loss_dtype
         home = self.meshes[self.schedule.lane_of[stage]].members
-        dtype = self._loss_dtype
         others = [rank for rank in range(self._world.size) if rank not in home]
         label = Label("the loss of a pipeline", f"stage {stage}", "control")
         tag = crossing_tag(f"{key}/loss", 0, 1, dtype)
@@ -167,7 +181,11 @@ class PipelinedModel:
     # What is prepared once for each signature -------------------------------------------------------------------------
 
     def _prepare(self, inputs: Any, targets: Any, staged: Staged | None = None) -> Prepared:
-        flags = tuple(python_state(self.model).items())
+        """What a step of tensors like these needs; made by all ranks together when they are the first of their kind."""
+        if hooks_of(self._modules) != self._hooks:
+            raise MeshError("hooks of the model's modules have changed since the pipeline was made, and the record of "
+                            "its calls does not have them; register them before hc.pipeline")  # fmt: skip
+        flags = tuple(self._plain_state().items())
         tensors = tensors_in((inputs, targets))
         on = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
         autocast = None if on is None else (on, torch.get_autocast_dtype(on))
@@ -176,8 +194,13 @@ class PipelinedModel:
             self._prepared[key] = self._prepared_for(inputs, targets, staged or self._record(inputs, targets))
         return self._prepared[key]
 
+    def _plain_state(self) -> dict[tuple[str, str], Any]:
+        """Plain attributes of the model's modules, and of a loss that is a module: a change needs another record."""
+        return python_state((*self._modules, *self._loss_modules))
+
     def _record(self, inputs: Any, targets: Any) -> Staged:
-        take_python_state(self._meta, python_state(self.model))
+        """The calls of one micro-batch on shapes, divided into stages."""
+        take_python_state(self._meta, python_state(self._modules))
         count, batched = self.schedule.microbatches, _batched(tensors_in((inputs, targets)))
         if not batched or not any(batched):
             raise MeshError("a pipeline takes a batch whose first dim it divides into micro-batches")
@@ -197,6 +220,11 @@ class PipelinedModel:
         return staged
 
     def _prepared_for(self, inputs: Any, targets: Any, staged: Staged) -> Prepared:
+        """Borders between the stages, and this rank's programs."""
+        for stage, call in staged.writing().items():
+            if not self.schedule.in_order(stage):
+                raise MeshError(f"{call} writes to a buffer, and schedule {self.schedule.name} runs the forwards of "
+                                f"stage {stage} in another order of micro-batches than one rank")  # fmt: skip
         tensors = tensors_in((inputs, targets))
         cuts = [*self._cuts, *({} for _ in tensors)][: len(tensors)]
         batched, count = _batched(tensors), self.schedule.microbatches
@@ -215,20 +243,22 @@ class PipelinedModel:
         borders = find_borders(
             staged, meshes, [parts[lane] for lane in self.schedule.lane_of], shown, layouts, self._statistics
         )
-        self._tied = self._tied_over_lanes(staged)
-        self._loss_dtype = staged.record.values[staged.record.loss].dtype
+        self._tied = self._tied_over_lanes()
         if self.lane is None:
             return Prepared(staged, None, cuts, batched)
-        mine = [s for s in staged.stages if self.schedule.lane_of[s.number] == self.lane]
+        return Prepared(staged, self._executor(self.lane, staged, borders), cuts, batched)
+
+    def _executor(self, lane: int, staged: Staged, borders: Sequence[Border]) -> LaneExecutor:
+        """Runs the stages of this rank's lane."""
+        mine = [s for s in staged.stages if self.schedule.lane_of[s.number] == lane]
         loss = (staged.loss_stage, staged.record.loss)
         programs = {
             s.number: StageProgram(
-                staged.record, s, self.meshes[self.lane], self._statistics, (loss[1],) if s.number == loss[0] else ()
+                staged.record, s, self.meshes[lane], self._statistics, (loss[1],) if s.number == loss[0] else ()
             )
             for s in mine
         }
-        executor = LaneExecutor(self.schedule, self.lane, programs, borders, loss, self._world, self._device)
-        return Prepared(staged, executor, cuts, batched)
+        return LaneExecutor(self.schedule, lane, programs, borders, loss, self._world, self._device)
 
     def _owned(self, staged: Staged) -> list[frozenset[str]]:
         """Names of the parameters and buffers of each lane. Those that nothing reads are the first lane's."""
@@ -239,7 +269,8 @@ class PipelinedModel:
         lanes[0] |= every - set().union(*lanes)
         return [frozenset(lane) for lane in lanes]
 
-    def _tied_over_lanes(self, staged: Staged) -> dict[str, tuple[int, ...]]:
+    def _tied_over_lanes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several lanes hold, with those lanes."""
         named = dict(self._meta.named_parameters())
         lanes = {name: tuple(n for n, names in enumerate(self._names) if name in names) for name in named}
         return {name: of for name, of in sorted(lanes.items()) if len(of) > 1 and named[name].requires_grad}
@@ -284,6 +315,11 @@ class PipelinedModel:
     ) -> None:
         """Take the state of this rank's parameters. The other pipeline may have had other stages and cuts."""
         take_optimizer_state(self.part, optimizer, state)
+
+
+def _frozen(part: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that take no gradient."""
+    return {name: parameter for name, parameter in part.named_parameters() if not parameter.requires_grad}
 
 
 def _nothing_for(leaf: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ values, parameters and buffers by name, and constants.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_private import storage_key, torch_function_enabled
+from .._torch_private import module_hooks, storage_key, torch_function_enabled
 from ..errors import Refused
 from ..program.autocast import autocast_on_meta
 from ..program.streaming.operations import Ref
@@ -31,7 +31,7 @@ from ..tree import map_tensors, tensors_in
 _DEVICE = Tensor.device.__get__
 #: Functions that change a tensor's place in autograd, and would do so on the recorded tensor alone.
 _LOST = frozenset((Tensor.requires_grad_, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad, Tensor.set_))
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 Autocast = tuple[str, torch.dtype]
 
 
@@ -267,14 +267,23 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def python_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Plain attributes of all modules, such as a rate or a mode: what a record has taken for fixed."""
+def python_state(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
+    """Plain attributes of named modules, such as a rate, a mode or a size: what a record has taken for fixed."""
     return {
         (place, name): value
-        for place, module in model.named_modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, _PLAIN)
+        for place, module in modules
+        for name, value in module.__dict__.items()
+        if not name.startswith("_") and _is_plain(value)
     }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def hooks_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, int]]:
+    """The hooks of named modules that run with a forward or its backward, each by its module and its number."""
+    return [(place, number) for place, module in modules for number in module_hooks(module)]
 
 
 def take_python_state(model: nn.Module, state: dict[tuple[str, str], Any]) -> None:
@@ -289,7 +298,7 @@ def record_model(
 ) -> ModelRecord:
     """Record ``loss(model(*inputs), *targets)`` of a model from :func:`meta_copy`, on tensors of these shapes."""
     watch(model)
-    recorder, plain = TorchCallRecorder(device), python_state(model)
+    recorder, plain = TorchCallRecorder(device), python_state(model.named_modules())
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             recorder.enter(tensor, kind, name)
@@ -302,7 +311,11 @@ def record_model(
         draws = current().counter
     finally:
         swap(before)
-    changed = [place for place, value in python_state(model).items() if plain.get(place, model) != value]
+    changed = [
+        place
+        for place, value in python_state(model.named_modules()).items()
+        if not isinstance(value, tuple) and plain.get(place, model) != value  # networks note shapes, as tuples
+    ]
     if changed:
         module, name = changed[0]
         raise Refused(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..program.autocast import autocast_on_meta
-from ..program.streaming.operations import Ref, fill
+from ..program.streaming.operations import Ref, filler
 from ..random import reproducible
 from ..random.state import State, current, swap
 from ..reduction.owners import leaf_behind
@@ -106,6 +106,46 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         leaf.grad = gradient.detach().clone() if leaf.grad is None else leaf.grad.add_(gradient.detach())
 
 
+class ReadyCall:
+    """A recorded call with all that can be found out before it runs. Made once for a stage, run for each micro-batch.
+
+    ``keeps`` are those of its results that a run returns; ``cloned`` those of them whose memory a later call of the
+    stage writes to; ``dies`` the values that no later call of the stage reads.
+    """
+
+    def __init__(
+        self, record: ModelRecord, call: RecordedCall, site: CallSite, keeps: frozenset[int], cloned: frozenset[int],
+        dies: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.call, self.site, self.dies = call, site, dies
+        self.new = tuple(dict.fromkeys((*call.makes, *(new for _, new in call.writes))))
+        self.keeps = tuple((number, number in cloned) for number in self.new if number in keeps)
+        self._fill = filler((call.args, call.kwargs))
+        read = [record.values[number] for number in call.reads]
+        self._flowing = tuple(value.number for value in read if value.kind in ("made", "input"))
+        self._named = tuple((value.number, value.name) for value in read if value.kind in ("parameter", "buffer"))
+        self._constants = {value.number: value.constant for value in read if value.constant is not None}
+
+    def operands(
+        self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], use: WeightUse | None
+    ) -> dict[int, Tensor]:
+        """What the call reads, by value. With ``use``, parameters are leaves of their own, noted there."""
+        known = {number: values[number] for number in self._flowing}
+        known.update(self._constants)
+        for number, name in self._named:
+            tensor = tensors[name]
+            known[number] = tensor if use is None or not tensor.requires_grad else _own_leaf(use, tensor)
+        return known
+
+    def result(self, known: Mapping[int, Tensor], first_draw: int, seed: int) -> Any:
+        """What the call returns for these operands, in the grad mode, autocast and place that it was recorded with."""
+        call = self.call
+        args, kwargs = (call.args, call.kwargs) if self._fill is None else self._fill(known)
+        on_meta = call.autocast is not None and _is_meta(known.values())
+        with state_of(call, first_draw, seed, on_meta=on_meta):
+            return self.site(lambda: call.function(*args, **kwargs))
+
+
 class StageProgram:
     """The calls of one stage, ready to run on the tensors of one mesh."""
 
@@ -114,19 +154,14 @@ class StageProgram:
     ) -> None:
         """``keeps`` are further values that a run returns."""
         self.record, self.stage, self.mesh = record, stage, mesh
-        self._keeps = (*stage.sends, *keeps)
-        self._sites = {c.place: CallSite(c.place, mesh, batch_statistics) for c in stage.calls}
-        made = {number for call in stage.calls for number in call.makes}
+        sites = {c.place: CallSite(c.place, mesh, batch_statistics) for c in stage.calls}
+        kept, dies, cloned = frozenset((*stage.sends, *keeps)), _last_uses(record, stage), _overwritten(record, stage)
+        self._calls = [
+            ReadyCall(record, call, sites[call.place], kept, cloned, tuple(dies.get(call.number, ())))
+            for call in stage.calls
+        ]
         memories = {record.values[old].memory for call in stage.calls for old, _ in call.writes}
         self._copied = {n for n, _ in stage.receives if record.values[n].memory in memories}
-        last: dict[int, int] = {}
-        for call in stage.calls:
-            last |= dict.fromkeys((*call.reads, *call.makes, *(new for _, new in call.writes)), call.number)
-        self._dies: dict[int, list[int]] = {}
-        for value, call_number in last.items():
-            if value in made or record.values[value].kind == "made":
-                self._dies.setdefault(call_number, []).append(value)
-        self.draws = any(call.draws for call in stage.calls)
 
     def run(
         self,
@@ -146,21 +181,20 @@ class StageProgram:
         for number, (tile, sharding) in arrived.items():
             values[number] = self._received(run, number, tile, sharding)
         kept: dict[int, Tensor] = {}
-        with ExitStack() as around:
-            device = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
-            if device is not None:  # each call says by itself
-                around.enter_context(torch.autocast(device, enabled=False))
-            for call in self.stage.calls:
-                self._call(run, call, values, tensors, first_draw, seed, split)
-                for number in (*call.makes, *(new for _, new in call.writes)):
-                    if number in self._keeps:
-                        kept[number] = values[number]
-                for number in self._dies.get(call.number, ()):
+        device = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+        # Each call says by itself whether it is cast.
+        with nullcontext() if device is None else torch.autocast(device, enabled=False):
+            for ready in self._calls:
+                self._call(run, ready, values, tensors, first_draw, seed, split)
+                for number, cloned in ready.keeps:
+                    kept[number] = values[number].clone() if cloned else values[number]
+                for number in ready.dies:
                     values.pop(number, None)
         run.outputs = {number: unwrap(value) for number, value in kept.items()}
         return run, kept
 
     def _received(self, run: StageRun, number: int, tile: Tensor, sharding: Sharding) -> Tensor:
+        """A tile from another stage as a leaf, whose gradient goes back to that stage."""
         if self.record.values[number].requires_grad and tile.dtype.is_floating_point | tile.dtype.is_complex:
             tile = run.leaves[number] = tile.detach().requires_grad_()
             setattr(tile, AVERAGED, True)  # the border's adjoint takes the mean
@@ -169,41 +203,58 @@ class StageProgram:
         return wrap(tile, sharding) if sharding.axes else tile
 
     def _call(
-        self, run: StageRun, call: RecordedCall, values: dict[int, Tensor], tensors: Mapping[str, Tensor],
+        self, run: StageRun, ready: ReadyCall, values: dict[int, Tensor], tensors: Mapping[str, Tensor],
         first_draw: int, seed: int, split: bool,
     ) -> None:  # fmt: skip
+        """Run one call: ``values`` gets what it makes and writes."""
+        call = ready.call
         use = WeightUse([], [], []) if split and call.grad else None
-
-        def read(number: int) -> Tensor:
-            value = self.record.values[number]
-            if value.kind == "made" or value.kind == "input":
-                return values[number]
-            if value.kind == "constant":
-                assert value.constant is not None
-                return value.constant
-            tensor = tensors[value.name]
-            return tensor if use is None or not tensor.requires_grad else _own_leaf(use, tensor)
-
-        known = {number: read(number) for number in call.reads}
-        args, kwargs = fill((call.args, call.kwargs), lambda ref: known[ref.value])
-        with state_of(call, first_draw, seed, on_meta=_is_meta(known.values())):
-            result = self._sites[call.place](lambda: call.function(*args, **kwargs))
+        known = ready.operands(values, tensors, use)
+        result = ready.result(known, first_draw, seed)
         if not self.mesh.world.capabilities.moves_data:  # tensors that the call makes of nothing, on a device
             result = map_tensors(_without_values, result)
         values.update(zip(call.makes, tensors_in(result), strict=True))
         for old, new in call.writes:
             values.setdefault(new, known[old])
         if use is not None and use.leaves:
-            made = [unwrap(values[n]) for n in dict.fromkeys((*call.makes, *(new for _, new in call.writes)))]
-            made = [tile for tile in made if tile.requires_grad]
-            if any(tile.grad_fn is None for tile in made):
-                # The parameter itself (`weight.flatten(1)` of a matrix): calls that read it later are no uses of their
-                # own, so that its gradient is taken along all ways at once, with those of the inputs.
-                run.passed += zip(use.leaves, use.parameters, strict=True)
-                return
-            use.results = [get_gradient_edge(tile) for tile in made]
-            if use.results:
-                run.uses.append(use)
+            _note_use(run, use, [unwrap(values[number]) for number in ready.new])
+
+
+def _last_uses(record: ModelRecord, stage: ModelStage) -> dict[int, list[int]]:
+    """By call: the values that no later call of the stage uses, whose memory may go."""
+    made = {number for call in stage.calls for number in call.makes}
+    last: dict[int, int] = {}
+    for call in stage.calls:
+        last |= dict.fromkeys((*call.reads, *call.makes, *(new for _, new in call.writes)), call.number)
+    dies: dict[int, list[int]] = {}
+    for value, call_number in last.items():
+        if value in made or record.values[value].kind == "made":
+            dies.setdefault(call_number, []).append(value)
+    return dies
+
+
+def _overwritten(record: ModelRecord, stage: ModelStage) -> frozenset[int]:
+    """Values of the stage whose memory a later call of it writes to, by whichever name: other stages get them as they
+    are before."""
+    written: set[int] = set()
+    found = set()
+    for call in reversed(stage.calls):
+        found |= {n for n in (*call.makes, *(new for _, new in call.writes)) if record.values[n].memory in written}
+        written |= {record.values[old].memory for old, _ in call.writes}
+    return frozenset(found)
+
+
+def _note_use(run: StageRun, use: WeightUse, made: list[Tensor]) -> None:
+    """Keep for :meth:`StageRun.backward_weights` what a call with parameters made."""
+    made = [tile for tile in made if tile.requires_grad]
+    if any(tile.grad_fn is None for tile in made):
+        # The parameter itself (`weight.flatten(1)` of a matrix): calls that read it later are no uses of their
+        # own, so that its gradient is taken along all ways at once, with those of the inputs.
+        run.passed += zip(use.leaves, use.parameters, strict=True)
+        return
+    use.results = [get_gradient_edge(tile) for tile in made]
+    if use.results:
+        run.uses.append(use)
 
 
 def _own_leaf(use: WeightUse, parameter: Tensor) -> Tensor:
@@ -242,6 +293,8 @@ class _Draws(AbstractContextManager[None]):
 
 def state_of(call: RecordedCall, first_draw: int, seed: int, on_meta: bool) -> AbstractContextManager[Any]:
     """The grad mode, autocast and random numbers that the call was recorded with."""
+    if call.autocast is None and not call.draws:  # nearly all calls
+        return torch.set_grad_enabled(call.grad)
     stack = ExitStack()
     stack.enter_context(torch.set_grad_enabled(call.grad))
     if call.autocast is not None:

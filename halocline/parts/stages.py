@@ -31,6 +31,15 @@ class Staged:
     stages: tuple[ModelStage, ...]
     loss_stage: int
 
+    def writing(self) -> dict[int, RecordedCall]:
+        """Stages that write to buffers, such as running statistics: of each the first call that does."""
+        found: dict[int, RecordedCall] = {}
+        for stage in self.stages:
+            for call in stage.calls:
+                if any(self.record.values[old].kind == "buffer" for old, _ in call.writes):
+                    found.setdefault(stage.number, call)
+        return found
+
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several stages read, with those stages."""
         found: dict[str, list[int]] = {}

@@ -109,19 +109,27 @@ def is_free(function: Any) -> bool:
 def computed(world: World, function: Any, args: Any, result: Any) -> Computed:
     """The event of one local operation."""
     inputs = tensors_in(args)
+    name, asked = _as_elsewhere(schema_of(function).name.removeprefix("aten::"), args)
     return Computed(
         next(world.events.numbers),
         world.number,
         world.events.clock(),
-        name=schema_of(function).name.removeprefix("aten::"),
+        name=name,
         place=here(),
         phase="backward" if in_backward() else "forward",
         shapes=tuple(tuple(tensor.shape) for tensor in inputs),
         dtype=inputs[0].dtype if inputs else None,
         flops=flops(function, args, result),
         bytes=size_of(inputs) + size_of(result),
-        options=tuple(map(_frozen, args)),
+        options=tuple(map(_frozen, asked)),
     )
+
+
+def _as_elsewhere(name: str, args: Any) -> tuple[str, Any]:
+    """A kernel that CPUs alone have as the call that stands in its place on other devices and on meta tensors."""
+    if name == "batch_norm_update_stats":
+        return "var_mean", (args[0], [dim for dim in range(args[0].ndim) if dim != 1])
+    return name, args
 
 
 def _frozen(argument: Any) -> object:

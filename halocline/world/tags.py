@@ -15,6 +15,8 @@ from torch import Tensor
 
 _TURN_BITS, _SIZE_BITS, _GROUP_BITS, _CALLER_BITS = 12, 10, 22, 18
 _COUNTED = 1 << sum((_TURN_BITS, _SIZE_BITS, _GROUP_BITS, _CALLER_BITS))  # a tag that :meth:`World.begin` made
+_DIGESTS = (1 << _GROUP_BITS + _CALLER_BITS) - 1
+_STRIDE = 0x9E3779B97F  # odd: no two turns of a key have one digest
 _EXCHANGE = (1 << _TURN_BITS) - 1 | ((1 << _GROUP_BITS) - 1) << (_TURN_BITS + _SIZE_BITS)
 
 
@@ -71,11 +73,16 @@ def sum_tag(turn: int, ranks: tuple[int, ...], operation: str, channel: str, ten
     return tag & ~_COUNTED | size_bits(tensor.numel(), tensor.dtype)
 
 
-@lru_cache(maxsize=4096)
-def crossing_tag(key: str, number: int, elements: int, dtype: torch.dtype) -> int:
-    """The tag of a message between two sets of ranks, which count no exchanges together: by its crossing's key."""
-    digest = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=5).digest())
+def crossing_tag(key: str, number: int, elements: int, dtype: torch.dtype, turn: int = 0) -> int:
+    """The tag of a message between two sets of ranks, which count no exchanges together: by its crossing's key, and
+    its turn among the crossings of that key."""
+    digest = _digest(key) + turn * _STRIDE & _DIGESTS
     return digest << (_TURN_BITS + _SIZE_BITS) | number & ((1 << _TURN_BITS) - 1) | size_bits(elements, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _digest(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=5).digest())
 
 
 def divergence(rank: int, called: str, peer: int, theirs: str) -> str:

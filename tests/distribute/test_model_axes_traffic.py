@@ -28,7 +28,7 @@ def recorded(layers: int, sizes: dict[str, int], choices: hc.Choices = IN_ONE_PI
             model = Decoder(vocabulary=512, length=LENGTH, width=WIDTH, heads=8, layers=layers)
             tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
         mesh = hc.Mesh(choices, **sizes)
-        hc.distribute(model, mesh, layout=block_layout(), deterministic=True)
+        hc.distribute(model, mesh, layout=block_layout("model"), deterministic=True)
         x = hc.shard(tokens, mesh, {0: "data"}) if "data" in sizes else tokens
         outputs: list[torch.Tensor] = []
         forward = record(lambda: outputs.append(model(x)), mesh)

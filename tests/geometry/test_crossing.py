@@ -73,3 +73,20 @@ def test_replicas_share_the_work(holders: int, needers: int) -> None:
     assert max(sent) - min(sent) <= unit
     assert max(entered) - min(entered) <= unit
     assert sum(sent) == sum(entered) == volume(box)
+
+
+@pytest.mark.parametrize("holders", ["rows", "whole"])
+def test_ranks_pass_on_before_all_has_come(holders: str) -> None:
+    """A rank that waited for all parts from outside first would let the links behind it run dry."""
+    shape, ranks = (Interval(0, 256), Interval(0, 4)), range(10, 14)
+    rows = Partition.even(256, 4).pieces()
+    sources = {rank: (rows[rank], shape[1]) if holders == "rows" else shape for rank in range(4)}
+    plan = plan_crossing(sources, dict.fromkeys(ranks, shape), largest=16)
+    for rank in ranks:
+        hops = plan.hops_of(rank)
+        firsts = [hop.first for _, hop in hops.arrives]
+        assert firsts.count(True) == 16 and firsts.count(False) == 48
+        for waited in range(4, 60):  # one from outside for every three that have gone round
+            assert abs(firsts[:waited].count(True) - waited / 4) <= 3
+        assert len({hop.sender for _, hop in hops.arrives if hop.first}) == 1  # no link is flooded by many senders
+        assert len(hops.passes_on) == 48

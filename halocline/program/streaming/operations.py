@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -26,6 +27,37 @@ class Ref:
 def fill(value: Any, tensor_of: Callable[[Ref], Any]) -> Any:
     """The same structure with tensors in the places of references."""
     return map_leaves(Ref, tensor_of, value)
+
+
+Fill = Callable[[Mapping[int, Any]], Any]
+
+
+def filler(value: Any) -> Fill | None:
+    """A function that puts tensors, by the numbers of their values, in the places of references; None without any.
+
+    For arguments that are filled often: the structure is walked once, and what holds no reference is not copied.
+    """
+    if isinstance(value, Ref):
+        number = value.value
+        return lambda tensors: tensors[number]
+    if isinstance(value, dict):
+        return _filler_of(value.values(), lambda items: type(value)(zip(value, items, strict=True)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _filler_of(value, lambda items: type(value)(*items))
+    if isinstance(value, (tuple, list)):
+        return _filler_of(value, type(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        items = [getattr(value, name) for name in names]
+        return _filler_of(items, lambda items: dataclasses.replace(value, **dict(zip(names, items, strict=True))))
+    return None
+
+
+def _filler_of(parts: Iterable[Any], rebuilt: Callable[[list[Any]], Any]) -> Fill | None:
+    pairs = [(part, filler(part)) for part in parts]
+    if not any(fill for _, fill in pairs):
+        return None
+    return lambda tensors: rebuilt([part if fill is None else fill(tensors) for part, fill in pairs])
 
 
 @dataclass
