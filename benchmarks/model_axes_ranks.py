@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,15 +88,17 @@ def _stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
 
 
 def measure(sizes: Sizes, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of a step by way and round, and the first losses by way. Turns alternate."""
+    """Seconds of a step by way and round, and the first losses by way. In each round all ways have a turn."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.rand(sizes.tokens, sizes.width, generator=generator) for _ in range(2))
     ways = {way: _stepper(_network(sizes, way, x), x, y) for way in (TORCH, *BY_HAND, IN_ONE_PIECE, AUTO)}
-    losses = {way: [step(), step()] for way, step in ways.items()}
+    losses, names = {way: [step(), step()] for way, step in ways.items()}, list(ways)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, step in ways.items():
+    for turn in range(rounds):
+        # In another order each round, the same on all ranks: what ran before a step leaves its mark on it.
+        for way in random.Random(turn).sample(names, len(names)):
+            step = ways[way]
             dist.barrier()
             begin = time.perf_counter()
             step()
