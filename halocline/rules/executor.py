@@ -42,7 +42,7 @@ from .halo import Halo, with_halo
 from .idle import nothing, thrown_away
 from .operands import bring, enter_whole, preloaded, put_back_results, with_factors
 from .partial import PartialTensor, keep_part, on_parts
-from .plan import CallPlan, bound, make_plan, substitute
+from .plan import CallPlan, PlanCache, bound, make_plan, substitute
 from .product import TiledProduct, with_tiles
 from .recipe import Reduced
 from .remedy import forced, forcing
@@ -51,8 +51,7 @@ from .statistics import reduce_statistics
 from .table import entry_for, executed_by, name_of, refuse
 from .whole_target import becomes_cut
 
-_plans: dict[Any, CallPlan] = {}
-_MOST_PLANS = 4096
+_plans = PlanCache()
 #: By thread: what is called in place of :func:`run_rule`, with the same arguments, while a program is recorded.
 recorders: dict[int, Any] = {}
 
@@ -63,7 +62,7 @@ def dispatch(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str,
     # A trace or a torch.func transform of one rank's tile would silently give that tile's answer.
     if tracing() is not None or transforming():
         raise _refuse_capture(function)
-    if without_autograd() and torch.is_grad_enabled():
+    if without_autograd() and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         raise refuse(
             function,
             "it is in a branch of torch.cond, or a torch.while_loop, which torch runs without autograd",
@@ -138,10 +137,7 @@ def _planned(function: Any, describe: Any, args: Any, kwargs: Any, tensors: list
         with planned():
             plan = make_plan(function, describe, args, kwargs, tensors)
         if key is not None:
-            if len(_plans) >= _MOST_PLANS:
-                # A program whose shapes never repeat would fill the cache without end.
-                _plans.clear()
-            _plans[key] = plan
+            _plans.keep(key, plan, len(tensors))
     return plan
 
 

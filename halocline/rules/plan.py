@@ -183,6 +183,31 @@ def _scale_gradients(plan: CallPlan, others: list[Tensor], gradients: Any, arriv
     return first, *(None if gradient is None else times(gradient) for gradient in gradients[1:])
 
 
+class PlanCache(dict[Any, CallPlan]):
+    """Plans by function, global shapes, cuts and arguments. A plan takes some kilobytes for each operand.
+
+    Begins anew when it is full, because a program whose shapes never repeat would fill it without end.
+    """
+
+    MOST_OPERANDS = 1 << 14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operands = 0
+
+    def keep(self, key: Any, plan: CallPlan, operands: int) -> None:
+        """Add the plan of a call with so many operands."""
+        if self._operands + operands > self.MOST_OPERANDS:
+            self.clear()
+        self._operands += max(1, operands)
+        self[key] = plan
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        super().clear()
+        self._operands = 0
+
+
 def make_plan(
     function: Any, describe: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> CallPlan:

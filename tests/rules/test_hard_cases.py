@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import halocline as hc
 from halocline.program import dry
 from halocline.rules.executor import _plans
+from halocline.rules.plan import PlanCache
 from halocline.testing import check_rule
 from halocline.world import run_local
 
@@ -221,6 +222,23 @@ def test_a_changing_number_is_not_planned_anew() -> None:
         for step in range(5):
             x * (1.5 + step)
         assert len(_plans) == before
+
+
+def test_plans_are_kept_by_their_operands() -> None:
+    cache = PlanCache()
+    for number in range(3):
+        cache.keep(number, plan := object(), PlanCache.MOST_OPERANDS // 2)  # type: ignore[arg-type]
+        assert cache[number] is plan
+    assert list(cache) == [2]
+
+
+def test_inference_with_gradients_on_computes() -> None:
+    def body() -> Tensor:
+        x = hc.shard(X, hc.Mesh(data=2), {0: "data"})
+        with torch.inference_mode(), torch.enable_grad():
+            return hc.gather(x * 2)
+
+    assert all(torch.equal(found, X * 2) for found in run_local(2, body))
 
 
 def test_autocast_with_an_empty_tile_agrees_on_the_dtype() -> None:

@@ -21,6 +21,9 @@ from ..recipe import Moments, merged
 
 NARROW = (torch.half, torch.bfloat16)
 Slopes = tuple[Tensor, Tensor, Tensor]
+_LARGE = 1 << 14  # elements from which the faster statistics pay
+_FAR = 1e6  # times the variance: the square of a mean whose rounding does not show in the variance
+_HUGE = 1e36  # a variance in float32 of which no square has overflown
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,21 @@ def _moments_of_each_k(x: Tensor) -> Moments:
     count = x.new_full((x.shape[1],), float(here), dtype=torch.float64)
     if x.numel() == 0:
         return Moments(count, torch.zeros_like(count), torch.zeros_like(count))
-    wide = x.float() if x.dtype in NARROW else x
-    if wide.device.type == "cpu" and (wide.is_contiguous() or wide.dtype == torch.float64):
-        # Four times as fast as var_mean and as exact; with channels last it would add up float32 in float32.
-        mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
-    else:
-        variance, mean = torch.var_mean(wide, dims, correction=0)
+    mean, variance = _mean_and_variance(x.float() if x.dtype in NARROW else x, dims)
     return Moments(count, mean.double(), variance.double() * here)
+
+
+def _mean_and_variance(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of each k, to the last digits of its dtype. Large tiles on CPUs take a kernel that is four times as fast."""
+    # With channels last, and without elements behind the channels, that kernel adds up float32 in float32.
+    adds_in_double = x.dtype == torch.float64 or (x.is_contiguous() and prod(x.shape[2:]) > 1)
+    if x.device.type == "cpu" and x.numel() >= _LARGE and adds_in_double:
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        # It subtracts a mean that is rounded, and squares in the tile's dtype.
+        if bool(((mean * mean <= _FAR * variance) & (variance < _HUGE)).all()):
+            return mean, variance
+    variance, mean = torch.var_mean(x, dims, correction=0)
+    return mean, variance
 
 
 def _work_dtype(x: Tensor) -> torch.dtype:
