@@ -7,6 +7,7 @@ from halocline.rules.families.normalize import _moments_of_each_k
 
 N = 1 << 15
 SHAPES = [(N, 3), (N, 3, 1), (N, 3, 1, 1), (2, 3, 64, 64), (1, 3, 32, 32, 32), (40_000, 2, 2)]
+DISTRIBUTIONS = [(0.0, 1.0), (3.0, 1.0), (300.0, 1.0), (1e6, 1.0), (0.0, 1e19), (5.0, 1e-8)]
 
 
 def check(x: torch.Tensor, within: float = 1e-6) -> None:
