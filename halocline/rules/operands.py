@@ -111,7 +111,7 @@ def _count_gathers(plan: CallPlan, tiles: list[Tensor], label: Label) -> None:
         # The count says how often this place has gathered: the log hears of the first time only.
         if plan.mesh.world.redistributed("gather", label, size) == 1 and plan.mesh.rank == 0:
             whole = prod(fetch.transfer.target_shape) * tile.element_size()
-            if whole < _WORTH_WARNING:
+            if whole < _WORTH_WARNING or plan.recipe.gathers_by_design:
                 continue
             _log.warning(
                 "%s: every rank fetches the whole operand over %s, %s a call; the result is exact, but this operation "

@@ -300,6 +300,8 @@ class Recipe:
     keeps_cut: bool = False
     #: Another way to bring operands that are read whole.
     ring: RingSteps | None = None
+    #: Operands are gathered so that the weights can stay cut: the log does not advise against it.
+    gathers_by_design: bool = False
     #: Former names, for one release.
     boxes: InitVar[bool | None] = None
     sums: InitVar[bool | None] = None

@@ -232,7 +232,7 @@ class Bundle(NamedTuple):
         for transfer in self.transfers:
             for message in transfer.arriving:
                 incoming[message.peer] = incoming.get(message.peer, 0) + message.elements
-        sends = [Send(peer, torch.cat(outgoing[peer])) for peer in sorted(outgoing)]
+        sends = [Send(peer, _in_a_row(outgoing[peer])) for peer in sorted(outgoing)]
         receives = [Receive(peer, incoming[peer]) for peer in sorted(incoming)]
         exchange = world.begin(sends, receives, like, self.route.ranks, self.route.label)
         targets = [_with_staying(*each) for each in zip(tiles, self.transfers, self.fills, strict=True)]
@@ -268,7 +268,18 @@ def exchange_messages(messages: list[Tensor], transfer: Transfer, like: Tensor, 
 def pack(tile: Tensor, message: PackedMessage) -> Tensor:
     """The elements of a message, which may come from several strips of the tile."""
     strips = [tile[strip.place].reshape(-1) for strip in message.strips]
-    return strips[0] if len(strips) == 1 else torch.cat(strips)
+    return _in_a_row(strips)
+
+
+def _in_a_row(parts: list[Tensor]) -> Tensor:
+    """One message. Autocast is off, since torch.cat under it raises for float16 where it is to bfloat16, or back."""
+    if len(parts) == 1:
+        return parts[0]
+    kind = parts[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return torch.cat(parts)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(parts)
 
 
 def unpack(target: Tensor, message: PackedMessage, values: Tensor, accumulate: bool) -> None:

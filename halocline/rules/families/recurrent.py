@@ -8,6 +8,7 @@ rows of packed sequences mix samples and time, so that they are whole.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from ..._torch_private import pack_padded, pad_packed
 from ...tensor import ShardedTensor
+from ..asking_torch import planned
 from ..recipe import Operand, Output, Recipe, Work, as_called, follow, read_whole, whole_operands
 from ..table import composite, refuse, run_for
 from .random import dropped
-from .recurrent_units import cut_by_units, run_cell, run_layer
+from .recurrent_units import GATES, as_autocast, cut_by_units, joined, run_cell, run_layer
+from .view import whole_on_every_rank
 
 
 def _network_rule(
@@ -79,27 +82,71 @@ class _Options(NamedTuple):
     dropout: float
     train: bool
     bidirectional: bool
-    batch_first: bool = False
+    batch_first: bool
     sizes: tuple[int, ...] | None = None
 
 
 def _register(function: Any) -> None:
     """Register a recurrent network as a composite over its rules."""
 
-    def network(input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def network(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """``(input, hx, params, ...)`` or, of packed sequences, ``(data, batch_sizes, hx, params, ...)``."""
-        args += tuple(kwargs[name] for name in ("hx", "params", *_Options._fields) if name in kwargs)
-        sizes = None
-        if isinstance(args[0], Tensor) and not args[0].is_floating_point():
-            sizes, args = tuple(args[0].tolist()), args[1:]
-            if _axis(input, 0) is not None:
-                why = "a packed sequence mixes the samples of a batch"
-                raise refuse(function, why, "pad it, and mask what is behind, or pack it whole")
-        hx, params, *options = args
-        states = tuple(hx) if function is torch.lstm else (hx,)
-        return _run_layers(function, input, states, list(params), _Options(*options)._replace(sizes=sizes))
+        second = args[1] if len(args) > 1 else kwargs.get("batch_sizes")
+        if isinstance(second, Tensor) and not second.is_floating_point():
+            return packed(*args, **kwargs)
+        return padded(*args, **kwargs)
+
+    def padded(input: Tensor, hx: Any, params: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return _run_layers(function, input, _states(function, hx), list(params), _Options(*args, **kwargs))
+
+    def packed(
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> tuple[Tensor, ...]:
+        if _axis(data, 0) is not None:
+            why = "a packed sequence mixes the samples of a batch"
+            raise refuse(function, why, "pad it, and mask what is behind, or pack it whole")
+        sizes = tuple(whole_on_every_rank(batch_sizes).tolist())
+        options = _Options(has_biases, num_layers, dropout, train, bidirectional, False, sizes)
+        return _run_layers(function, data, _states(function, hx), list(params), options)
 
     composite(function, family="recurrent")(network)
+
+
+def _states(function: Any, hx: Any) -> tuple[Tensor, ...]:
+    return tuple(hx) if function in (torch.lstm, torch.lstm_cell) else (hx,)
+
+
+def _check_network(
+    function: Any, input: Tensor, states: tuple[Tensor, ...], params: list[Tensor], options: _Options
+) -> None:
+    """Raise RuntimeError, as torch does, where sequence, states and parameters do not fit together."""
+    sizes, ways, memory = options.sizes, options.num_layers * (1 + options.bidirectional), function is torch.lstm
+    if input.ndim != (3 if sizes is None else 2):
+        return  # torch raises, or the rule refuses
+    order = (1, 0) if options.batch_first else (0, 1)
+    steps, batch = [input.shape[dim] for dim in order] if sizes is None else (len(sizes), max(sizes, default=0))
+    if not steps:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    if sizes and ([*sizes, 0] != sorted([*sizes, 0], reverse=True) or sum(sizes) != input.shape[0]):
+        raise RuntimeError(f"Expected batch sizes that do not increase and add up to {input.shape[0]}, got {[*sizes]}")
+    each, least = len(params) / ways, 2 + 2 * options.has_biases
+    if each not in (least, least + memory):
+        raise RuntimeError("got an incorrect number of RNN parameters")
+    rows, width = params[1].shape
+    widths = (width, rows // GATES[function])[: 1 + memory]
+    if len(states) != len(widths):
+        raise RuntimeError("lstm expects two hidden states")
+    for state, width in zip(states, widths, strict=True):
+        if state.shape != (ways, batch, width):
+            raise RuntimeError(f"Expected hidden size {(ways, batch, width)}, got {list(state.shape)}")
 
 
 def _axis(tensor: Tensor, dim: int) -> str | None:
@@ -111,6 +158,7 @@ def _run_layers(
     function: Any, input: Tensor, states: tuple[Tensor, ...], params: list[Tensor], options: _Options
 ) -> tuple[Tensor, ...]:
     """All layers in one call; layer by layer where something is dropped between them, or units are cut."""
+    _check_network(function, input, states, params, options)
     layers, ways, lost = options.num_layers, 1 + options.bidirectional, options.dropout if options.train else 0.0
     each = len(params) // layers
     of_layers = [params[layer * each : (layer + 1) * each] for layer in range(layers)]
@@ -118,7 +166,7 @@ def _run_layers(
     by_units = [_by_units(own, ways, samples) and input.ndim == (2 if options.sizes else 3) for own in of_layers]
     if not any(by_units) and (not lost or layers == 1):
         return _run(function, input, states, params, options)
-    ends = []
+    ends, entering = [], input
     for layer, own in enumerate(of_layers):
         # torch drops between layers, never before the first.
         input = dropped(input, lost) if layer else input
@@ -129,7 +177,9 @@ def _run_layers(
         else:
             input, *end = _run(function, input, start, own, options._replace(num_layers=1))
         ends.append(end)
-    return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
+    made = (input, *(joined(torch.cat, parts) for parts in zip(*ends, strict=True)))
+    one = of_layers[0][: each // ways]
+    return as_autocast(function, made, entering, states[0], one, options.has_biases, options.sizes)
 
 
 def _by_units(params: list[Tensor], ways: int, samples: str | None) -> bool:
@@ -175,7 +225,7 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
 @composite(pack_padded, family="recurrent")
 def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """The rows that torch would pack. Samples and time are whole afterwards, features as they were."""
-    input = input.transpose(0, 1) if batch_first else input
+    input, lengths = input.transpose(0, 1) if batch_first else input, whole_on_every_rank(lengths)
     rows = torch.arange(input.shape[0] * input.shape[1], device="cpu").unflatten(0, (*input.shape[:2], 1))
     places, sizes = pack_padded(rows, lengths, False)
     return input.flatten(0, 1).index_select(0, places.flatten().to(input.device)), sizes
@@ -190,7 +240,7 @@ def pad_packed_sequence(
         raise refuse("pad_packed_sequence", "samples of a cut batch would be mixed", "hc.gather the packed data first")
     count = data.shape[0]
     rows = torch.arange(count, device="cpu").unsqueeze(1)
-    places, lengths = pad_packed(rows, batch_sizes, False, float(count), total_length)
+    places, lengths = pad_packed(rows, whole_on_every_rank(batch_sizes), False, float(count), total_length)
     padding = torch.full((1, *data.shape[1:]), padding_value, dtype=data.dtype, device=data.device)
     padded = torch.cat([data, padding]).index_select(0, places.flatten().to(data.device))
     padded = padded.unflatten(0, places.shape[:2])
@@ -212,13 +262,24 @@ def _cell_rule(
     )
 
 
+@lru_cache(maxsize=4096)
+def _check_cell(function: Any, input: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, *states: Any) -> None:
+    """Raise what torch raises for operands of these shapes."""
+    with planned(), torch.no_grad():
+        shapes = (input, w_ih, w_hh, b_ih, b_hh, *states)
+        like = [None if shape is None else torch.empty(shape, device="meta") for shape in shapes]
+        function(like[0], like[5:] if function is torch.lstm_cell else like[5], *like[1:5])
+
+
 def _register_cell(function: Any) -> None:
     """Register a recurrent cell as a composite over its rule."""
 
     def cell(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
         """One step; by hidden units where those are cut."""
+        states = _states(function, hx)
+        if input.ndim == 2:
+            _check_cell(function, *(None if x is None else x.shape for x in (input, w_ih, w_hh, b_ih, b_hh, *states)))
         if input.ndim == 2 and cut_by_units([[w_hh]], _axis(input, 0)):
-            states = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
             return run_cell(function, input, states, (w_ih, w_hh), (b_ih, b_hh))
         return run_for(function, _cell_rule, input, hx, w_ih, w_hh, b_ih, b_hh)
 

@@ -7,7 +7,8 @@ and computes this rank's part of the next one. No rank holds more of a weight th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 from ...geometry import Packed
 from ...tensor import ShardedTensor
 from ..asking_torch import planned
+from ..double_backward import Autocast
 from ..recipe import WHOLE, Link, Operand, Output, Read, Recipe, Work, follow
 from ..remedy import choices_here
 from ..table import run_for
-from .contract import autocasts
+from .contract import autocasts, linear
 
 #: Gates of a hidden unit.
 GATES = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, torch.rnn_relu: 1}
@@ -83,34 +85,54 @@ def run_layer(
     for way in range(ways):
         own, first = gates[way * steps : (way + 1) * steps], [state[way] for state in start]
         out, end = (_run_backwards if way else _run_forwards)(function, own, weights[way], first)
-        seen.append(torch.stack(out) if sizes is None else torch.cat(out))
+        seen.append(joined(torch.stack if sizes is None else torch.cat, out))
         ends.append(end)
-    result = torch.cat(seen, -1) if ways > 1 else seen[0]
-    made = (result.transpose(0, 1) if batch_first else result, *map(torch.stack, zip(*ends, strict=True)))
-    return _as_autocast(function, made, input, start[0], params[:each], has_biases)
+    result = joined(torch.cat, seen, -1) if ways > 1 else seen[0]
+    last = (joined(torch.stack, parts) for parts in zip(*ends, strict=True))
+    return result.transpose(0, 1) if batch_first else result, *last
 
 
-def _as_autocast(
-    function: Any, made: tuple[Tensor, ...], input: Tensor, state: Tensor, params: Sequence[Tensor], has_biases: bool
+def joined(join: Callable[..., Tensor], parts: Sequence[Tensor], *dim: int) -> Tensor:
+    """``torch.cat`` or ``torch.stack``, which under autocast raise for float16 beside bfloat16."""
+    with Autocast.now(parts[0].device).off.again():
+        return join(parts, *dim)
+
+
+def as_autocast(
+    function: Any,
+    made: tuple[Tensor, ...],
+    input: Tensor,
+    state: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    sizes: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Under autocast, results of the dtypes of torch's own call, which is asked for two units of one feature."""
+    """Under autocast, results of the dtypes of torch's own call, which is asked for two units of one feature.
+
+    ``params`` are those of one layer in one direction.
+    """
     if not autocasts(input.device.type):
         return made
-    few: tuple[int, ...] = (1, 1) if function in NETWORK else (1, 1, 1)
     projected, cell = len(params) - 2 * has_biases - 2, function in NETWORK
     rows, of_state = 2 * GATES[NETWORK.get(function, function)], 2 - projected
-    sizes = [(rows, 1), (rows, of_state), *[(rows,)] * (2 * has_biases), *[(1, 2)] * projected]
+    shapes = [(rows, 1), (rows, of_state), *[(rows,)] * (2 * has_biases), *[(1, 2)] * projected]
     memories = [2] if function in (torch.lstm, torch.lstm_cell) else []
+    # For packed sequences of one length torch may take another kernel than for those of several.
+    steps = (2, 1) if sizes and len(set(sizes)) > 1 else (1,)
 
     def zeros(like: Tensor, *size: int) -> Tensor:
         return torch.zeros(size, dtype=like.dtype, device=input.device)
 
     with planned(), torch.no_grad():
-        states = [zeros(state, *few[1:], size) for size in (of_state, *memories)]
-        weights = [zeros(params[0], *size) for size in sizes]
+        one = [] if cell else [1]
+        states = [zeros(state, *one, steps[0], size) for size in (of_state, *memories)]
+        weights = [zeros(params[0], *shape) for shape in shapes]
         hx: Any = states if memories else states[0]
-        call = weights if cell else [weights, has_biases, 1, 0.0, False, False, False]
-        asked = function(zeros(input, *few), hx, *call)
+        options = weights if cell else [weights, has_biases, 1, 0.0, False, False]
+        if sizes:
+            asked = function(zeros(input, sum(steps), 1), torch.tensor(steps, device="cpu"), hx, *options)
+        else:
+            asked = function(zeros(input, *one, 1, 1), hx, *options, *([] if cell else [False]))
     asked = asked if isinstance(asked, tuple) else (asked,)
     return tuple(each.to(like.dtype) for each, like in zip(made, asked, strict=True))
 
@@ -127,7 +149,7 @@ def _run_forwards(
         states = _step(function, gates, weights, states)
         seen.append(states[0])
     ended.append(states)
-    return seen, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*ended[::-1], strict=True)]
+    return seen, [parts[0] if len(parts) == 1 else joined(torch.cat, parts) for parts in zip(*ended[::-1], strict=True)]
 
 
 def _run_backwards(
@@ -139,7 +161,7 @@ def _run_backwards(
     for gates in reversed(entered):
         if (now := states[0].shape[0]) < gates.shape[0]:
             joining = [state[now : gates.shape[0]] for state in first]
-            states = [torch.cat(both) for both in zip(states, joining, strict=True)]
+            states = [joined(torch.cat, both) for both in zip(states, joining, strict=True)]
         states = _step(function, gates, weights, states)
         seen.append(states[0])
     return seen[::-1], states
@@ -248,6 +270,7 @@ def _step_rule(
         outputs=(Output((batch, units), (0, 1)),) * (1 + len(memory)),
         local=local,
         runs_empty=True,
+        gathers_by_design=True,
     )
 
 
@@ -274,13 +297,19 @@ def run_cell(
 ) -> Any:
     """One step of a cell. Its gates change places instead of the weights' rows: they are fewer in a single step."""
     network = NETWORK[function]
-    entered, turned = map(F.linear, (input, states[0]), weights, biases)
+    entered = F.linear(input, weights[0], biases[0])
+    turned = run_for(F.linear, _turning_rule, states[0], weights[1], biases[1])
     gates = (entered, turned) if network is torch.gru else (entered + turned,)
     # A sum that the mesh lets wait is completed.
     made = run_for(network, _cell_rule, states[-1], *(each.contiguous() for each in gates))
     made = made if isinstance(made, tuple) else (made,)
     params = [*weights, *(bias for bias in biases if bias is not None)]
-    return _results(_as_autocast(function, made, input, states[0], params, biases[0] is not None))
+    return _results(as_autocast(function, made, input, states[0], params, biases[0] is not None))
+
+
+def _turning_rule(function: Any, state: Operand, weight: Operand, bias: Operand | None) -> Recipe:
+    """The linear layer of the hidden state."""
+    return replace(linear(function, state, weight, bias), gathers_by_design=True)
 
 
 def _cell_rule(function: Any, own: Operand, entered: Operand, turned: Operand | None = None) -> Recipe:
