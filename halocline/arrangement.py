@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .choices import Choices
-from .errors import MeshError, PlanError
+from .errors import MeshError, PlanError, did_you_mean
 from .rules import cut_like, shard
 from .rules.annotate import annotate
 from .rules.checkpoint_halos import keep_halos
@@ -26,6 +26,17 @@ from .world import Mesh, this_world
 #: Letters of dims, and the mesh axis that cuts each. Axes of other kinds (of a model, of stages) join here.
 AXIS_OF_LETTER = {"N": "data", "D": "depth", "H": "height", "W": "width"}
 DATA = "data"
+
+
+def axis_meant(name: str, axes: Iterable[str]) -> str:
+    """A hint at the axis that was meant by a name, for an error message: the axis of a letter, or one spelt alike.
+
+    >>> axis_meant("D", ["data", "depth"]), axis_meant("dept", ["data", "depth"])
+    (' (write depth: D is the letter of files)', ' (did you mean depth?)')
+    """
+    known = list(axes)
+    axis = AXIS_OF_LETTER.get(name, "")
+    return f" (write {axis}: {name} is the letter of files)" if axis in known else did_you_mean(name, known)
 
 
 class Arranged(Protocol):

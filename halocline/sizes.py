@@ -1,7 +1,8 @@
-"""Sizes of memory: as people write them, and what the machine has free."""
+"""Sizes of memory, as people write them, and what the machine has: free memory and cores."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -53,3 +54,11 @@ def file_text(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+def usable_cores() -> int:
+    """The cores that this process is bound to, or fewer if its container allows fewer."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = file_text("/sys/fs/cgroup/cpu.max").partition(" ")
+    allowed = int(quota) // int(period) if quota.isdigit() and period.isdigit() else bound
+    return max(1, min(bound, allowed))

@@ -76,32 +76,22 @@ def halocline(
 
     - `halocline demo`: trains a 3D U-Net cut over two ranks and on one rank, and compares them, in two minutes.
 
-    - `halocline train cosmoflow --ranks 2`: a run with log, checkpoints and report; `halocline train run.toml` trains
-      your own network on your own data.
+    - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: checks that your network, cut over two ranks,
+      gives the answer of one rank: any function that returns a torch.nn.Module, called from the folder it is in.
+
+    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64 --batch 8`: recommends a cut and
+      predicts memory and time of a step, without computing it.
+
+    - `halocline train run.toml --ranks 2`: trains your own network on your own data, with log, checkpoints and report;
+      `halocline train cosmoflow` trains a built-in one.
+
+    - `halocline report runs/run-1`: writes one page with curves, predictions, and where the time goes.
+
+    - `halocline predict runs/run-1 scans/ organs/ --classes`: runs the trained network on other samples.
 
     - `halocline run script.py --ranks 4 -- --epochs 10`: runs your own single-device script on four ranks, unmodified.
 
-    - `halocline check unet3d --cut depth=2,height=2`: checks that the answer is that of one rank, for a built-in
-      network cut over 2 x 2 ranks on this machine.
-
-    - `halocline check mypackage.models:make_net --shape 1,1,64,64,64`: checks *your* network: any function that returns
-      a torch.nn.Module, called from the folder it is in.
-
-    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: recommends a cut and
-      predicts memory and time of a step, without computing it.
-
-    - `halocline simulate stemdl --machine summit --gpus 27600`: how that step scales to a whole machine, and what it
-      waits for.
-
     - `halocline doctor`: checks this machine and the links between its ranks, and says how to solve each problem.
-
-    - `halocline data info volumes.h5 --cut D=2,H=2`: shows what is in a file, what each rank would read of it,
-      and how to chunk it.
-
-    - `halocline taskbench --runtime world,torch`: measures the smallest task that the runtime handles well, beside bare
-      messages.
-
-    - `halocline tune`: measures a new kind of GPU once, for tensors beyond 2^31 elements; optional.
 
     With `--json` every command prints one JSON object as the last line of its output.
     """

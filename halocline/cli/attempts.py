@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from ..train.checkpoints import CHECKPOINTS, Folder
-from ..train.elastic import RankCount, for_ranks
+from ..train.elastic import RankCount, check_ranks, for_ranks
 from ..train.launch import RESULT, LaunchError, LocalRanks
 from ..train.log import LOG, read_log, with_numbers
 from ..train.signals import PREEMPTED
@@ -36,8 +36,11 @@ def on_this_machine(settings: Settings, folder: Path, counts: RankCount, restart
     If a restart makes no progress, the next one has a rank less. When ``counts`` wants another number, the ranks end
     their step and save, and so many go on.
     """
+    from ..train.own import check_paths
     from ..train.trust import mark_run
 
+    check_ranks(settings, counts.most)  # before ranks are started, which takes seconds
+    check_paths(settings)
     checkpoints = Folder(folder / CHECKPOINTS)
     with ExitStack() as opened:
         # Before the lock is taken, which the template would hold as well.
@@ -82,7 +85,7 @@ def _attempts(
             if result["stopped"] and stop.recalled and not stop.asked:
                 continue
             return {**result, "preempted": result["stopped"] and stop.preempted, "restarts": failures}
-        words = f"rank {ending.rank}: {ending.words}"
+        words = str(ending)
         if stop.preempted:
             say(stderr(), f"stopped on request before the ranks could write a checkpoint ({escape(words)})")
             raise typer.Exit(PREEMPTED)

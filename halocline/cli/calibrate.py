@@ -12,6 +12,7 @@ import typer
 
 from ..errors import did_you_mean
 from .output import Debug, Json, clear_errors, print_json, progress_bar, say, stdout
+from .stopping import exit_on_sigterm
 
 if TYPE_CHECKING:
     from ..plan.calibrate import Tell
@@ -49,7 +50,7 @@ def calibrate(
 
     - `halocline calibrate --dtypes float32,bfloat16 --seconds 300`: two dtypes, and more operations of each.
     """
-    with clear_errors("calibrate", debug):
+    with clear_errors("calibrate", debug), exit_on_sigterm():
         import torch
 
         from ..plan.calibrate import describe, measure_device, measure_storage

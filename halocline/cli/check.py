@@ -12,8 +12,20 @@ from rich.markup import escape
 
 from ..layout import AUTO_LAYOUTS
 from ..testing.check import BadUsage, NetworkReport, check_network
-from .output import Debug, Json, activity, clear_errors, fact_table, print_json, say, size_text, stdout
+from .output import (
+    Debug,
+    Json,
+    activity,
+    clear_errors,
+    fact_table,
+    print_json,
+    progress_console,
+    say,
+    size_text,
+    stdout,
+)
 from .parsing import parse_cut, parse_numbers
+from .stopping import exit_on_sigterm
 from .zoo import check_all, list_names
 
 MOST_NAMES = 24  # of cut parameters that are shown
@@ -22,7 +34,8 @@ MEANING = {
     "exact": "[green]exact[/green]: the cut run gives the answer of one rank, to rounding",
     "gathered": "[yellow]gathered[/yellow]: the answer is right, but so much is gathered that cutting saves little",
     "wrong": "[red]wrong[/red]: the cut run gives another answer; this should never be, please report it",
-    "refused": "[yellow]refused[/yellow]: the network does something that has no exact cut yet",
+    "refused": "[yellow]refused[/yellow]: the network calls something without an exact cut; "
+    "docs/tutorials/refused.md shows what to do",
 }
 
 Target = Annotated[
@@ -73,7 +86,10 @@ Steps = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of weights and inputs, the same on every rank.")]
 Deadline = Annotated[
-    float | None, typer.Option("--deadline", help="Seconds for the cut run. Default: many times that of one rank.")
+    float | None,
+    typer.Option(
+        "--deadline", help="Seconds for the cut run, once its ranks have started. Default: many times that of one rank."
+    ),
 ]
 
 
@@ -130,16 +146,22 @@ def check(
             named = zoo_alone(target, zoo, bool(shape) or args != "{}")
             if names:
                 raise typer.Exit(list_names(named))
-            raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
+            with exit_on_sigterm():
+                raise typer.Exit(check_all(named, only or [], settings, as_json, at_least))
         inputs = {"arguments": parse_arguments(args), "shapes": parse_shapes(shape)}
         # Progress goes to stderr, so that stdout holds the result alone.
-        with activity("starting ranks") as tell:
-            report = check_network(target, say=tell, **inputs, **settings)  # type: ignore[arg-type]
+        with exit_on_sigterm(), activity("starting ranks") as tell:
+            report = check_network(target, say=tell, remark=_remark, **inputs, **settings)  # type: ignore[arg-type]
     if as_json:
         print_json(report.as_json())
     else:
         show(report)
     raise typer.Exit(STATUS[report.verdict])
+
+
+def _remark(text: str) -> None:
+    """Print what will be slow; progress, and so silent with --quiet."""
+    say(progress_console(), f"[yellow]{escape(text)}[/yellow]")
 
 
 def zoo_alone(target: str | None, zoo: str | None, inputs: bool) -> str:

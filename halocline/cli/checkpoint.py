@@ -149,6 +149,8 @@ def _show(folder: Folder | CloudFolder, found: list[CheckpointInfo], as_json: bo
         return
     rows = [_row(each) for each in found]
     console().print(number_table("checkpoints", ("step", "written", "size", "files", "ranks", "torch", "state"), rows))
+    if any(not (each.verified or each.problems) for each in found):
+        say(console(), f"To compare checksums: halocline checkpoint verify {escape(_place(folder))}")
     for each in found:
         for problem in each.problems:
             say(stderr(), escape(problem))
@@ -156,7 +158,7 @@ def _show(folder: Folder | CloudFolder, found: list[CheckpointInfo], as_json: bo
 
 def _row(info: CheckpointInfo) -> tuple[str, ...]:
     """A line of the table."""
-    written: Any = datetime.datetime.fromtimestamp(info.written).strftime("%Y-%m-%d %H:%M:%S")
+    written: Any = datetime.datetime.fromtimestamp(info.written).strftime("%Y-%m-%d %H:%M")
     state = "damaged" if info.problems else "whole" if info.verified else "not verified"
     ranks = "" if info.ranks is None else str(info.ranks)
     return str(info.step), written, size_text(info.size), str(info.files), ranks, escape(info.torch), state

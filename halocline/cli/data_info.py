@@ -98,6 +98,8 @@ def _cut(store: Any, wanted: Mapping[str, int]) -> dict[str, Any]:
 
 def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
     """Print the arrays as a table, or on a narrow terminal one below the other, then samples and cut."""
+    from ..data.stores.open import dims_example
+
     files = f" and {result['files'] - 1} more files like the first" if result["files"] > 1 else ""
     title = f"{path}: {result['kind']}{files}"
     if stdout().width < _WIDE:  # one table per array, with a row for each fact
@@ -111,10 +113,10 @@ def _show(result: Mapping[str, Any], path: str, cut: str | None) -> None:
     if "samples" in result:
         stdout().print(fact_table("samples, as they are handed out", _sample_facts(result["samples"])))
     else:
-        say(
-            stdout(),
-            "Name the dims in the order in which they lie (--dims NCDHW), for more; of several, --dataset too.",
-        )
+        arrays = result["arrays"]
+        example = dims_example(len(arrays[0]["shape"]), result["files"]) if arrays else "NCDHW"
+        more = "; of several, --dataset too" if len(arrays) > 1 else ""
+        say(stdout(), f"For more, name the dims in the order in which they are stored, such as --dims {example}{more}.")
     if "cut" in result:
         stdout().print(fact_table(f"cut {cut}", _cut_facts(result["cut"])))
 

@@ -149,12 +149,14 @@ def settings_of(data: Path, steps: int, precision: str) -> Settings:
 
 def show(result: dict[str, Any]) -> None:
     """Print the two runs side by side, and where the report is."""
+    last = len(result["cut"])
     verdict = "they agree" if result["agree"] else "THEY DIFFER"
     facts = {
-        "loss, first and last": f"{result['one_rank'][0]:.6f}, {result['one_rank'][-1]:.6f}",
-        "the same, cut": f"{result['cut'][0]:.6f}, {result['cut'][-1]:.6f}",
-        f"in float64, {PROOF} steps": f"{result['loss_difference']:.0e} of the loss apart at most",
-        "in float32, all steps": f"{result['loss_difference_float32']:.0e} (training amplifies rounding)",
+        f"float64, {min(last, PROOF)} steps": f"losses differ by {result['loss_difference']:.0e} of a loss at most",
+        "loss in float32, whole": f"{result['one_rank'][0]:.6f}, after {last} steps {result['one_rank'][-1]:.6f}",
+        "the same, cut": f"{result['cut'][0]:.6f}, after {last} steps {result['cut'][-1]:.6f}",
+        "difference in float32": f"up to {result['loss_difference_float32']:.0e} of a step's loss: rounding grows over "
+        f"{last} steps of training",
         "dice, first and last": f"{result['dice'][0]:.2f}, {result['dice'][-1]:.2f} (of unseen scans; 1 is perfect)",
         "seconds": f"{result['seconds']:.0f}",
         "report": escape(result["report"]),

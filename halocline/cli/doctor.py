@@ -15,7 +15,12 @@ from ..doctor import DoctorReport, examine
 from .output import Debug, Json, activity, clear_errors, print_json, say, stderr, stdout
 
 #: How a status is shown.
-MARK = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "problem": "[red]problem[/red]"}
+MARK = {
+    "ok": "[green]ok[/green]",
+    "hint": "[cyan]hint[/cyan]",
+    "warning": "[yellow]warning[/yellow]",
+    "problem": "[red]problem[/red]",
+}
 
 Ranks = Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks to start on this machine.")]
 NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Look at this machine only; start or join no ranks.")]
@@ -50,8 +55,9 @@ def doctor(
     - `GLOO_SOCKET_IFNAME=eth0 halocline doctor`: uses that interface. By default ranks started here use
       loopback, which shows the speed of this machine, not of its network.
 
-    **Reading the result**: with a *problem* runs will fail; with a *warning* some may fail or be slow. Latency is half
-    the median round trip of a small message, bandwidth that of messages of 8 MiB; both are those of the slowest pair.
+    **Reading the result**: with a *problem* runs will fail; with a *warning* some may fail or be slow; a
+    *hint* is for some ways to start ranks. Latency is half the median round trip of a small message, bandwidth that of
+    messages of 8 MiB; both are those of the slowest pair.
 
     **Exit status**: 0 no problems (warnings are allowed); 1 problems; 2 the doctor cannot run as asked.
     """

@@ -57,8 +57,7 @@ def ask_ranks(module: str, request: Mapping[str, Any], ranks: int, folder: Path 
         if stop.asked:
             raise LaunchError("stopped on request before everything was written")
         # The file with a traceback goes with a temporary folder.
-        words = ending.words if folder else ending.words.partition(" (traceback in ")[0]
-        raise LaunchError(f"rank {ending.rank}: {words}")
+        raise LaunchError(str(ending) if folder else str(ending).partition(" (traceback in ")[0])
 
 
 def work_as_rank(folder: Path, work: Callable[[], object]) -> None:

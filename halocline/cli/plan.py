@@ -27,7 +27,12 @@ MachineName = Annotated[
 ]
 Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Devices to plan for.")]
 Batch = Annotated[
-    int | None, typer.Option("--batch", min=1, help="Samples of a step; by default one on each rank of the data axis.")
+    int | None,
+    typer.Option(
+        "--batch",
+        min=1,
+        help="Samples of a step. Default: one for each rank of the axis data, so that plans differ in their batch.",
+    ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="adam or sgd; it takes memory and time.")]
@@ -94,7 +99,8 @@ def plan(
 
     **Examples**
 
-    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64`: a table of cuts, the best first.
+    - `halocline plan unet3d --shape 1,1,256,256,256 --machine perlmutter --gpus 64 --batch 8`: a table of
+      cuts, the best first.
 
     - `halocline plan mypackage.models:make_net --shape 1,4,512,512,512 --machine summit --gpus 96 --batch 12`: your own
       network, with 12 samples a step.
@@ -164,7 +170,7 @@ def plan(
         compared = earlier and [vars(each) for each in difference(earlier, made)]
         print_json({**made.model_dump(mode="json"), "why_not": answer, "compared": compared})
         return
-    show_candidates(target, described, best, candidates, refused)
+    show_candidates(target, described, best, candidates, refused, batch)
     if stages:
         show_pipelines(staged)
         for line in explain_pipelines(staged, best.seconds_per_sample, str(best)):
@@ -249,12 +255,13 @@ def _device(machine: Any) -> Any:
 
 def _whole_mesh(cut: Mapping[str, int], subject: Any, gpus: int) -> dict[str, int]:
     """The cut with the data axis filled up to all devices."""
+    from ..arrangement import axis_meant
     from ..plan.search import NoPlan
 
     axes = ["data", *subject.volume]
     unknown = [axis for axis in cut if axis not in axes]
     if unknown:
-        near = did_you_mean(unknown[0], axes)
+        near = axis_meant(unknown[0], axes)
         raise NoPlan(f"--why-not: no axis {unknown[0]!r}{near}; the axes of this network's input are {', '.join(axes)}")
     rest = math.prod(size for axis, size in cut.items() if axis != "data")
     if gpus % rest or cut.get("data", gpus // rest) * rest != gpus:

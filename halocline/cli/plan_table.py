@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
+from rich.table import Table
 
+from ..arrangement import DATA
 from .output import number_table, number_text, say, size_text, stdout
+from .whole_tables import fits
 
 if TYPE_CHECKING:
     from ..plan.candidate import Candidate, RefusedCut
@@ -26,27 +29,27 @@ _table = partial(number_table, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0
 
 
 def show_candidates(
-    target: str, machine: Machine, best: Candidate, candidates: Sequence[Candidate], refused: Sequence[RefusedCut] = ()
+    target: str,
+    machine: Machine,
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    refused: Sequence[RefusedCut] = (),
+    batch: int | None = None,
 ) -> None:
-    """The candidates, the best first, and what a step of the best is made of."""
-    headings = ("mesh", "step", "range", "a sample", "compute", "waits", "memory", "bound by")
+    """The candidates, the best first, and what a step of the best is made of; ``batch`` is the one asked for."""
+    console = stdout()
     title = f"{target} on {best.arrangement.ranks:,} devices of {machine.name}"
-    table = _table(title, headings, texts=("mesh", "bound by"), whole=True)
-    for each in candidates[:SHOWN]:
-        style = "bold" if each is best else "" if each.fits else "dim"
-        table.add_row(
-            short_name(each),
-            time_text(each.seconds),
-            range_text(each.low_seconds, each.high_seconds),
-            time_text(each.seconds_per_sample),
-            time_text(each.timeline.compute),
-            time_text(max(0.0, each.seconds - each.timeline.compute)),
-            size_text(each.recorded.memory),
-            each.binds,
-            style=style,
-        )
-    stdout().print(table)
+    table = _candidate_table(title, best, candidates)
+    if not fits(table, console.width):
+        table = _candidate_table(title, best, candidates, without=("a sample",))
+    console.print(table)
     say(stdout(), f"Take {escape(str(best))}. {_made_of(best)}")
+    if {axis for axis, size in best.arrangement.sizes.items() if size > 1} == {DATA}:
+        count = best.arrangement.ranks
+        keep = (
+            "" if batch else f" A step then has {count} samples; --batch N keeps it at N, and cuts samples for fewer."
+        )
+        say(stdout(), f"No cut of samples is needed: each device takes whole ones.{keep}")
     if best.input_seconds > best.timeline.seconds:
         say(
             stdout(), "It is input-bound: faster storage, smaller files or nearer copies would help; other cuts do not."
@@ -58,11 +61,40 @@ def show_candidates(
     say_assumed(machine.assumed())
 
 
+def _candidate_table(
+    title: str, best: Candidate, candidates: Sequence[Candidate], without: Container[str] = ()
+) -> Table:
+    """A row for each candidate."""
+    rows = [
+        {
+            "mesh": short_name(each),
+            "step": time_text(each.seconds),
+            "range": range_text(each.low_seconds, each.high_seconds),
+            "a sample": time_text(each.seconds_per_sample),
+            "compute": time_text(each.timeline.compute),
+            "waits": time_text(max(0.0, each.seconds - each.timeline.compute)),
+            "memory": size_text(each.recorded.memory),
+            "bound by": each.binds,
+        }
+        for each in candidates[:SHOWN]
+    ]
+    headings = [heading for heading in rows[0] if heading not in without]
+    table = _table(title, headings, texts=("mesh", "bound by"), whole=True)
+    for each, row in zip(candidates, rows, strict=False):
+        style = "bold" if each is best else "" if each.fits else "dim"
+        table.add_row(*(row[heading] for heading in headings), style=style)
+    return table
+
+
 def say_assumed(constants: Iterable[tuple[str, object]]) -> None:
-    """Which constants of the machine nobody measured."""
-    assumed = ", ".join(path for path, _ in constants)
-    if assumed:
-        say(stdout(), f"Assumed, not measured: {assumed}.")
+    """Which constants of the machine nobody measured, by the part of the machine."""
+    parts: dict[str, list[str]] = {}
+    for path, _ in constants:
+        part, _, name = path.rpartition(".")
+        parts.setdefault(part, []).append(name)
+    if parts:
+        told = "; ".join(f"{part}: {', '.join(names)}" if part else ", ".join(names) for part, names in parts.items())
+        say(stdout(), f"Assumed, not measured: {told}.")
 
 
 def show_pipelines(candidates: Sequence[PipelineCandidate]) -> None:
@@ -121,6 +153,8 @@ def range_text(low: float, high: float) -> str:
 def time_text(seconds: float) -> str:
     """Three digits with a unit."""
     unit, size = _unit(seconds)
+    if 0 < seconds < 1e-6:
+        return "< 1 us"
     return f"{number_text(seconds / size)} {unit}" if seconds else "0 s"
 
 

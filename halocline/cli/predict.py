@@ -51,7 +51,8 @@ def predict(
     RUN may name Python code, its network for one. It is executed if you made the run yourself, and otherwise only with
     `--trust`.
 
-    If OUT is a folder, it gets a .nii.gz file for each sample, with the affine of the NIfTI input.
+    If OUT is a folder, it gets a .nii.gz file for each sample, with the affine of the NIfTI input; if the samples are
+    .npy files, a .npy file for each, with the dims of the network's output, such as CDHW (DHW with `--classes`).
 
     **Examples**
 

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from .output import Debug, Json, clear_errors, number_table, print_json, progress_bar, say, stderr, stdout
+from .stopping import exit_on_sigterm
 
 if TYPE_CHECKING:
     from ..taskbench.measure import TaskBenchSettings
@@ -74,7 +75,7 @@ def taskbench(
     **Reading it**: a training step with E exchanges that takes S seconds on one rank stops scaling at about
     S / (E x METG) ranks. Let nothing else run meanwhile. docs/taskbench.md has the whole table.
     """
-    with clear_errors("taskbench", debug):
+    with clear_errors("taskbench", debug), exit_on_sigterm():
         from ..taskbench.graph import PATTERNS
         from ..taskbench.measure import TaskBenchSettings, measure
         from ..taskbench.runtimes import chosen_runtimes

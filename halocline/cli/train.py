@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # which needs pydantic; the other commands do without
 Targets = Annotated[
     list[str],
     typer.Argument(
-        metavar="TARGET...",
+        metavar="TARGET",
         help="A workload's name, a TOML file, or the folder of a run to resume; several share the ranks in turns.",
     ),
 ]
@@ -143,7 +143,7 @@ def train(
 
     **A network of your own**, in run.toml: `model = "package.module:factory"`, `loss = "package.module:function"`, and
     `data = "path.h5"` with datasets x and y, or `data.x = "images/"` and `data.y = "labels/"`. Everything else has a
-    default; docs/settings.md lists all settings.
+    default; the page Settings of the documentation lists all, and so does the error of an unknown setting.
 
     **Exit status**: 0 trained, or stopped by Ctrl-C after a checkpoint; 75 asked to leave by SIGTERM or SIGUSR1, to go
     on when started again; 2 otherwise, with one line that says why.

@@ -43,7 +43,8 @@ class Show:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._plain is None:  # else it would print an empty line
+            self._bar.stop()
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "step":
@@ -65,7 +66,7 @@ def step_facts(values: dict[str, Any], narrow: bool = True) -> str:
     shown = {name: values[name] / max(1e-9, values["seconds"]) for name in ("data", "halo", "gradients")}
     data, ranks = f"{shown['data']:.0%}", f"{shown['halo'] + shown['gradients']:.0%}"
     facts = f"loss {values['loss']:.4g}, {number_text(values['samples_per_second'])} samples/s, "
-    return facts + (f"waits {data} data {ranks} ranks" if narrow else f"waiting for data {data}, for ranks {ranks}")
+    return facts + (f"waits: data {data}, ranks {ranks}" if narrow else f"waiting for data {data}, for ranks {ranks}")
 
 
 def progress_line(kind: str, values: dict[str, Any]) -> str:
@@ -75,7 +76,8 @@ def progress_line(kind: str, values: dict[str, Any]) -> str:
     totals = {
         name: value for name, value in values.items() if name != "step" and "/" not in name
     }  # metrics by class are shown at the end
-    rest = ", ".join(f"{name} {value:.4g}" for name, value in totals.items())
+    units = {"waited": " s", "seconds": " s"}
+    rest = ", ".join(f"{name} {value:.4g}{units.get(name, '')}" for name, value in totals.items())
     return f"{kind} at step {values['step']}" + (f": {rest}" if rest else "")
 
 

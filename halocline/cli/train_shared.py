@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from ..sizes import bytes_from, size_text
 from ..train.checkpoints import CHECKPOINTS, Folder
+from ..train.elastic import check_ranks
 from ..train.heartbeat import follow_launcher
 from ..train.launch import RESULT, LaunchError, LocalRanks, this_rank
 from ..train.log import json_line, read_log, with_numbers, write_whole
@@ -77,8 +78,12 @@ def _teller(settings: Settings, folder: Path) -> Callable[[str, dict[str, Any]],
 def shared_on_this_machine(ranks: int, runs: Runs, memory: str | None, turn: int) -> dict[str, Any]:
     """Train in processes that are started here."""
     from ..train.config import CONFIG, write_settings
+    from ..train.own import check_paths
     from ..train.trust import mark_run
 
+    for settings, _ in runs:
+        check_ranks(settings, ranks)
+        check_paths(settings)
     for settings, folder in runs:
         checkpoints = Folder(folder / CHECKPOINTS)
         checkpoints.claim()  # before any file of a run that may still be active in this folder is changed
@@ -97,7 +102,7 @@ def shared_on_this_machine(ranks: int, runs: Runs, memory: str | None, turn: int
         for result in outcome["runs"]:
             result["preempted"] = result["stopped"] and stop.preempted
         return outcome
-    words = f"rank {ending.rank}: {ending.words}"
+    words = str(ending)
     if stop.preempted:
         say(stderr(), f"stopped on request before the ranks could write a checkpoint ({escape(words)})")
         raise typer.Exit(PREEMPTED)

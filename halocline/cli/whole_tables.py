@@ -28,6 +28,11 @@ class TableConsole(Console):
             super().print(**settings)
 
 
+def fits(table: Table, width: int) -> bool:
+    """Is the table shown as one?"""
+    return len(list(in_parts(table, width))) == 1
+
+
 def in_parts(table: Table, width: int) -> Iterator[Table]:
     """The table, or several that share its first column and fit the width."""
     for column in table.columns:

@@ -82,7 +82,9 @@ def check_devices(has: Mapping[str, Any], omp: str | None, ranks: int, world: in
     yield judge("cores", f"{cores} of {has['machine_cores']} for this process")
     remedy, text = f"export OMP_NUM_THREADS={max(1, cores // ranks)}", f"{threads} a rank, on {cores} cores"
     if omp is None and not launched:
-        yield judge("threads", f"OMP_NUM_THREADS is not set: for {ranks} ranks on this machine, {remedy}")
+        text = "OMP_NUM_THREADS is not set; commands that start ranks themselves (--ranks) set it to 1 for them"
+        told = f"for {ranks} ranks of torchrun, srun or mpiexec on this machine: {remedy}"
+        yield Finding("devices", "threads", "hint", text, told)
     else:
         odd = omp is not None and not omp.isdigit()
         crowded = (

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-Status = Literal["ok", "warning", "problem"]
+Status = Literal["ok", "hint", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. With a problem no run will work; with a warning some will fail, or be slow."""
+    """The result of one check. With a problem no run will work; with a warning some will fail, or be slow. A hint
+    matters for some ways to start ranks alone."""
 
     topic: str
     name: str

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import halocline
 
-from ..sizes import file_text, free_memory
+from ..sizes import file_text, free_memory, usable_cores
 from ..world.rendezvous import is_loopback, within
 from ..world.tcp import card_address
 
@@ -87,7 +87,7 @@ def devices() -> dict[str, Any]:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         has["files"] = None if soft == resource.RLIM_INFINITY else soft
     return {
-        "cores": _cores(),
+        "cores": usable_cores(),
         "machine_cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_bytes": has["memory"],
@@ -99,14 +99,6 @@ def devices() -> dict[str, Any]:
         "gpus": [{"name": one.name, "memory_bytes": one.total_memory} for one in gpus],
         "gpu_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),  # whether torch can use them or not
     }
-
-
-def _cores() -> int:
-    """The cores that this process is bound to, or fewer if its container allows fewer."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = file_text("/sys/fs/cgroup/cpu.max").partition(" ")
-    allowed = int(quota) // int(period) if quota.isdigit() and period.isdigit() else bound
-    return max(1, min(bound, allowed))
 
 
 def backends() -> dict[str, bool]:

@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import NoRule, Refused
+from ..errors import NoRule, Refused, first_line
 from ..layout import cut_share
 from ..rules.table import entries, name_of
+from ..sizes import usable_cores
 from ..world import Mesh, Traffic, init
 from .compare import EXACT, relative_error
 from .memory import count_every_thread
 from .observe import CutSide, Observation, Tensors, named, observe, one_rank
 from .pool import RankError, RankPool
-from .task import BadUsage, NetworkTask, make_inputs, make_keywords, make_model, make_task
+from .task import BadUsage, NetworkTask, make_inputs, make_keywords, make_model, make_task, remarks
 
 #: In float32 rounding sets one rank itself apart from the true answer, some tensors far. The cut run may be so many
 #: times as far from one rank as that is from its own float64 answer, and need never be nearer than the second number.
@@ -109,15 +110,27 @@ def check_network(
     deadline: float | None = None,
     pool: RankPool | None = None,
     say: Callable[[str], None] = lambda text: None,
+    remark: Callable[[str], None] = lambda text: None,
 ) -> NetworkReport:
     """Run a network on one rank and cut over ``ranks``; compare outputs, gradients, buffers and loss curves.
 
     ``target`` is a workload's name, ``zoo/network`` or ``package.module:factory``, ``cut`` is such as {"depth": 2}.
     ``layout`` cuts parameters over further axes of ``cut``, as ``hc.distribute`` takes it, or is "auto". ``deadline``
-    is in seconds and for the cut run; by default it is many times what one rank took.
+    is in seconds and for the cut run; by default it is many times what one rank took. ``remark`` is told of a cut that
+    will be slow, before ranks are started.
     """
     count_every_thread()  # first: tensors made before it are not counted when they are freed
-    return check_task(make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed, layout), deadline, pool, say)
+    task = make_task(target, arguments, shapes, ranks, cut, dtype, steps, seed, layout)
+    for text in remarks(task, usable_cores()):
+        remark(text)
+    try:
+        return check_task(task, deadline, pool, say)
+    except RankError as error:
+        if error.outcomes[error.rank].kind != "hung":
+            raise
+        words = first_line(error).removesuffix(", at")  # the stack follows
+        less = " or fewer ranks (--cut)" if task.ranks > 2 else ""
+        raise BadUsage(f"{words}; give more time, such as --deadline 600,{less}".rstrip(",")) from error
 
 
 def check_task(

@@ -161,12 +161,12 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self) -> _Ranks:
+    def _started(self, deadline: float) -> _Ranks:
         """Processes that are alive and have joined; started anew where some have died."""
         if self._ranks is not None and not self._ranks.all_alive():
             self.close()  # one died between two calls, or before it joined
         ranks = self._ranks = self._ranks or _Ranks(self.size, self.collective_timeout, self.place)
-        if _failed(joined := ranks.join()):
+        if _failed(joined := ranks.join(max(START_DEADLINE, deadline))):
             raise RankError(joined) from _culprit(joined).error
         return ranks
 
@@ -174,7 +174,7 @@ class RankPool:
         """Send a job to each rank and gather what came of it. Any failure ends all processes."""
         outcomes: list[Outcome] = []
         try:
-            ranks = self._started()
+            ranks = self._started(deadline)
             with ranks.killed_after(deadline + GRACE):
                 ranks.send(jobs)
                 outcomes = ranks.gather(deadline, grace)
@@ -206,9 +206,9 @@ class _Ranks:
         folders = [Path(f"/proc/{process.pid}/task") for process in self.processes]
         return max(len(list(folder.iterdir())) if folder.is_dir() else 0 for folder in folders)
 
-    def join(self) -> list[Outcome]:
+    def join(self, deadline: float) -> list[Outcome]:
         """What each rank made of joining the others; waits for the slowest import of torch."""
-        self.joined = self.joined or self.gather(START_DEADLINE, GRACE)
+        self.joined = self.joined or self.gather(deadline, GRACE)
         return self.joined
 
     @contextmanager
@@ -266,8 +266,8 @@ class _Ranks:
                 os.kill(process.pid, signal.SIGUSR2)  # on which it writes its stack to its file
         if late:
             time.sleep(0.1)  # for the signal to be handled
-        text = f"was still running after {waited:.1f} s, at"
-        return [Outcome(rank, "hung", text=f"{text}\n{self._stack_text(rank)}") for rank in late]
+        text = f"was still running after {waited:.1f} s{{}}"
+        return [Outcome(rank, "hung", text=text.format(self._stack_text(rank))) for rank in late]
 
     def _stack(self, rank: int) -> str:
         return str(Path(self.stacks.name) / f"rank{rank}.txt")
@@ -275,7 +275,8 @@ class _Ranks:
     def _stack_text(self, rank: int) -> str:
         path = Path(self._stack(rank))
         lines = path.read_text().splitlines()[1:] if path.exists() else []  # the first says "most recent call first"
-        return "\n".join(takewhile(lambda line: not line.endswith("in _call"), lines))
+        stack = "\n".join(takewhile(lambda line: not line.endswith("in _call"), lines))
+        return f", at\n{stack}" if stack else ""  # it has none before it has imported torch
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection], stacks: tempfile.TemporaryDirectory[str]) -> None:
@@ -343,7 +344,7 @@ def _join(rank: int, size: int, port: int, timeout: float, place: RankPlace) -> 
     place.enter(rank)
     store, limit = place.store(port), timedelta(seconds=timeout)
     store.set(f"rank {rank}", "here")  # ranks start seconds apart, which `timeout` should not have to allow for
-    store.wait([f"rank {other}" for other in range(size)], timedelta(seconds=START_DEADLINE))
+    store.wait([f"rank {other}" for other in range(size)], timedelta(hours=1))  # the parent gives up before
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)
 
 

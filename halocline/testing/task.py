@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arrangement import axis_meant
 from ..errors import HaloclineError, did_you_mean
 from ..layout import AUTO_LAYOUTS
 from ..workloads import WORKLOADS
@@ -148,7 +149,7 @@ def _cut(
     plan = dict(cut) if cut else {allowed[min(1, len(allowed) - 1)]: 2 if ranks is None else ranks}
     unknown = [axis for axis in plan if axis not in allowed and axis not in of_layout]
     if unknown:
-        axes, near = ", ".join(allowed), did_you_mean(unknown[0], allowed)
+        axes, near = ", ".join(allowed), axis_meant(unknown[0], allowed)
         raise BadUsage(f"no axis {unknown[0]!r} to cut an input of {_text(volume)} with{near}; its axes are {axes}")
     shown = ",".join(f"{axis}={size}" for axis, size in plan.items())
     if min(plan.values()) < 1:
@@ -162,6 +163,18 @@ def _cut(
 def axes_of(volume: Sequence[int]) -> list[str]:
     """Batch and channels come first, so a spatial axis needs a dim behind them."""
     return [axis for axis, dim in DIMS.items() if axis == "data" or len(volume) + dim >= 2]
+
+
+def remarks(task: NetworkTask, cores: int) -> list[str]:
+    """What makes a cut slow, or leaves ranks without work, in words."""
+    found = []
+    if task.ranks > cores:
+        found.append(f"{task.ranks} ranks share {cores} core{'s' if cores > 1 else ''}: the check takes longer")
+    for axis, parts in task.cut.items():
+        size = task.shapes[0][DIMS[axis]] if axis in DIMS else parts
+        if parts > size:
+            found.append(f"{axis}={parts} cuts a dim of {size}: {parts - size} ranks of each row hold nothing")
+    return found
 
 
 def make_model(task: NetworkTask) -> nn.Module:

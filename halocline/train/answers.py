@@ -1,4 +1,4 @@
-"""Files of predictions, written box by box: HDF5, Zarr and NIfTI.
+"""Files of predictions, written box by box: HDF5, Zarr, NIfTI and npy.
 
 A prediction may be larger than the memory of any rank, so every rank writes its own tile, and no rank ever holds a
 whole sample. A file is written under a hidden name and renamed when it is complete: a reader never finds half of one.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..data import Store
 from ..data.stores.nifti import Nifti
+from ..data.stores.npy import map_file
 from ..errors import DataError
 from ..geometry import slices, whole
 from ..sizes import size_text
@@ -107,6 +108,35 @@ class ArrayFile(AnswerFile):
         _remove(self._part)
 
 
+class NpyFiles(AnswerFile):
+    """An npy file a sample, in a folder, with the dims of the network's answer, such as CDHW; ``names`` by sample."""
+
+    def __init__(self, out: Path, names: Sequence[str]) -> None:
+        self._out, self._names = out, names
+        self._folder = out.with_name(f".{out.name}.part")
+
+    def begin(self, first: int, count: int, shape: tuple[int, ...], dtype: Any, chunks: tuple[int, ...]) -> None:
+        """Write files of zeros."""
+        _check_room(self._out, count * math.prod(shape) * dtype.itemsize)
+        self._folder.mkdir(exist_ok=True)
+        for name in self._names[first : first + count]:
+            np.lib.format.open_memmap(self._folder / name, "w+", dtype, shape).flush()
+
+    def put(self, place: tuple[slice, ...], tile: Any) -> None:
+        """Write a box into the mapped files of its samples."""
+        for number, sample in enumerate(range(place[0].start, place[0].stop)):
+            view = map_file(self._folder / self._names[sample], "r+")
+            view[place[1:]] = tile[number]
+            view.flush()
+
+    def complete(self) -> None:
+        """Move all files to their final names."""
+        _move_into(self._out, self._folder, self._names)
+
+    def discard(self) -> None:
+        _remove(self._folder)
+
+
 class NiftiFiles(AnswerFile):
     """A NIfTI file a sample, with the affine of the volume that the answer is about.
 
@@ -188,12 +218,11 @@ class NiftiFiles(AnswerFile):
     def complete(self) -> None:
         """Compress the last files and move all to their final names, into a folder or as the one file ``out``."""
         self._compress()
-        is_folder = not self._out.name.endswith(NIFTI)
-        if is_folder:
-            self._out.mkdir(exist_ok=True)
-        for name in self._names:
-            (self._folder / name).replace(self._out / name if is_folder else self._out)
-        _remove(self._folder)
+        if self._out.name.endswith(NIFTI):
+            (self._folder / self._names[0]).replace(self._out)
+            _remove(self._folder)
+        else:
+            _move_into(self._out, self._folder, self._names)
 
     def _compress(self) -> None:
         """Compress files that are complete, where their names end in .gz."""
@@ -209,6 +238,14 @@ class NiftiFiles(AnswerFile):
 
     def discard(self) -> None:
         _remove(self._folder)
+
+
+def _move_into(out: Path, folder: Path, names: Sequence[str]) -> None:
+    """Move complete files from a hidden folder into ``out``."""
+    out.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).replace(out / name)
+    _remove(folder)
 
 
 def _check_room(out: Path, needed: int) -> None:

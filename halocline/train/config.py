@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ConfigError, did_you_mean
 from .log import write_whole
-from .settings import Settings
+from .settings import AXES, Settings
 
 CONFIG = "config.toml"
 
@@ -37,7 +37,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        where = f" in {Path.cwd()}" if isinstance(error, FileNotFoundError) and not path.is_absolute() else ""
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}{where}") from error
     except (ValueError, RecursionError) as error:  # not TOML, or not text
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
@@ -49,7 +50,7 @@ def make_settings(
     where: str = "the settings",
 ) -> Settings:
     """Settings from a dict, with ``changes`` such as ``optimizer.lr=1e-3``; raises ConfigError."""
-    return _checked(merge(defaults or {}, with_changes(told, changes)), where)
+    return _checked(merge(defaults or {}, with_changes(told, changes)), where, changes=changes)
 
 
 def with_changes(told: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
@@ -114,12 +115,42 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _checked(values: Mapping[str, Any], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> Settings:
-    """Settings from nested dicts. ConfigError lists everything that pydantic objects to; ``where`` names the source."""
+def _checked(
+    values: Mapping[str, Any],
+    where: str,
+    extra: Literal["forbid", "ignore"] = "forbid",
+    changes: Sequence[str] = (),
+) -> Settings:
+    """Settings from nested dicts. ConfigError lists everything that pydantic objects to, after its source: a change, or
+    else ``where``."""
     try:
         return TypeAdapter(Settings).validate_python(dict(values), extra=extra)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_told(each) for each in error.errors())) from None
+        found: dict[str, list[str]] = {}
+        for each in error.errors():
+            found.setdefault(_change_of(_key_of(each), changes) or where, []).append(_told(each))
+        raise ConfigError("; ".join(f"{source}: {'; '.join(texts)}" for source, texts in found.items())) from None
+
+
+def _change_of(key: str, changes: Sequence[str]) -> str | None:
+    """The option by which a key was set; None: the file or a default says it."""
+    return next((f"--set {change}" for change in reversed(changes) if _holds(with_changes({}, [change]), key)), None)
+
+
+def _holds(values: Any, key: str) -> bool:
+    """Do nested dicts hold a key such as ``optimizer.lr``, or in place of a part of it a value that is no dict?"""
+    for part in key.split("."):
+        if not isinstance(values, Mapping):
+            return True
+        if part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _key_of(error: Any) -> str:
+    """The key that an error of pydantic is about."""
+    return ".".join(str(part) for part in error["loc"] if part != "[key]")
 
 
 #: Names that other tools use for a setting.
@@ -143,7 +174,7 @@ _ADVICE = {"epochs": "a run is as long as its steps", "amp": "such as precision 
 
 def _told(error: Any) -> str:
     """An error of pydantic in our words: key, value, and what is allowed."""
-    key = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    key = _key_of(error)
     if error["type"] == "unexpected_keyword_argument":
         return f"{key} is unknown{_meant(key)}"
     if error["type"] == "value_error":  # of our own validators, whose text names the key unless a dict is checked
@@ -155,6 +186,9 @@ def _told(error: Any) -> str:
         near = did_you_mean(error["input"], re.findall(r"'([^']+)'", error["ctx"]["expected"]))
     said = f"{error['msg'][0].lower()}{error['msg'][1:]}"
     if error["loc"] and error["loc"][-1] == "[key]":
+        group, _, last = key.rpartition(".")
+        letter = next((letter for letter, axis in AXES.items() if axis == last), None)
+        near = f" (write {group}.{letter}: {last} is {letter})" if letter is not None else near
         return f"{key} is unknown{near}: the key{said.removeprefix('input')}"
     return f"{key} = {error['input']!r}{near}: {said}"
 
@@ -179,7 +213,7 @@ def _meant(key: str) -> str:
         )
         meant = next((each for each in keys if near and (each == near[0] or each.endswith(f".{near[0]}"))), None)
     if meant is None:
-        return "; docs/settings.md lists all: " + ", ".join(sorted(keys))
+        return "; the settings are " + ", ".join(sorted(keys))
     advice = next((f" ({words})" for name, words in _ADVICE.items() if name in last), "")
     return f"; did you mean {meant}?{advice}"
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:  # which needs pydantic; launchers do without
     from .settings import Settings
 
@@ -61,6 +63,18 @@ class RankCount:
             return False
         self._unfit.add(count)
         return self.wanted() > 0
+
+
+def check_ranks(settings: Settings, ranks: int) -> None:
+    """Raise ConfigError if the mesh of the settings is for another number of ranks."""
+    count = math.prod(settings.mesh.values()) * settings.model_parts
+    if count == ranks if settings.mesh else ranks % settings.model_parts == 0:
+        return
+    told = [f"{letter} = {number}" for letter, number in settings.mesh.items()]
+    told += [f"model_parts = {settings.model_parts}"] if settings.model_parts > 1 else []
+    raise ConfigError(
+        f"mesh: {', '.join(told)} are {count} ranks, and there are {ranks}; give sizes that multiply to that"
+    )
 
 
 def for_ranks(settings: Settings, ranks: int) -> Settings:

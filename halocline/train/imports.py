@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 
 CODE = "code"  # in the folder of a run: the user's modules, as they were when it was trained
 
@@ -36,7 +36,8 @@ def named(key: str, target: str) -> Callable[..., Any]:
         with _no_bytecode():
             member = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key} = {target!r} cannot be imported: {error}{_remedy(module, error)}") from error
+        hint = _remedy(module, error) or did_you_mean(name, vars(sys.modules[module]) if module in sys.modules else ())
+        raise ConfigError(f"{key} = {target!r} cannot be imported: {error}{hint}") from error
     if not callable(member):
         raise ConfigError(f"{key} = {target!r} is {type(member).__name__}, and cannot be called")
     if _is_standard(module) or _is_standard(getattr(member, "__module__", None) or ""):

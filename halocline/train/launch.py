@@ -57,6 +57,9 @@ class Ending:
         """Would another attempt fail too? A wrong setting stays wrong."""
         return self.status == WRONG_SETTINGS
 
+    def __str__(self) -> str:
+        return self.words if self.is_final else f"rank {self.rank}: {self.words}"  # wrong settings are no rank's own
+
 
 class LocalRanks:
     """Starts ``command`` once for each rank on this machine, and watches the processes.

@@ -17,14 +17,13 @@ from ..data import Field, Normalize, Statistics, Store, open_store
 from ..data.stores.contents import contents
 from ..data.stores.derived import Labels, OneChannel, SampleRange
 from ..data.stores.files import FileStore
-from ..data.stores.open import files_of
+from ..data.stores.open import dims_example, files_of
 from ..errors import ConfigError, DataError, HaloclineError
 from ..geometry import Interval
 from .inputs import Input
-from .settings import DataSettings, FieldSettings
+from .settings import DataSettings, FieldSettings, Settings
 
 #: Dims of x, by their number, if neither the file nor the settings name them.
-_SUCH_AS = {3: "NDH", 4: "NDHW"}  # of arrays without named dims
 _INPUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
@@ -54,7 +53,7 @@ def own_data(data: DataSettings, dtype: torch.dtype) -> OwnData:
     Files are opened and their headers read, so that samples which do not pair up are found before training starts.
     """
     x, y = _opened(data, "x", dtype), _opened(data, "y", dtype)
-    _check_pairs(x.store, y.store)
+    _check_pairs(x, y)
     _check_shapes(x.field.store, y.field.store)
     samples = len(x.store)
     kept = data.held_out(samples)
@@ -70,6 +69,19 @@ def own_data(data: DataSettings, dtype: torch.dtype) -> OwnData:
         Input.of(x.field, letters, x.field.store is not x.store, x.stored, x.dataset or None),
         _words(x, y, samples, kept, data.validation),
     )
+
+
+def check_paths(settings: Settings) -> None:
+    """Raise ConfigError if a path of the user's own data names nothing. Opens no file."""
+    if settings.workload is not None:
+        return
+    for which in ("x", "y"):
+        path = getattr(settings.data, which).path or settings.data.path
+        if path is not None:
+            try:
+                files_of(path)
+            except DataError as error:
+                raise ConfigError(f"data.{which}: {error}") from error
 
 
 def _words(x: _Opened, y: _Opened, samples: int, kept: int, told: float) -> str:
@@ -128,8 +140,8 @@ def _store(path: str, told: FieldSettings, which: str) -> tuple[FileStore, str |
     guessed = _INPUTS.get(len(content.shape)) if which == "x" else _target_dims(there, content.shape)
     if guessed is None:
         raise DataError(
-            f"{paths[0]} does not name the dims of {dataset or 'its array'!r} {list(content.shape)}; "
-            f"give them, such as data.{which}.dims = {_SUCH_AS.get(len(content.shape), 'NCDHW')!r}"
+            f"{paths[0]} does not name the dims of {repr(dataset) if dataset else 'its array'} {list(content.shape)}; "
+            f"give them, such as data.{which}.dims = {dims_example(len(content.shape), len(paths))!r}"
         )
     return open_store(path, guessed, dataset or None), guessed, dataset
 
@@ -183,19 +195,25 @@ def _some(fields: Mapping[str, Field], samples: Interval) -> dict[str, Field]:
 # -- do x and y belong together?
 
 
-def _check_pairs(x: FileStore, y: FileStore) -> None:
+def _check_pairs(of_x: _Opened, of_y: _Opened) -> None:
     """Raise ConfigError unless each x has its y, by number and, for a file per sample, by similar names."""
+    x, y = of_x.store, of_y.store
     if len(x) != len(y):
+        several = {"x": of_x, "y": of_y}.items()
+        dims = [
+            f"data.{n}.dims = {o.stored!r}" for n, o in several if "N" in (o.stored or "") and len(o.store.paths) > 1
+        ]
+        hint = f"; or is N in {' or '.join(dims)} another dim, such as C?" if dims else ""
         raise ConfigError(
             f"data: x has {len(x)} samples ({x.name}) and y has {len(y)} ({y.name}); each x needs its y, in the same "
-            "order of names"
+            f"order of names{hint}"
         )
     if x.paths == y.paths or not len(x.paths) == len(y.paths) == len(x):
         return
-    of_x, of_y = _keys(x.paths), _keys(y.paths)
-    if of_x == of_y or not set(of_x) & set(of_y):  # names that have nothing in common cannot be compared
+    x_keys, y_keys = _keys(x.paths), _keys(y.paths)
+    if x_keys == y_keys or not set(x_keys) & set(y_keys):  # names that have nothing in common cannot be compared
         return
-    odd = next(place for place, (a, b) in enumerate(zip(of_x, of_y, strict=True)) if a != b)
+    odd = next(place for place, (a, b) in enumerate(zip(x_keys, y_keys, strict=True)) if a != b)
     raise ConfigError(
         f"data: sample {odd} has x {x.paths[odd].name} and y {y.paths[odd].name}, which do not belong together by "
         "their names; give files whose sorted names pair up"

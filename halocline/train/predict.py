@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Field, Loader, Nifti, Store
+from ..data import Field, Loader, Nifti, Npy, Store
 from ..data.stores.open import open_store
 from ..distribute import distribute
 from ..errors import DataError
 from ..world import init, this_world
 from ..world.agreement import agree
-from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, PredictionWriter
+from .answers import NIFTI, AnswerFile, ArrayFile, NiftiFiles, NpyFiles, PredictionWriter
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .config import read_settings
 from .imports import use_code
@@ -123,7 +123,8 @@ def predict(
 ) -> dict[str, Any]:
     """Run the network of ``run`` on every sample of ``source`` and write ``out``. Called by all ranks together.
 
-    ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file per sample; it gets its name when all is written.
+    ``out`` is .h5, .zarr or .nii, or a folder for a .nii.gz file per sample (.npy where the samples are npy files); it
+    gets its name when all is written.
     ``trust`` is as in :class:`Predictor`. ``progress(done, total)`` is called after each batch. Returns name, number of
     samples, their shape and the checkpoint's step.
     """
@@ -158,6 +159,8 @@ def _parts(store: Store, out: Path) -> list[tuple[Store, AnswerFile]]:
     """Stores with the files to write: volumes of NIfTI files may differ in size, so each is a store of its own."""
     if out.suffix in (".h5", ".hdf5", ".zarr"):
         return [(store, ArrayFile(out, len(store)))]
+    if isinstance(store, Npy) and not out.name.endswith(NIFTI):
+        return [(store, NpyFiles(out, _names(store, out, ".npy")))]
     names = _names(store, out)
     if not isinstance(store, Nifti):
         return [(store, NiftiFiles(out, store, names))]
@@ -166,8 +169,8 @@ def _parts(store: Store, out: Path) -> list[tuple[Store, AnswerFile]]:
     return [(one, NiftiFiles(out, one, [name])) for one, name in zip(each, names, strict=True)]
 
 
-def _names(store: Store, out: Path) -> list[str]:
-    """The names of NIfTI files, one for each sample. DataError if two samples would have the same."""
+def _names(store: Store, out: Path, suffix: str = ".nii.gz") -> list[str]:
+    """The names of files, one for each sample. DataError if two samples would have the same."""
     if out.name.endswith(NIFTI):
         if len(store) != 1:
             raise DataError(
@@ -176,9 +179,9 @@ def _names(store: Store, out: Path) -> list[str]:
         return [out.name]
     paths = getattr(store, "paths", ())
     if len(paths) == len(store):
-        names = [f"{path.name.removesuffix('.gz').rpartition('.')[0]}.nii.gz" for path in paths]
+        names = [f"{path.name.removesuffix('.gz').rpartition('.')[0]}{suffix}" for path in paths]
     else:
-        names = [f"sample-{number:04d}.nii.gz" for number in range(len(store))]
+        names = [f"sample-{number:04d}{suffix}" for number in range(len(store))]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"{out}: two samples would be written to {twice}; predict each folder by itself")
@@ -189,7 +192,7 @@ def _check(out: Path, force: bool, store: Store) -> None:
     """Refuse an output that exists, holds the samples, or cannot be written. On every rank, before the network is
     made."""
     if out.suffix and not out.is_dir() and not out.name.endswith((".h5", ".hdf5", ".zarr", *NIFTI)):
-        raise DataError(f"{out}: predictions go to .h5, .zarr, .nii, .nii.gz, or a folder of .nii.gz files")
+        raise DataError(f"{out}: predictions go to .h5, .zarr, .nii, .nii.gz, or a folder of a file per sample")
     if not out.resolve().parent.is_dir():
         raise DataError(f"{out}: there is no folder {out.resolve().parent}; make it first")
     sources = {path.resolve() for path in getattr(store, "paths", ())}

@@ -220,9 +220,7 @@ class Settings:
     batch: Count = 1  # samples of a batch, over all ranks
     accumulate: Count = 1  # batches of a step
     split: CountOrNone = 1  # parts in which a batch is computed; 0: as few as fit in memory
-    memory: str | None = (
-        None  # most memory of a rank, such as "2GiB", by which split = 0 decides; default: what is free
-    )
+    memory: str | None = None  # most memory of a rank, such as "2GiB", for split = 0; default: what is free
     precision: Precision = "fp32"  # in which the network computes
     clip: Positive | None = None  # largest global norm of the gradients
     seed: int = 0  # of weights, the order of samples, augmentation and dropout

@@ -6,7 +6,6 @@ nothing is read but headers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from ..errors import ConfigError, did_you_mean
 from ..workloads import WORKLOADS
 from ..workloads.workload import Meter, Workload
 from ..world import Label
+from .elastic import check_ranks
 from .imports import called, named
 from .inputs import Input
 from .losses import make_loss
@@ -204,12 +204,8 @@ def planned_layout(arrangement: Arrangement) -> MeshLayout:
 
 def make_layout(settings: Settings, letters: str, ranks: int) -> MeshLayout:
     """The layout of the settings: the mesh that they give, or one that cuts ``letters``. Raises ConfigError."""
+    check_ranks(settings, ranks)
     parts = dict(settings.mesh) or spread(ranks // settings.model_parts, letters)
-    count = math.prod(parts.values()) * settings.model_parts
-    if count != ranks:
-        told = ", ".join(f"{letter} = {number}" for letter, number in parts.items())
-        told += f", model_parts = {settings.model_parts}" if settings.model_parts > 1 else ""
-        raise ConfigError(f"mesh: {told} are {count} ranks, and there are {ranks}; give sizes that multiply to that")
     sizes = {AXES[letter]: number for letter, number in (parts or {"N": 1}).items()}
     sizes |= {MODEL: settings.model_parts} if settings.model_parts > 1 else {}
     arrangement = Arrangement(sizes, multiple=settings.multiple, layout=_cut_weights(settings, parts))

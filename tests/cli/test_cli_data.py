@@ -111,7 +111,7 @@ def test_info_refuses_clearly(tmp_path: Path, universe: Path) -> None:
     assert "no such file" in refused("info", tmp_path / "nothing.h5")
     assert "there: full, redshift" in refused("info", universe, "--dataset", "empty")
     assert "2 datasets (full, redshift)" in refused("info", universe, "--cut", "D=2")
-    assert "--dims NCDHW" in refused("info", universe, "--dataset", "full", "--cut", "W=2")
+    assert "--dims NDHW" in refused("info", universe, "--dataset", "full", "--cut", "W=2")
     assert "no dim X" in refused("info", universe, "--dataset", "full", "--dims", "NCHW", "--cut", "X=2")
     for cut in ("W", "W=x", "W=0", "W=2,W=2", "WH=2"):
         assert "such as D=2,H=2" in refused("info", universe, "--cut", cut)

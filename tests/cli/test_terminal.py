@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from halocline.cli import output
 from halocline.cli.app import app
 from halocline.cli.output import RateColumn, fact_table, number_table, progress_bar, rate_text
-from halocline.cli.whole_tables import TableConsole, in_parts
+from halocline.cli.plan_table import say_assumed, time_text
+from halocline.cli.train_rank import progress_line, step_facts
+from halocline.cli.whole_tables import TableConsole, fits, in_parts
 
 
 def shown(table, width=80):
@@ -39,6 +41,23 @@ def test_no_cell_is_cut(width):
 def test_a_table_that_fits_is_left_alone():
     table = number_table("Small", ["a", "b"], [["x", "1"], ["y", "2"]])
     assert list(in_parts(table, 80)) == [table]
+
+
+def test_a_table_that_is_split_does_not_fit():
+    table, _ = wide()
+    assert not fits(table, 80) and fits(table, 400)
+
+
+def test_constants_are_grouped_by_the_part_of_the_machine(capsys):
+    say_assumed([("device.a", 1), ("device.b", 2), ("links.0.c", 3)])
+    assert capsys.readouterr().out == "Assumed, not measured: device: a, b; links.0: c.\n"
+    assert [time_text(seconds) for seconds in (0, 2e-9, 2e-6)] == ["0 s", "< 1 us", "2 us"]
+
+
+def test_a_step_without_a_terminal_says_what_each_share_is_of():
+    values = {"seconds": 2.0, "data": 0.2, "halo": 0.4, "gradients": 0.3, "loss": 1.0, "samples_per_second": 3.0}
+    assert step_facts(values) == "loss 1, 3 samples/s, waits: data 10%, ranks 35%"
+    assert progress_line("checkpoint", {"step": 40, "waited": 0.0706}) == "checkpoint at step 40: waited 0.0706 s"
 
 
 def test_long_words_fold_in_place():
@@ -101,11 +120,18 @@ def test_no_colours_in_a_pipe():
         ("train unet3d --set optimizer.name=adm", "optimizer.name = 'adm' (did you mean adam?)"),
         ("train unet3d --set precision=fp23", "did you mean fp32?"),
         ("train unet3d --set guard.nan=rase", "did you mean raise?"),
-        ("train unet3d --set gradients.rings=levles", "settings: gradients.rings = 'levles' (did you mean levels?)"),
+        (
+            "train unet3d --set gradients.rings=levles",
+            "--set gradients.rings=levles: gradients.rings = 'levles' (did you mean levels?)",
+        ),
         ("train unet3d --set metrics=dise", "did you mean dice?"),
         ("train unet3d --set mesh.X=2", "mesh.X is unknown: the key should be 'N'"),
+        ("train unet3d --set mesh.depth=2", "mesh.depth is unknown (write mesh.D: depth is D)"),
+        ("train unet3d --set optimizr.lr=1", "--set optimizr.lr=1: optimizr is unknown; did you mean optimizer"),
+        ("train unet3d --ranks 2 --set mesh.D=3", "mesh: D = 3 are 3 ranks, and there are 2"),
         ("plan unet3d --machine sumit --gpus 2", "did you mean summit?"),
         ("plan unet3d --machine summit --gpus 2 --why-not dpeth=2", "did you mean depth?"),
+        ("plan unet3d --machine summit --gpus 2 --why-not D=2", "write depth: D is the letter of files"),
         ("simulate stemdl --wire bf61", "did you mean bf16?"),
         ("simulate stemdl --precision mixd", "did you mean mixed?"),
         ("taskbench --pattern stencil1d", "did you mean stencil_1d?"),

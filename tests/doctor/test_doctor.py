@@ -289,6 +289,11 @@ def test_ranks_that_do_not_fit_together() -> None:
     assert next(one.remedy for one in crowd if one.name == "threads") == "export OMP_NUM_THREADS=2"
 
 
+def test_threads_that_nobody_set_are_a_hint() -> None:
+    (threads,) = [one for one in checks.check_devices(machine.devices(), None, 2, 2, False) if one.name == "threads"]
+    assert threads.status == "hint" and "set it to 1" in threads.found and "export OMP_NUM_THREADS=" in threads.remedy
+
+
 def test_what_other_ranks_found_is_told_once() -> None:
     low = Finding("devices", "open files", "warning", "at most 256", "ulimit")
     told = compare([ABOUT, *(replace(ABOUT, rank=rank, findings=[low]) for rank in (1, 2, 3))])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import halocline as hc
 from halocline.testing.check import BadUsage, NetworkReport, _error, _verdict, check_network
 from halocline.testing.pool import Outcome, RankError, RankPool, shared_pool
-from halocline.testing.task import make_model, make_task
+from halocline.testing.task import make_model, make_task, remarks
 
 KEYS = {
     *("target", "verdict", "output_error", "gradient_error", "worst_parameter", "refusals", "activation_ratio"),
@@ -216,6 +216,30 @@ def test_another_failure_on_a_rank_is_an_error() -> None:
 
     with pytest.raises(RankError, match="rank 1 raised ValueError: not here"):
         check_network("test_check:level", shapes=VOLUME, pool=cast(RankPool, Failing()))
+
+
+def test_ranks_that_take_too_long_are_told_with_what_helps() -> None:
+    class Slow:
+        def run(self, *_: object, **__: object) -> None:
+            raise RankError(
+                [Outcome(0, "hung", text="was still running after 9.0 s, at\n a stack"), Outcome(1, "value")]
+            )
+
+    with pytest.raises(
+        BadUsage, match=r"^rank 0 was still running after 9\.0 s; give more time, such as --deadline 600$"
+    ):
+        check_network("test_check:level", shapes=VOLUME, pool=cast(RankPool, Slow()))
+
+
+def test_a_cut_that_will_be_slow_is_told_before_ranks_start() -> None:
+    few = make_task("test_check:level", shapes=VOLUME, cut={"depth": 2})
+    assert remarks(few, 2) == []
+    many = make_task("test_check:level", shapes=VOLUME, cut={"depth": 12})
+    crowded, idle = remarks(many, 2)
+    assert crowded.startswith("12 ranks share 2 cores") and idle.startswith("depth=12 cuts a dim of 8: 4 ranks")
+    said: list[str] = []
+    check("test_check:level", shapes=VOLUME, cut={"height": 2}, remark=said.append)
+    assert all("cores" in text or "core:" in text for text in said)  # of a machine with one core
 
 
 def test_no_number_is_infinitely_wrong() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -159,6 +160,12 @@ def test_a_hang_meets_the_deadline_and_shows_where(pool: RankPool) -> None:
     assert (stopped.kind, type(stopped.error)) == ("error", ValueError)
     assert asleep.kind == "hung"
     assert "in rank_1_sleeps" in asleep.text
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_say_where_it_is_has_no_place(pool: RankPool) -> None:
+    os.kill(pool.run(os.getpid)[1], signal.SIGSTOP)
+    assert re.fullmatch(r"was still running after [\d.]+ s", pool.outcomes(total, 1, deadline=1)[1].text)
 
 
 def test_bad_sizes_are_refused(pool: RankPool) -> None:

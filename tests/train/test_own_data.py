@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import halocline as hc
+from halocline.cli import attempts
 from halocline.cli.app import app
 from halocline.cli.predict_rank import answer
 from halocline.data import open_store
@@ -20,6 +21,7 @@ from halocline.data.stores.derived import Labels, OneChannel
 from halocline.errors import DataError
 from halocline.testing import shared_pool
 from halocline.train.config import make_settings
+from halocline.train.elastic import RankCount
 from halocline.train.log import read_log
 from halocline.train.own import own_data
 from halocline.train.predict import predict
@@ -162,6 +164,62 @@ def test_what_is_missing_for_a_prediction_is_named(tmp_path):
         predict(tmp_path / "nowhere", "in.h5", tmp_path / "out.h5")
     with pytest.raises(DataError, match=r"in\.h5: no such file or folder in /"):
         open_store(tmp_path / "in.h5")
+
+
+def test_npy_files_are_predicted_into_npy_files(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    (tmp_path / "npy_network.py").write_text("from torch import nn\nNet = lambda: nn.Conv3d(1, 2, 1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for folder, shape in (("cubes", (2, 3, 5)), ("fields", (2, 2, 3, 5))):
+        (tmp_path / folder).mkdir()
+        for number in range(3):
+            np.save(tmp_path / folder / f"case{number}.npy", rng.normal(size=shape))
+    told = {"model": "npy_network:Net", "loss": "torch.nn.functional:mse_loss", "steps": 1, "precision": "fp64"}
+    fields = {"x": {"path": str(tmp_path / "cubes"), "dims": "DHW"}, "y": {"path": str(tmp_path / "fields")}}
+    fields["y"]["dims"] = "CDHW"
+    Trainer(make_settings({**told, "data": fields}), tmp_path / "run").train()
+    source = str(tmp_path / "cubes")
+    predict(tmp_path / "run", source, tmp_path / "scores")
+    shared_pool(2).run(predicted, tmp_path / "run", source, tmp_path / "classes", classes=True, deadline=60)
+    predict(tmp_path / "run", source, tmp_path / "all.h5")
+    with h5py.File(tmp_path / "all.h5") as file:
+        expected = file["p"][:]
+    for number in range(3):
+        scores, classes = (np.load(tmp_path / kind / f"case{number}.npy") for kind in ("scores", "classes"))
+        assert scores.shape == (2, 2, 3, 5) and np.array_equal(scores, expected[number])
+        assert classes.dtype == np.uint8 and np.array_equal(classes, scores.argmax(0))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_dims_that_are_missing_are_suggested_for_the_files_that_there_are(tmp_path):
+    for folder, shape in (("cubes", (2, 3, 5)), ("fields", (2, 2, 3, 5))):
+        (tmp_path / folder).mkdir()
+        for number in range(3):
+            np.save(tmp_path / folder / f"case{number}.npy", np.zeros(shape))
+    x = FieldSettings(path=str(tmp_path / "cubes"), dims="DHW")
+    with pytest.raises(ConfigError, match=r"case0\.npy does not name the dims of its array .*data\.y\.dims = 'CDHW'"):
+        own_data(DataSettings(x=x, y=FieldSettings(path=str(tmp_path / "fields"))), torch.float64)
+    y = FieldSettings(path=str(tmp_path / "fields"), dims="NDHW")
+    with pytest.raises(ConfigError, match=r"y has 6 .*; or is N in data\.y\.dims = 'NDHW' another dim, such as C\?"):
+        own_data(DataSettings(x=x, y=y), torch.float64)
+    shown = CliRunner().invoke(app, ["data", "info", str(tmp_path / "fields")])
+    assert "such as --dims CDHW." in " ".join(shown.stdout.split())
+    with pytest.raises(DataError, match=r"cubs: no such file or folder in .* \(did you mean cubes\?\)"):
+        open_store(tmp_path / "cubs")
+
+
+def test_mistakes_in_paths_and_meshes_are_found_before_ranks_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempts, "LocalRanks", None)
+    (tmp_path / "cubes").mkdir()
+    np.save(tmp_path / "cubes" / "a.npy", np.zeros((2, 2)))
+    told = {"model": "a:b", "loss": "a:c", "data": {"x": str(tmp_path / "cubs"), "y": str(tmp_path / "cubes")}}
+    with pytest.raises(ConfigError, match=r"^data\.x: .*cubs: no such file .* \(did you mean cubes\?\)"):
+        attempts.on_this_machine(make_settings(told), tmp_path / "run", RankCount(2, 2), 0)
+    for mesh, parts in ({"D": 3}, 1), ({"D": 2}, 2), ({}, 4):
+        settings = make_settings({"workload": "vit3d", "mesh": mesh, "model_parts": parts})
+        with pytest.raises(ConfigError, match=r"ranks, and there are 2; give sizes that multiply to that"):
+            attempts.on_this_machine(settings, tmp_path / "run", RankCount(2, 2), 0)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_file_of_the_training_is_predicted_without_options(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What a run of the user's own can choose: loss, metrics, optimizer, initial weights, callbacks; what is meant."""
 
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,8 +15,9 @@ import halocline as hc
 from halocline.cli.app import app
 from halocline.testing import shared_pool
 from halocline.train.checkpoints import CheckpointError
-from halocline.train.config import make_settings
+from halocline.train.config import make_settings, read_toml
 from halocline.train.export import export_weights
+from halocline.train.imports import named
 from halocline.train.losses import make_loss
 from halocline.train.metrics import meter_maker
 from halocline.train.optimizers import make_optimizer
@@ -225,6 +227,17 @@ def test_a_callback_may_end_a_run(place, tmp_path):
 def test_did_you_mean(key, meant):
     with pytest.raises(ConfigError, match=f"did you mean {meant}"):
         make_settings({"workload": "unet3d"}, [f"{key}=1"])
+
+
+def test_a_mistake_names_the_option_or_the_file_it_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = {"workload": "unet3d", "stepps": 1}
+    with pytest.raises(ConfigError, match=r"run\.toml: stepps is unknown.*; --set optimizr\.lr=1: optimizr is unknown"):
+        make_settings(told, ["batch=2", "optimizr.lr=1"], where="run.toml")
+    with pytest.raises(ConfigError, match=r"torch\.nn:MSELos' cannot be imported: .*\(did you mean MSELoss\?\)"):
+        named("loss", "torch.nn:MSELos")
+    with pytest.raises(ConfigError, match=rf"run\.toml cannot be read: No such file or directory in {tmp_path}"):
+        read_toml(Path("run.toml"))
 
 
 def test_a_loader_says_what_it_is(place):

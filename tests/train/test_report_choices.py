@@ -1,4 +1,4 @@
-"""What a mesh decided by is told in the report of its run."""
+"""What a mesh decided by, and the names of classes, are told in the report of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+
+from test_report import finish, make_run, page_of, slices, step
 
 from halocline.choices import Choices
 from halocline.train.reporting.report import write_report
@@ -40,3 +42,9 @@ def test_other_choices_are_shown_beside_the_defaults(tmp_path: Path) -> None:
         ["one sum ranks", "4", "8", "everywhere"],
         ["remedy", "gather", "None", "head"],
     ]
+
+
+def test_classes_have_their_names_in_the_legend(tmp_path: Path) -> None:
+    told = 'workload = "unet3d"\nsteps = 8\nclass_names = ["background", "liver & spleen"]\n'
+    text = page_of(finish(make_run(tmp_path / "run", [step(0)], told), slices())).text
+    assert "liver & spleen" in text and "background is left grey" in text and "class 1" not in text

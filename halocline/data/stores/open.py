@@ -5,13 +5,25 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from ...errors import DataError
+from ...errors import DataError, did_you_mean
 from .contents import Contents, Kind, contents, kind_of
 from .files import FileStore, expand, visible
 from .hdf5 import HDF5
 from .nifti import Nifti
 from .npy import Npy
 from .zarr import Zarr
+
+_SAMPLES_IN_ONE = {1: "N", 2: "NC", 3: "NHW", 4: "NDHW", 5: "NCDHW", 6: "NCTDHW"}
+_A_FILE_EACH = {1: "C", 2: "HW", 3: "DHW", 4: "CDHW", 5: "CTDHW"}
+
+
+def dims_example(count: int, files: int) -> str:
+    """Letters for an array of so many dims, as an example; several files hold a sample each, more often than not.
+
+    >>> dims_example(4, 1), dims_example(4, 10)
+    ('NDHW', 'CDHW')
+    """
+    return (_SAMPLES_IN_ONE if files == 1 else _A_FILE_EACH).get(count, "NCDHW")
 
 
 def open_store(
@@ -32,7 +44,7 @@ def open_store(
         shape = list(chosen.shape) if chosen is not None else []
         raise DataError(
             f"{paths[0]} does not name its dims {shape}; name them in the order in which they are stored, "
-            "such as --dims NCDHW (N: samples, C: channels, T: time, D, H, W: space)"
+            f"such as --dims {dims_example(len(shape), len(paths))} (N: samples, C: channels, T: time, D, H, W: space)"
         )
     if kind is HDF5:
         return HDF5(paths, name, dims, order)
@@ -52,7 +64,10 @@ def files_of(path: str | Path) -> tuple[tuple[Path, ...], Kind]:
     else:
         files = [file for file in expand(path, ()) if kind_of(file) is not None]
     if not Path(path).exists() and not glob.has_magic(str(path)):
-        raise DataError(f"{path}: no such file or folder in {Path.cwd()}")
+        folder = Path(path).parent
+        there = [file.name for file in visible(folder)] if folder.is_dir() else []
+        near = did_you_mean(Path(path).name, there)
+        raise DataError(f"{path}: no such file or folder in {Path.cwd()}{near}")
     if not files:
         raise DataError(f"{path}: there is no .npy, .h5, .zarr or .nii here")
     kinds = {kind_of(file) for file in files}

@@ -7,7 +7,7 @@ maps become rows of pictures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,7 +38,9 @@ FEW = 40  # classes at most
 EARLIER = 3  # earlier predictions that are shown
 
 
-def answers(arrays: dict[str, Array], progress: Mapping[int, Array] | None = None) -> str | None:
+def answers(
+    arrays: dict[str, Array], progress: Mapping[int, Array] | None = None, class_names: Sequence[str] = ()
+) -> str | None:
     """HTML of the examples, or None for arrays that no form fits; ``progress`` are earlier predictions by step."""
     if not all(name in arrays and arrays[name].size and arrays[name].ndim for name in ("y", "p")):
         return None
@@ -52,7 +54,7 @@ def answers(arrays: dict[str, Array], progress: Mapping[int, Array] | None = Non
     fits = "x" not in planes or planes["x"].shape == planes["y"].shape
     if not fits or not _whole(planes["y"], planes["p"]):
         return _fields(planes)
-    return _classes(planes) + _learning(planes, progress or {})
+    return _classes(planes, class_names) + _learning(planes, progress or {})
 
 
 def _whole(*arrays: Array) -> bool:
@@ -165,7 +167,7 @@ def _cell(table: Array, row: int, column: int, side: float) -> str:
 # -- slices
 
 
-def _classes(planes: dict[str, Array]) -> str:
+def _classes(planes: dict[str, Array], names: Sequence[str]) -> str:
     """Rows of pictures: input, true and predicted classes laid over it, and where they differ."""
     rows = []
     for number in range(len(planes["y"])):
@@ -180,10 +182,13 @@ def _classes(planes: dict[str, Array]) -> str:
             f"wrong: {_wrong(y, p):.2g} %": painted(base, wrong, WRONG, 0.9),
         }
         rows.append(_row(panels, f"sample {number + 1}"))
-    words = "Slices of validation samples, with the classes laid over; class 0 is left grey."
+    grey_one = names[0] if names else "class 0"
+    words = f"Slices of validation samples, with the classes laid over; {grey_one} is left grey."
     numbers = np.unique(np.concatenate([planes["y"].ravel(), planes["p"].ravel()])).astype(int).tolist()
-    codes = {**{f"class {number}": class_code(number) for number in numbers if number > 0}, "wrong": WRONG}
-    swatches = [element("span", element("i", style=f"background:{code}"), text(name)) for name, code in codes.items()]
+    shown = [number for number in numbers if number > 0]
+    codes = [(names[one] if one < len(names) else f"class {one}", class_code(one)) for one in shown]
+    codes.append(("wrong", WRONG))
+    swatches = [element("span", element("i", style=f"background:{code}"), text(name)) for name, code in codes]
     return element("p", text(words)) + element("p", *swatches, class_="legend") + "".join(rows)
 
 

@@ -18,7 +18,7 @@ def page(run: RecordedRun, parts: list[Part]) -> str:
     body = element("header", _head(run), figures, _links(shown))
     sections = [element("section", element("h2", text(each.title)), each.body, id=each.name) for each in shown]
     body += element("main", *sections, _absent([part for part in parts if isinstance(part, Missing)]))
-    body += element("footer", "Written by ", element("code", text(f"halocline report {run.name}")))
+    body += element("footer", "Written by ", element("code", "halocline report"))
     return document(f"{run.subject} · {run.name}", body)
 
 

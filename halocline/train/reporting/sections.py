@@ -320,7 +320,8 @@ def _choices(run: RecordedRun) -> str:
             if name != "at" and (not path or value != usual.get(name)):
                 rows.append([_words(name), f"{value}", f"{usual.get(name)}", path or "everywhere"])
                 changed = changed or value != usual.get(name)
-    table = _table(rows)
+    words = "How operations on cut samples are computed where there is a choice (hc.Choices)."
+    table = element("p", text(words)) + _table(rows)
     return _card("What the mesh decides by", table) if changed else _folded("What the mesh decides by", table)
 
 
@@ -337,7 +338,8 @@ def examples(run: RecordedRun) -> Part:
         return Missing("examples", run.troubles["examples"])
     if run.examples is None:
         return Missing("examples", "there is no examples.npz: the last validation writes it")
-    body = answers(run.examples, run.progress)
+    told = run.settings.get("class_names")
+    body = answers(run.examples, run.progress, [str(name) for name in told] if isinstance(told, list) else [])
     if body is None:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in run.examples.items())
         return Missing("examples", f"they are neither numbers nor slices that a page could show: {shapes}")
