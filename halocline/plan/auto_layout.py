@@ -186,20 +186,19 @@ def by_size(model: nn.Module, mesh: Mesh, axes: Sequence[str], note: str) -> Lay
 
 def as_patterns(cuts: Mapping[str, Decision], names: Iterable[str]) -> dict[str, dict[int, str]]:
     """The same cuts with one pattern for names that differ in numbers alone, where it matches no other parameter."""
-    done = set[str]()
-    found: dict[str, dict[int, str]] = {}
+    pattern_of = {name: _NUMBER.sub("*", name) for name in names}
     by_pattern: dict[str, list[str]] = {}  # a pattern matches a name where it matches that name's own pattern
-    for name in names:
-        by_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)
-    for name, dims in cuts.items():
-        if name in done:
-            continue
-        pattern = _NUMBER.sub("*", name)
+    for name, pattern in pattern_of.items():
+        by_pattern.setdefault(pattern, []).append(name)
+    serves: dict[str, bool] = {}
+    for pattern in by_pattern:
         matches = re.compile(translate(pattern)).match
-        alike = [other for own, others in by_pattern.items() if matches(own) for other in others]
-        if pattern != name and all(cuts.get(other) == dims for other in alike):
-            done |= set(alike)
-            found[pattern] = dict(dims)
-        else:
-            found[name] = dict(dims)
+        decisions = [cuts.get(name) for own, alike in by_pattern.items() if matches(own) for name in alike]
+        serves[pattern] = all(dims == decisions[0] for dims in decisions)
+    found: dict[str, dict[int, str]] = {}
+    for name, dims in cuts.items():
+        pattern = pattern_of[name]
+        key = pattern if serves[pattern] else name
+        if key not in found:
+            found[key] = dict(dims)
     return found

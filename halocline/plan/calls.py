@@ -76,6 +76,8 @@ class Calls:
     values: list[CallValue] = field(default_factory=list)
     calls: list[RuleCall] = field(default_factory=list)
     made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by value: the call, and which of its results
+    parameters: dict[str, int] = field(default_factory=dict)  # by name: the value of each that takes part
+    inputs: list[int] = field(default_factory=list)  # the values of the model's inputs
 
     def add(self, call: RuleCall, signs: dict[Hashable, int]) -> None:
         """The next call."""
@@ -97,10 +99,6 @@ class Calls:
         """All calls but the first ``count``."""
         del self.calls[count:]
         self.made = {n: place for n, place in self.made.items() if place[0] < count}
-
-    def parameters(self) -> dict[str, int]:
-        """The value of each parameter that takes part, by name."""
-        return {value.parameter: n for n, value in enumerate(self.values) if value.parameter is not None}
 
 
 class RuleRecorder(TorchFunctionMode):
@@ -223,9 +221,14 @@ class RuleRecorder(TorchFunctionMode):
     def _add(self, tensor: Tensor, value: CallValue | None = None) -> int:
         """A new value, which the tensor stands for from now on: also where a call has written to a known one."""
         self._alive.append(tensor)
-        self._numbers[id(tensor)] = len(self.found.values)
-        self.found.values.append(value or CallValue(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        return self._numbers[id(tensor)]
+        number = self._numbers[id(tensor)] = len(self.found.values)
+        value = value or CallValue(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        self.found.values.append(value)
+        if value.parameter is not None:
+            self.found.parameters[value.parameter] = number
+        if value.input is not None:
+            self.found.inputs.append(number)
+        return number
 
 
 def _result(function: Any, recipe: Recipe | None, args: Any, kwargs: Any) -> Any:

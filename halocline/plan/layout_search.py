@@ -60,16 +60,16 @@ class LayoutSearch:
     def __init__(self, costs: LayoutCosts, inputs: Sequence[Mapping[int, str]], axes: Sequence[str]) -> None:
         """``inputs``: the mesh axis of each dim of each input that is cut; ``axes``: those that may cut weights."""
         self.costs, self.calls, self._axes = costs, costs.calls, tuple(axes)
-        self.parameters = self.calls.parameters()
+        self.parameters = self.calls.parameters
         self._runs = runs_of(self.calls)
         self._alike: dict[int, int] = {}  # parameters at one place of repeated blocks: the first, and how many
         self.groups = self._grouped()
         self._group_of = {n: number for number, group in enumerate(self.groups) for n in group.values}
         self._leader_of = {n: group.values[0] for group in self.groups for n in group.followers}
         self._inputs = {
-            n: make_sharding(costs.mesh, value.shape, inputs[value.input] if value.input < len(inputs) else {})
-            for n, value in enumerate(self.calls.values)
-            if value.input is not None
+            n: make_sharding(costs.mesh, self.calls.values[n].shape, inputs[place] if place < len(inputs) else {})
+            for n in self.calls.inputs
+            if (place := self.calls.values[n].input) is not None
         }
         self._once = list(self._folded(1))
         self._twice = list(self._folded(2))
