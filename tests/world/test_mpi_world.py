@@ -87,7 +87,7 @@ def test_as_between_processes(pool: RankPool, monkeypatch: pytest.MonkeyPatch, t
     test()
 
 
-@pytest.mark.long
+@pytest.mark.trial  # its deadline is short, and ranks over MPI ask for messages in a loop
 @pytest.mark.parametrize("kind", ["dies", "hangs", "diverges"])
 def test_a_failing_rank_is_named_by_all_others(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(test_ranks, "RankPool", lambda size: RankPool(size, place=MpiPlace()))
