@@ -213,6 +213,7 @@ LOWER = [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torc
 KINDS = [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("own", "lower"), LOWER)
 @pytest.mark.parametrize(
     ("kind", "lengths"),

@@ -44,6 +44,7 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.long
 def test_a_planned_pipeline_is_followed_and_exact() -> None:
     made = plan(make_net, SHAPE, machine="cpu", devices=4, batch=BATCH, stages="auto")
     assert {tuple(each.mesh_sizes.values()) for each in made.pipelines} == {(2, 2), (4, 1)}

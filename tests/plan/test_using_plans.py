@@ -213,6 +213,7 @@ def settings(*changes: str) -> Settings:
     return make_settings({}, [*small, "machine=perlmutter", *changes], defaults_of("unet3d"))
 
 
+@pytest.mark.long
 def test_a_run_follows_a_plan_and_its_report_compares(tmp_path: Path) -> None:
     shared_pool(2).run(train_with_plan, tmp_path / "run", deadline=120)
     plan = read_plan(tmp_path / "run" / "plan.json")

@@ -157,6 +157,7 @@ def test_every_layout_is_exact(
     assert error <= EXACT, (error, where)
 
 
+@pytest.mark.long
 def test_a_quarter_of_the_memory_is_enough() -> None:
     """Predicted and measured; and again an eighth where no norm keeps its input."""
     torch.manual_seed(0)

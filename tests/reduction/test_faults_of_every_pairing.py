@@ -311,6 +311,7 @@ def check_no_numbers(transport: str, algorithm: str, modes: Sequence[str], pools
         assert all(all(map(same, first, other)) for other in others), mode
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS)[::3])
 def test_all_ranks_see_what_is_no_number(algorithm: str, pools: dict[str, RankPool]) -> None:
     place = list(ALGORITHMS).index(algorithm)

@@ -9,6 +9,7 @@ from ranges import often
 EACH = often(100)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch's own, of shapes and modes that a program meets
 @pytest.mark.parametrize("part", range(4))
