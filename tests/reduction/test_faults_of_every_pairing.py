@@ -358,6 +358,7 @@ def rotated(transport: str, algorithms: Iterable[str], modes: Sequence[str], tro
 
 
 WIRED = [name for name, mode in MODES.items() if mode.wire is not None]
+MARKS = {"mpi": [pytest.mark.trial]}  # its ranks ask for messages in a loop: on a busy machine they miss deadlines
 ALIVE = [trouble for trouble in TROUBLES if not trouble.startswith("dies")]
 DEADLY = [trouble for trouble in TROUBLES if trouble.startswith("dies")]
 SHORT = [
@@ -372,14 +373,9 @@ LONG = [
     *rotated("sockets", ALGORITHMS, EXACT, DEADLY),
     *rotated("sockets", ["flat", "levels", "leaders:1"], WIRED, [*DEADLY, "raises in backward"]),
     *rotated("gloo", ALGORITHMS, EXACT, [*DEADLY, "raises in backward", "has other sizes"]),
-    *rotated(
-        "threads", ["flat", "(4,)", "leaders:2"], EXACT, [trouble for trouble in ALIVE if "raises" not in trouble]
-    ),
-]
-#: Ranks over MPI ask for messages in a loop, and miss deadlines where other programs want their cores.
-ON_A_QUIET_MACHINE = [
     *rotated("mpi", ALGORITHMS, ["next forward, as they are", "lag, bf16"], ALIVE),
     *rotated("mpi", ["flat", "(2, 2)", "doubling"], ["backward, as they are"], DEADLY),
+    *rotated("threads", ["flat", "(4,)", "leaders:2"], EXACT, [each for each in ALIVE if "raises" not in each]),
 ]
 
 
@@ -389,14 +385,8 @@ def test_all_others_hear_of_it(case: Case, pools: dict[str, RankPool]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", some(LONG), ids="; ".join)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c.transport, ())) for c in some(LONG)], ids="; ".join)
 def test_all_others_hear_of_it_in_other_pairings(case: Case, pools: dict[str, RankPool]) -> None:
-    check_case(case, pools)
-
-
-@pytest.mark.trial
-@pytest.mark.parametrize("case", some(ON_A_QUIET_MACHINE), ids="; ".join)
-def test_all_others_hear_of_it_over_mpi(case: Case, pools: dict[str, RankPool]) -> None:
     check_case(case, pools)
 
 
